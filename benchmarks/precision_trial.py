@@ -49,14 +49,14 @@ def main() -> None:
 def introduction() -> list[str]:
     import torch
 
-    from toolkit.launch.trial import MARGIN
+    from toolkit.launch.trial import MIN_SPEEDUP
 
     return [
         "# The trial of a layer against real training", "",
         f"`python benchmarks/precision_trial.py --write`: torch {torch.__version__}. One thread, in its "
         "own processor time, since the machine had other work: the least of the trial's passes, the median of "
         f"training's {STEPS} steps of {TEXTS} texts, fp32 and bf16 by turns. Ratios count. bf16 is chosen where the "
-        f"layer is {MARGIN} times as fast; what is emulated shows with a few tokens, and is tried with no more.",
+        f"layer is {MIN_SPEEDUP} times as fast; what is emulated shows with a few tokens, and is tried with no more.",
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def compare() -> dict[str, object]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from toolkit.data.read import read_demo
-    from toolkit.launch.trial import faster, measure
+    from toolkit.launch.trial import faster_precision, measure
 
     torch.set_num_threads(1)
     folder = Path(minilm[0]) / "model"
@@ -101,7 +101,7 @@ def compare() -> dict[str, object]:
             times.append(time.thread_time() - begun)
     trial = measure((model.config.hidden_size, model.config.intermediate_size))
     speed = {precision: TEXTS / median(times[1:]) for precision, times in seconds.items()}  # the first makes kernels
-    return {"trial": trial, "chosen": faster(trial), "samples_per_second": speed}
+    return {"trial": trial, "chosen": faster_precision(trial), "samples_per_second": speed}
 
 
 if __name__ == "__main__":

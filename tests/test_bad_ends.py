@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.ends_worker import STEPS
 from tests.runs import WAYS, recipe
-from toolkit.launch import bad_end
+from toolkit.launch import exit_state
 
 SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
 
@@ -48,11 +48,11 @@ def test_the_steps_before_reach_the_trackers(
 
 
 def test_an_end_waits_for_what_hangs_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bad_end, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(exit_state, "_CLOSE_SECONDS", 0.2)
     calls: list[float] = []
-    bad_end.close_at_bad_end(lambda: (calls.append(0.0), time.sleep(60)))
+    exit_state.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))
     started = time.monotonic()
-    bad_end.close_what_is_open()
-    bad_end.close_what_is_open()  # only once
+    exit_state.close_resources()
+    exit_state.close_resources()  # only once
     assert time.monotonic() - started < 10
     assert len(calls) == 1

@@ -18,7 +18,7 @@ import yaml
 from tests.launch.test_nodes import pretend_network
 from tests.runs import ROOT
 from toolkit.cli import build_parser
-from toolkit.launch.environment import settle
+from toolkit.launch.environment import set_torch_variables
 from toolkit.launch.relaunch import plan, split
 
 FOLDER = ROOT / "docs" / "cluster"
@@ -154,7 +154,7 @@ def test_each_task_of_a_slurm_job_knows_its_rank(tmp_path: Path) -> None:
     assert options.config_file is None  # srun is the launcher
     env = {"SLURM_PROCID": "11", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "3", "SLURM_NODEID": "1",
            "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "77"}  # fmt: skip
-    place = settle(env)
+    place = set_torch_variables(env)
     assert (place.rank, place.local_rank, place.local_world_size, place.world_size) == (11, 3, 8, 16)
     assert env["MASTER_ADDR"] == "gpu03"
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.runs import start
-from toolkit.errors import line_of
+from toolkit.errors import system_error_line
 
 FULL = Path("/dev/full")
 
@@ -40,7 +40,7 @@ def test_faults_of_files_and_memory_are_one_line(fault: str) -> None:
     broken, said = FAULTS[fault]
     with pytest.raises(Exception) as caught:  # noqa: PT011
         broken()
-    line = line_of(caught.value)
+    line = system_error_line(caught.value)
     assert (line is None) == (said is None)
     assert said is None or (said in str(line) and "\n" not in str(line))
 

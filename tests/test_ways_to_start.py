@@ -177,7 +177,9 @@ def test_ctrl_c_while_processes_are_started_leaves_none(tmp_path: Path) -> None:
 def test_a_run_that_a_signal_stopped_ends_the_launcher_that_was_typed_by_it(tmp_path: Path) -> None:
     """accelerate's own would end with a traceback, and code 1 for every other."""
     script = tmp_path / "stopped.py"
-    script.write_text("from toolkit import launch\nlaunch.start(__name__)\nlaunch.run(lambda: launch.stopped_by(15))\n")
+    script.write_text(
+        "from toolkit import launch\nlaunch.start(__name__)\nlaunch.run(lambda: launch.set_exit_signal(15))\n"
+    )
     way = ["--config_file", "accelerate_configs/single.yaml"]
     done = start(["accelerate", "launch", script, *way], env={"PYTHONPATH": str(ROOT)}, fresh=True)
     assert done.code == -signal.SIGTERM

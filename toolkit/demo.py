@@ -64,7 +64,7 @@ def model_path(name: str) -> str:
     return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
 
 
-def about(name: object) -> Demo:
+def demo_entry(name: object) -> Demo:
     """The entry of a demo model or data set; an empty one for other names."""
     demos = MODELS | DATASETS if str(name).startswith(PREFIX) else {}
     return demos.get(str(name).removeprefix(PREFIX), Demo("", ""))

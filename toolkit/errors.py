@@ -32,7 +32,7 @@ _OF_FILES = {
 }  # fmt: skip
 
 
-def line_of(error: BaseException) -> str | None:
+def system_error_line(error: BaseException) -> str | None:
     """What a fault of files or memory says in one line, with the file's name; None for others, which need a traceback.
 
     A RecursionError counts where a file was read that is nested too deep.
@@ -88,7 +88,7 @@ def last_error(text: str) -> str:
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 
 
-def plain(text: object, most: int = 1000) -> str:
+def printable(text: object, most: int = 1000) -> str:
     """At most so many characters of a text that a peer or a program has sent, fit for a terminal."""
     return _UNPRINTABLE.sub(" ", str(text))[:most].strip()
 

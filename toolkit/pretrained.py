@@ -39,7 +39,7 @@ _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 def load_config(settings: PretrainedSettings) -> Any:
     """The model's config. Raises UserError for one that cannot be read, or asks for far more than its weights hold."""
     name = str(settings.model_name_or_path)
-    with explained(name):
+    with explain_load_errors(name):
         content = PreTrainedConfig.get_config_dict(model_path(name))[0]
         check_model_config(content, f"--model_name_or_path {name}: its config.json")
         _refuse_oversized(name, content)
@@ -106,7 +106,7 @@ def _parameters(config: dict[str, Any]) -> int:
     )
 
 
-def content_of(name: str) -> str:
+def model_digest(name: str) -> str:
     """A digest of the files of a model's folder, or the commit of a hub's model that has been loaded."""
     folder = Path(model_path(name))
     if folder.is_dir():
@@ -127,7 +127,7 @@ def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
 
 def load_plain_tokenizer(name: str) -> Any:
     """The tokenizer of a folder, a hub name or a `demo:` name. Raises UserError as `refuse_unusable` does."""
-    with explained(name):
+    with explain_load_errors(name):
         if cached_file(model_path(name), "config.json", _raise_exceptions_for_missing_entries=False):
             # AutoTokenizer builds the config, and a name for each of its labels
             content = PreTrainedConfig.get_config_dict(model_path(name))[0]
@@ -219,7 +219,7 @@ def _is_model(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def explained(name: str, attention: str | None = None) -> Iterator[None]:
+def explain_load_errors(name: str, attention: str | None = None) -> Iterator[None]:
     """Turns any error of a library about this model into a UserError of one line that names it."""
     _refuse_wrong_folder(name)
     if not name.startswith(PREFIX) and not Path(name).exists():

@@ -40,7 +40,7 @@ from toolkit.training.resume import Resumed, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.features import features, write_results
-from toolkit.utils.files import writing
+from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
 
@@ -169,7 +169,7 @@ class Run:
                 return False
             improved = self.best.improved(evaluation, step)
             if improved:
-                with writing(self.folder.model):
+                with explain_write_errors(self.folder.model):
                     model, dtype = self.checkpoints.model, self.settings.training.save_dtype
                     save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
         self._last, self._last_of = evaluation, (step, evaluation.split)
@@ -179,7 +179,7 @@ class Run:
     def _stop(self) -> None:
         self._close()
         self.stopped = True
-        launch.stopped_by(self._steps.stop_signal)
+        launch.set_exit_signal(self._steps.stop_signal)
         name, done = signal.Signals(self._steps.stop_signal).name, self._steps.done
         command = self.summary.command_to_continue()
         self._log.print_line(

@@ -29,7 +29,7 @@ _RANK = """
 import os, signal, socket, sys, threading
 from toolkit import launch
 from toolkit.launch import failure_detector, rendezvous
-from toolkit.launch.environment import seconds_of, settle
+from toolkit.launch.environment import timeout_seconds, set_torch_variables
 from toolkit.utils import versions
 
 def wait_for_line():
@@ -42,8 +42,8 @@ if "PRETENDED_HOST" in os.environ:  # a machine of its own
     rendezvous.network.node_id = lambda: os.environ["PRETENDED_HOST"]
 {before}
 def main():
-    ranks = rendezvous.find_ranks(settle(os.environ), "", float(os.environ["SECONDS"]))
-    failure_detector.start(ranks, seconds_of("peer_timeout"))
+    ranks = rendezvous.find_ranks(set_torch_variables(os.environ), "", float(os.environ["SECONDS"]))
+    failure_detector.start(ranks, timeout_seconds("peer_timeout"))
     print("here", flush=True)
     {body}
 launch.run(main)

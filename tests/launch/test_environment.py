@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import refusal
-from toolkit.launch.environment import Place, first_host, place_of, settle
+from toolkit.launch.environment import Place, first_host, place_of, set_torch_variables
 
 TORCHRUN = {
     "RANK": "3",
@@ -123,13 +123,13 @@ def test_first_host(nodes: str, first: str) -> None:
 @pytest.mark.parametrize("env", [{}, TORCHRUN, {"ACCELERATE_X": "1"}, BATCH_SCRIPT])
 def test_settle_leaves_alone_what_needs_nothing(env: dict[str, str]) -> None:
     settled = dict(env)
-    assert settle(settled) == place_of(env)
+    assert set_torch_variables(settled) == place_of(env)
     assert settled == env
 
 
 def test_settle_fills_torchs_names_for_srun_on_several_machines() -> None:
     env = dict(SRUN)
-    settle(env)
+    set_torch_variables(env)
     wanted = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu03"}
     assert env.items() >= wanted.items()
     assert 20000 <= int(env["MASTER_PORT"]) < 40000
@@ -139,7 +139,7 @@ def test_the_port_of_a_job_is_the_same_for_all_ranks_and_another_for_the_next_st
     ports = []
     for changes in ({"SLURM_PROCID": "0"}, {"SLURM_PROCID": "3"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}):
         env = SRUN | changes
-        settle(env)
+        set_torch_variables(env)
         ports.append(env["MASTER_PORT"])
     assert ports[0] == ports[1]
     assert len(set(ports[1:])) == 3
@@ -147,7 +147,7 @@ def test_the_port_of_a_job_is_the_same_for_all_ranks_and_another_for_the_next_st
 
 def test_an_address_and_port_that_are_given_stay() -> None:
     env = OPEN_MPI | {"MASTER_ADDR": "first", "MASTER_PORT": "12345"}
-    settle(env)
+    set_torch_variables(env)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("first", "12345")
 
 
@@ -160,4 +160,4 @@ def test_an_address_and_port_that_are_given_stay() -> None:
     ],
 )
 def test_without_an_address_or_a_port_what_is_missing_is_named(env: dict[str, str], says: str) -> None:
-    refusal(settle, dict(env), match=says)
+    refusal(set_torch_variables, dict(env), match=says)

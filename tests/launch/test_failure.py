@@ -9,7 +9,7 @@ import pytest
 
 from tests.runs import Finished, start
 from toolkit import launch
-from toolkit.launch import bad_end, failure
+from toolkit.launch import exit_state, failure
 from toolkit.launch.environment import Place
 
 _MAIN = """
@@ -32,7 +32,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many processes there seem to be."""
     size = {"size": 1}
     monkeypatch.setattr(failure, "_place", lambda: Place("torchrun", 0, size["size"], 0, size["size"]))
-    monkeypatch.setattr(bad_end.ending, "explain", None)
+    monkeypatch.setattr(exit_state.exit_state, "explain", None)
     return size
 
 

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from tests.launch.ranks import Group, codes, errors, group, told
 from tests.runs import Finished
 from toolkit.launch.failure_detector import Failure, FailureDetector
-from toolkit.launch.interrupted import ENDED_FILE
+from toolkit.launch.interrupted import EXIT_CODE_FILE
 from toolkit.launch.rendezvous import Peer
 
 HOST = socket.gethostname()
@@ -276,11 +276,13 @@ def test_one_of_each_machine_speaks(
     our_launcher: list[int],
     launcher: bool,
 ) -> None:
-    monkeypatch.setenv(ENDED_FILE, "x")
+    monkeypatch.setenv(EXIT_CODE_FILE, "x")
     if not launcher:
-        monkeypatch.delenv(ENDED_FILE)
+        monkeypatch.delenv(EXIT_CODE_FILE)
     others = [rank for rank in range(4) if rank != culprit]
-    speak = [rank for rank in others if FailureDetector(found("AABB", rank)).speaks_of(Failure(culprit, kind, ""))]
+    speak = [
+        rank for rank in others if FailureDetector(found("AABB", rank)).reports_for_node(Failure(culprit, kind, ""))
+    ]
     assert speak == (our_launcher if launcher else any_launcher)
 
 
@@ -300,4 +302,4 @@ def test_no_machine_is_started_again_where_another_one_is_not(
     monkeypatch: pytest.MonkeyPatch, final: bool, most: int, left: int, ends: bool
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
-    assert FailureDetector(found("AB", 0, left)).ends_all_attempts(final) == ends
+    assert FailureDetector(found("AB", 0, left)).forbids_restart(final) == ends

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.faults import refusal
-from toolkit.launch.network import address_to_listen, is_own
+from toolkit.launch.network import address_to_bind, is_this_machine
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT, Nodes, find_nodes
 
 FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
@@ -212,7 +212,7 @@ def test_garbage_in_a_number_names_where_it_stands(find: Find, name: str, garbag
 )  # fmt: skip
 def test_own_names_and_addresses(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
     pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "gpu2": [SECOND], "me": ["127.0.1.1"]})
-    assert is_own(name) is own
+    assert is_this_machine(name) is own
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,4 @@ def test_where_those_that_call_a_name_are_answered(
     monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str
 ) -> None:
     pretend_network(monkeypatch, [FIRST, "127.0.1.1"], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
-    assert address_to_listen(name, local) == listens
+    assert address_to_bind(name, local) == listens

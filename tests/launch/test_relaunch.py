@@ -22,7 +22,15 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.launch import launcher
-from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, Place, place_of, seconds_of
+from toolkit.launch.environment import (
+    FAILURE_DETECTOR,
+    GPU_PEER_TIMEOUT,
+    MARKER,
+    TIMEOUTS,
+    Place,
+    place_of,
+    timeout_seconds,
+)
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
@@ -306,9 +314,9 @@ def test_launch_options_without_a_config(launched: list[Any], argument: str) -> 
 def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
     launched: list[Any], option: str, usual: int
 ) -> None:
-    assert (seconds_of(option), seconds_of(option, GPU_PEER_TIMEOUT)) == (usual, 120)
+    assert (timeout_seconds(option), timeout_seconds(option, GPU_PEER_TIMEOUT)) == (usual, 120)
     assert relaunch_if_requested([SCRIPT, f"--{option}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
-    assert seconds_of(option) == seconds_of(option, GPU_PEER_TIMEOUT) == 77
+    assert timeout_seconds(option) == timeout_seconds(option, GPU_PEER_TIMEOUT) == 77
     relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
     ((command, env),) = launched
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)

@@ -23,7 +23,7 @@ from toolkit.launch.rendezvous import Peer, Rendezvous, RendezvousError
 @pytest.mark.multiprocess
 def test_all_arrive_and_know_each_other() -> None:
     known = "[(m.rank, m.host, m.local_rank) for m in failure_detector.current.peers]"
-    tell = f"print(*{known}, *launch.named_machines(), sep='; ')"
+    tell = f"print(*{known}, *launch.list_machines(), sep='; ')"
     body = f"wait_for_line()\n{tell}"
     ended = told(body, body, body, hosts=["A", "A", "B"])
     assert codes(ended) == [0, 0, 0]
@@ -33,7 +33,10 @@ def test_all_arrive_and_know_each_other() -> None:
 
 
 TWIN = {"WORLD_SIZE": "3", "RANK": "1"}
-NEWER = "was = versions.comparable; versions.comparable = lambda script: {**was(script), 'torch': '0.0.1', 'code': 'x'}"
+NEWER = """
+real = versions.comparable_versions
+versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1", "code": "x"}
+"""
 # what is wrong -> how the processes are started, their exit codes, what each that failed says in its one line
 FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "a rank does not come": (
@@ -225,8 +228,8 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
         monkeypatch.setenv(name, given or "")
         if given is None:
             monkeypatch.delenv(name)
-    monkeypatch.setattr("toolkit.launch.network.own_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7"})
-    monkeypatch.setattr("toolkit.launch.network.address_towards", lambda name: name.removeprefix("to "))
+    monkeypatch.setattr("toolkit.launch.network.local_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7"})
+    monkeypatch.setattr("toolkit.launch.network.source_address_for", lambda name: name.removeprefix("to "))
     nodes = [*(["A"] * (own is None) + ["B"] * (own is not None)), *"A" * len(own or "A")]
     peers: Any = [SimpleNamespace(node=node, address=f"to {address}")
                   for node, address in zip(nodes, ["", *(own or [""])], strict=True)]  # fmt: skip

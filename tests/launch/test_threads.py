@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.runs import start
 from toolkit.launch import environment
-from toolkit.launch.environment import MARKER, users_threads
+from toolkit.launch.environment import MARKER, user_threads
 from toolkit.launch.relaunch import clean_environment
 
 DDP = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]
@@ -89,5 +89,5 @@ def test_who_set_the_threads(
 ) -> None:
     parents = [SimpleNamespace(cmdline=line.split, environ=lambda env=env: env) for line, env in above]
     monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
-    assert users_threads(env) == expected
+    assert user_threads(env) == expected
     assert clean_environment(env).get("OMP_NUM_THREADS") == (env.get("OMP_NUM_THREADS") if expected else None)

@@ -14,7 +14,7 @@ from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, start
 from toolkit.config import PretrainedSettings
 from toolkit.launch import trial
-from toolkit.launch.trial import BERT_BASE, faster, measure_once, slowest
+from toolkit.launch.trial import BERT_BASE, faster_precision, measure_cached, slowest_times
 from toolkit.pretrained import layer_of
 
 SMALL = (32, 64)
@@ -23,25 +23,25 @@ SMALL = (32, 64)
 def test_a_trial_is_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    first = measure_once(SMALL)
+    first = measure_cached(SMALL)
     assert set(first) == {"no", "bf16"}
     assert min(first.values()) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)  # the losses of a run do not depend on it
     monkeypatch.setattr(trial, "measure", lambda widths: {"no": 1.0, "bf16": float(widths[0])})
-    assert measure_once(SMALL) == first
-    assert measure_once((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    assert measure_cached(SMALL) == first
+    assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # another CPU
-    assert measure_once(SMALL) == {"no": 1.0, "bf16": 32.0}
+    assert measure_cached(SMALL) == {"no": 1.0, "bf16": 32.0}
     for file in (tmp_path / "precision").glob("*.json"):
         file.write_text("")  # a power cut
-    assert measure_once((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
 
 
 def test_without_a_cache_it_is_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
-    assert measure_once(SMALL)["no"] > 0
+    assert measure_cached(SMALL)["no"] > 0
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_without_a_cache_it_is_measured_all_the_same(tmp_path: Path, monkeypatch
     ],
 )
 def test_what_is_made_of_it(trials: list[Any], precision: str) -> None:
-    assert faster(slowest(trials)) == precision
+    assert faster_precision(slowest_times(trials)) == precision
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
 def test_emulated_bf16_is_never_chosen_nor_waited_for(limit: str) -> None:
-    code = "from toolkit.launch.trial import *; print(faster(measure(BERT_BASE)))"
+    code = "from toolkit.launch.trial import *; print(faster_precision(measure(BERT_BASE)))"
     environment = {"ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
     command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", code]
     assert start(command).succeeded().out == "no\n"
@@ -100,6 +100,6 @@ from recipes import cls
 
 def main():
     trials = ({"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5})
-    with mock.patch("toolkit.launch.world.measure_once", lambda widths: trials[int(os.environ["RANK"])]):
+    with mock.patch("toolkit.launch.world.measure_cached", lambda widths: trials[int(os.environ["RANK"])]):
         cls.main()
 """

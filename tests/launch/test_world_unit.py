@@ -14,9 +14,9 @@ from accelerate.commands.config import config_args
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from toolkit.launch import same_everywhere, wait_for_all, world
+from toolkit.launch import require_equal, wait_for_all, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import _check_devices, _launch_of, how_launched, requested_processes, verify_world
+from toolkit.launch.world import _check_devices, _launch_of, launch_info, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -56,7 +56,7 @@ def test_what_a_launchers_command_line_asks_for(
 
 def test_an_accelerate_launch_above_this_process_is_seen(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requested_processes(ALONE) == (1, "python")
-    assert how_launched()["config_file"] is None
+    assert launch_info()["config_file"] is None
     lines = [["bash"], ["python", "/bin/accelerate", "launch", "--num_processes", "2", "cls.py"]]
     above = [SimpleNamespace(cmdline=lambda line=line: line) for line in lines]
     monkeypatch.setattr(world.psutil, "Process", lambda: SimpleNamespace(parents=lambda: above))
@@ -78,9 +78,9 @@ def test_what_was_typed_is_known_when_its_launcher_has_ended(
     own = SimpleNamespace(cmdline=lambda: ["python3", "long.py", "--local_rank=0"], parents=lambda: above)
     monkeypatch.setattr(world.sys, "argv", ["long.py", "--local_rank=0"])
     monkeypatch.setattr(world.psutil, "Process", lambda: own)
-    assert how_launched()["command"] == "deepspeed long.py"
+    assert launch_info()["command"] == "deepspeed long.py"
     del above[1:]  # looked up once
-    assert how_launched()["command"] == "deepspeed long.py"
+    assert launch_info()["command"] == "deepspeed long.py"
 
 
 def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeyp
 
 def test_one_process_waits_for_nobody(accelerator: Accelerator) -> None:
     wait_for_all(accelerator, "nothing")
-    same_everywhere(accelerator, "nothing", "x")
+    require_equal(accelerator, "nothing", "x")
 
 
 def test_precisions_that_differ_are_named_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_precisions_that_differ_are_named_with_their_ranks(monkeypatch: pytest.M
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])
     several: Any = SimpleNamespace(num_processes=3, process_index=0)
     words = "mixed precision is bf16 on rank 0, rank 2 and fp16 on rank 1"
-    refusal(same_everywhere, several, "--mixed_precision", {"mixed precision": "bf16"}, match=words)
+    refusal(require_equal, several, "--mixed_precision", {"mixed precision": "bf16"}, match=words)
 
 
 @pytest.fixture

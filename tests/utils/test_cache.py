@@ -18,7 +18,7 @@ from tests.faults import Fault
 from toolkit.commands import cache as cache_command
 from toolkit.errors import UserError
 from toolkit.utils import cache
-from toolkit.utils.cache import made_once, remembered_digest
+from toolkit.utils.cache import build_once, cached_digest
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def once(made: list[Path]) -> Callable[[], Path]:
         np.save(draft / "train" / "labels.npy", np.arange(100))
         (draft / "meta.json").write_text("{}")
 
-    return lambda: made_once("tokens", "abc", make, None, "reviews.csv")
+    return lambda: build_once("tokens", "abc", make, None, "reviews.csv")
 
 
 def zero(path: Path) -> None:
@@ -107,7 +107,7 @@ def full(draft: Path) -> None:
 
 def test_a_full_disk_is_one_line_and_leaves_no_draft(toolkit_cache: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE"):
-        made_once("tokens", "abc", full, None)
+        build_once("tokens", "abc", full, None)
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
 
 
@@ -117,7 +117,7 @@ def test_a_build_that_is_killed_leaves_nothing_to_be_taken(once: Callable[[], Pa
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        made_once("tokens", "abc", die, None)
+        build_once("tokens", "abc", die, None)
     assert (once() / "train" / "labels.npy").is_file()
 
 
@@ -129,7 +129,7 @@ def test_two_at_once_make_it_once(toolkit_cache: Path) -> None:
         time.sleep(0.2)
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: made_once("tokens", "abc", slowly, None), range(2))
+        one, other = pool.map(lambda _: build_once("tokens", "abc", slowly, None), range(2))
     assert (one, len(made)) == (other, 1)
 
 
@@ -142,7 +142,7 @@ def test_drafts_of_killed_builds_are_removed(once: Callable[[], Path], toolkit_c
 
 def test_list_and_prune(once: Callable[[], Path], toolkit_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = once()
-    other = made_once("models", "bert-bigbird", lambda draft: None, None, "bert")
+    other = build_once("models", "bert-bigbird", lambda draft: None, None, "bert")
     month_ago = time.time() - 31 * 24 * 3600
     os.utime(folder.with_name(".abc.checked"), (month_ago, month_ago))
     cache_command.run(argparse.Namespace(action="list", unused_days=30.0))
@@ -163,7 +163,7 @@ def test_a_home_that_may_not_be_looked_into_names_the_setting(
     def denied(folder: Path) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr(cache, "damage_of", denied)
+    monkeypatch.setattr(cache, "find_damage", denied)
     with pytest.raises(UserError, match=r"Permission denied.*TOOLKIT_CACHE"):
         once()
 
@@ -174,14 +174,14 @@ def test_a_large_file_is_read_once_for_each_state(
     monkeypatch.setattr(cache, "_LARGE_BYTES", 4)
     path, first = tmp_path / "a.csv", xxhash.xxh3_128(b"first").hexdigest()
     path.write_bytes(b"first")
-    assert remembered_digest(path) == first
+    assert cached_digest(path) == first
     assert not (toolkit_cache / "digests").exists()  # just written: another write might leave the same times
     monkeypatch.setattr(cache, "_SETTLED_SECONDS", 0)
-    assert remembered_digest(path) == first
+    assert cached_digest(path) == first
     with monkeypatch.context() as closed:
         closed.setattr(cache, "digest_of_file", lambda path: pytest.fail("it was read again"))
-        assert remembered_digest(path) == first
+        assert cached_digest(path) == first
     times = path.stat()
     path.write_bytes(b"other")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as large and as old: its change is told by the disk
-    assert remembered_digest(path) == xxhash.xxh3_128(b"other").hexdigest()
+    assert cached_digest(path) == xxhash.xxh3_128(b"other").hexdigest()

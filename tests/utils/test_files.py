@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.utils.files import create_file, draft_of, read_table, remove_drafts, replace_file, replace_folder, writing
+from toolkit.utils.files import (
+    create_file,
+    draft_path,
+    explain_write_errors,
+    read_table,
+    remove_drafts,
+    replace_file,
+    replace_folder,
+)
 from toolkit.utils.units import size_text
 
 
@@ -58,7 +66,7 @@ def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> 
         with replace_folder(path, overwrite=True) as draft:
             (draft / "x").write_text(text)
     message = f"cannot write {path}: Directory not empty; nothing was left behind"
-    with pytest.raises(UserError, match=message), writing(path), replace_folder(path) as draft:
+    with pytest.raises(UserError, match=message), explain_write_errors(path), replace_folder(path) as draft:
         (draft / "x").write_text("third")
     assert ((path / "x").read_text(), names(path.parent)) == ("second", ["out"])
 
@@ -66,9 +74,12 @@ def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> 
 def test_a_full_disk_is_a_line_in_the_words_of_every_library(tmp_path: Path) -> None:
     """tokenizers and safetensors raise no OSError."""
     full = "No space left on device (os error 28)"
-    with pytest.raises(UserError, match=f"{re.escape(full)}; nothing was left behind"), writing(tmp_path / "out"):
+    with (
+        pytest.raises(UserError, match=f"{re.escape(full)}; nothing was left behind"),
+        explain_write_errors(tmp_path / "out"),
+    ):
         raise RuntimeError(full)
-    with pytest.raises(RuntimeError, match="another fault"), writing(tmp_path / "out"):
+    with pytest.raises(RuntimeError, match="another fault"), explain_write_errors(tmp_path / "out"):
         raise RuntimeError("another fault")
 
 
@@ -112,9 +123,9 @@ def test_a_malformed_table_is_one_line(tmp_path: Path, text: str, says: str) -> 
 
 def test_what_a_killed_writer_left_is_put_back_or_removed(tmp_path: Path) -> None:
     for name in ("model", "adapter"):
-        draft_of(tmp_path / name, "old").mkdir()
-        draft_of(tmp_path / name).mkdir()
-    draft_of(tmp_path / "config.json").touch()
+        draft_path(tmp_path / name, "old").mkdir()
+        draft_path(tmp_path / name).mkdir()
+    draft_path(tmp_path / "config.json").touch()
     (tmp_path / "adapter").mkdir()
     (tmp_path / ".hidden").touch()
     remove_drafts(tmp_path)

@@ -68,13 +68,13 @@ def test_an_allocation_that_fails_is_recognised(what: str) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         ALLOCATIONS[what]()
     assert memory.is_out_of_memory(caught.value), repr(caught.value)
-    assert memory.answer(batch_of(2, 8), False, caught.value)
-    assert memory.answer(batch_of(2, 8), None, caught.value)
+    assert memory.explain(batch_of(2, 8), False, caught.value)
+    assert memory.explain(batch_of(2, 8), None, caught.value)
 
 
 @pytest.mark.parametrize("error", SAID, ids=repr)
 def test_what_libraries_say_is_recognised(error: Exception) -> None:
-    answer = memory.answer(batch_of(2, 8), False, error)
+    answer = memory.explain(batch_of(2, 8), False, error)
     assert answer
     assert "\n" not in answer
     # the cause stands at its end: what was said of memory, or at least what it was
@@ -84,8 +84,8 @@ def test_what_libraries_say_is_recognised(error: Exception) -> None:
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
 def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
     assert not memory.is_out_of_memory(error)
-    assert memory.answer(batch_of(2, 8), False, error) is None
-    assert memory.answer(batch_of(2, 8), None, error) is None
+    assert memory.explain(batch_of(2, 8), False, error) is None
+    assert memory.explain(batch_of(2, 8), None, error) is None
 
 
 EVALUATION = None
@@ -108,7 +108,7 @@ ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
 def test_the_answer_names_the_settings_that_help(
     samples: int, width: int, recomputes: bool | None, says: list[str], not_said: list[str]
 ) -> None:
-    answer = memory.answer(batch_of(samples, width), recomputes, MemoryError())
+    answer = memory.explain(batch_of(samples, width), recomputes, MemoryError())
     assert answer is not None
     assert [part for part in says if part not in answer] == [part for part in not_said if part in answer] == []
 
@@ -116,7 +116,7 @@ def test_the_answer_names_the_settings_that_help(
 @pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])
 def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
     for samples in (2, 3, 5, 8, 31, 64):
-        answer = memory.answer(batch_of(samples, width), False, MemoryError())
+        answer = memory.explain(batch_of(samples, width), False, MemoryError())
         assert answer is not None
         fewer, tokens = (
             int(re.search(rf"--{name} (\d+)", answer)[1]) for name in ("per_device_batch_size", "max_tokens_per_batch")

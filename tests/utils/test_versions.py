@@ -23,7 +23,7 @@ def test_versions_are_those_of_the_installed_libraries() -> None:
     assert found["python"] == sys.version.split()[0]
     assert found["torch"] == importlib.metadata.version("torch")
     assert found["no-such-library"] is None
-    found = versions.comparable()
+    found = versions.comparable_versions()
     assert found["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"  # patch releases may differ
     assert {*versions.PACKAGES, "tokenizers", "safetensors", "toolkit", "code"} < set(found)
     assert found["code"] == versions.code_digest()
@@ -65,9 +65,12 @@ def test_the_recipe_counts_as_code_by_what_it_holds(package: Path, tmp_path: Pat
 
 def test_what_differs_is_said_with_who_has_what() -> None:
     other = SAME | {"torch": "2.12.1"}
-    assert versions.differences([("A", SAME), ("B", other), ("C", SAME)]) == "torch is 2.13.0 on A, C and 2.12.1 on B"
+    assert (
+        versions.describe_differences([("A", SAME), ("B", other), ("C", SAME)])
+        == "torch is 2.13.0 on A, C and 2.12.1 on B"
+    )
     several = [("A", SAME), ("A", SAME), ("B", other), ("B", other)]  # of one host
-    assert versions.differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
+    assert versions.describe_differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
 
 
 @pytest.mark.parametrize(

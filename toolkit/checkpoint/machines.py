@@ -75,7 +75,7 @@ def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator
     if writers:
         size = size_text(sum(entry["bytes"] for entry in manifest["files"].values()))
         hosts = ", ".join(processes[rank][1] for rank in writers.values())
-        launch.say(accelerator, f"sending {folder.name} ({size}) to {hosts}")
+        launch.log_on_main(accelerator, f"sending {folder.name} ({size}) to {hosts}")
         if is_writer:
             folders.begin(path)
         for name, entry in manifest["files"].items():

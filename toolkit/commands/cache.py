@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 
-from toolkit.utils.cache import FILES, checked_file, files_of, remove
+from toolkit.utils.cache import FILES, files_of, remove, verified_marker
 from toolkit.utils.features import Command
 from toolkit.utils.files import cache_folder
 from toolkit.utils.units import size_text
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     folders, lines = sorted(path for path in cache_folder().glob("*/[!.]*") if path.is_dir()), []
     for folder in folders:
-        checked, source = checked_file(folder), ""
+        checked, source = verified_marker(folder), ""
         days = (time.time() - (checked if checked.exists() else folder).stat().st_mtime) / _DAY_SECONDS
         size = sum(path.stat().st_size for path in files_of(folder).values())
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 from toolkit.config import TextSettings
 from toolkit.data.opening import MOST_CELL, OPENERS, bad_encoding, lines_of, most_bytes, open_text, too_large
 from toolkit.errors import UserError, first_line, listing
-from toolkit.utils.memory import at_most_more
+from toolkit.utils.memory import limit_memory
 
 if TYPE_CHECKING:
     import pyarrow
@@ -122,7 +122,7 @@ def _parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
                 raise too_large(path, most)
             batches = file.iter_batches(batch_size=BATCH_ROWS)
             while True:
-                with at_most_more(most):
+                with limit_memory(most):
                     batch = next(batches, None)
                 if batch is None:
                     return

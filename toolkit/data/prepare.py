@@ -25,7 +25,7 @@ from toolkit.data.read import Table, columns_of, find_columns, read_tables
 from toolkit.data.rows import Rows, Targets
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.utils.cache import digest_of_text, made_once
+from toolkit.utils.cache import build_once, digest_of_text
 from toolkit.utils.features import features, first
 
 if TYPE_CHECKING:
@@ -100,17 +100,17 @@ def prepare_data(
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
     if accelerator is not None:  # before an hour of work on data that differ
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
-        launch.same_everywhere(accelerator, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
+        launch.require_equal(accelerator, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
     facts |= {"tables": digests, "tokenizer": fingerprint}
     feature_facts: dict[str, Any] = {}
     for feature in features():
         feature_facts |= feature.data_facts(settings, facts, accelerator)
     if accelerator is not None and feature_facts:
-        launch.same_everywhere(accelerator, "the data", feature_facts)
+        launch.require_equal(accelerator, "the data", feature_facts)
     facts |= feature_facts
     write = partial(_write, settings, tokenizer, targets_class, facts, tables)
     source = ", ".join(table.name for table in tables.values())
-    folder = made_once("tokens", digest_of_text(json.dumps(facts, sort_keys=True)), write, accelerator, source)
+    folder = build_once("tokens", digest_of_text(json.dumps(facts, sort_keys=True)), write, accelerator, source)
 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
@@ -142,7 +142,7 @@ def _refuse_other_settings(accelerator: Accelerator, settings: Any) -> None:
     paths |= {name for feature in features() for name in feature.paths}
     paths |= {"dataset_name"} if Path(str(settings.data.dataset_name)).is_dir() else set()
     values = {name: value for name, value in flat(settings).items() if name not in paths}
-    launch.same_everywhere(accelerator, "the settings", values)
+    launch.require_equal(accelerator, "the settings", values)
 
 
 def _facts(
@@ -319,7 +319,7 @@ def split_of_texts(
             np.save(draft / name / f"{file}.npy", array)
 
     if shared_as is not None:
-        return tokens.load_split(made_once("tokens", shared_as, write, None, "texts to predict"), name, model_config)
+        return tokens.load_split(build_once("tokens", shared_as, write, None, "texts to predict"), name, model_config)
     in_memory: dict[str, Any] = arrays()
     if not tokens.tells_pairs_apart(model_config):
         in_memory.pop("token_types", None)

@@ -24,16 +24,16 @@ from toolkit.data.opening import OPENERS, most_bytes, too_large
 from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.utils.cache import (
+    build_once,
     cache_folder,
+    cached_digest,
     digest_of_file,
     digest_of_files,
     digest_of_text,
-    made_once,
-    remembered_digest,
 )
 from toolkit.utils.files import refuse_link_out
 from toolkit.utils.hub import reach
-from toolkit.utils.memory import at_most_more
+from toolkit.utils.memory import limit_memory
 
 if TYPE_CHECKING:  # a process whose tokens are in the cache needs neither the library nor the rows
     import datasets
@@ -169,7 +169,7 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} is empty")
     format_of(path)
     try:
-        return remembered_digest(path)
+        return cached_digest(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -184,7 +184,7 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
         if packed * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
             about, sink = _store(pyarrow.BufferOutputStream, paths, settings)
             return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), about
-        folder = made_once("rows", digest_of_text(f"{_LAYOUT} {digest}"), partial(_keep, paths, settings), None, name)
+        folder = build_once("rows", digest_of_text(f"{_LAYOUT} {digest}"), partial(_keep, paths, settings), None, name)
         rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
         return rows, json.loads((folder / "read.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -265,7 +265,7 @@ def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Re
 def read_demo(name: str) -> dict[str, Table]:
     """`demo:rotten-tomatoes` -> its splits, cleaned. Raises UserError when it is not installed."""
     path = demo.locate(name, demo.DATASETS)
-    source = demo.about(name)
+    source = demo.demo_entry(name)
     content = digest_of_files(path, path.glob(source.files)) if source.files else digest_of_file(path)
     several = len(source.splits) > 1
     return {
@@ -303,7 +303,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
-        with at_most_more(most) if folder.is_dir() else contextlib.nullcontext():
+        with limit_memory(most) if folder.is_dir() else contextlib.nullcontext():
             if folder.is_dir():
                 _refuse_addresses(folder)
                 _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=cache))

@@ -26,7 +26,13 @@ from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
 from toolkit.data.progress import Progress
 from toolkit.demo import model_path
 from toolkit.errors import UserError
-from toolkit.pretrained import encoder_config, explained, full_attention_up_to, load_plain_tokenizer, refuse_unusable
+from toolkit.pretrained import (
+    encoder_config,
+    explain_load_errors,
+    full_attention_up_to,
+    load_plain_tokenizer,
+    refuse_unusable,
+)
 
 _BATCH_TEXTS = 2000
 _Block = TypeVar("_Block")
@@ -261,7 +267,7 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     if settings.tokenizer != "jieba":
         tokenizer = load_plain_tokenizer(name)
         return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
-    with explained(name):
+    with explain_load_errors(name):
         jieba = load_words_first(model_path(name))
     refuse_unusable(jieba, name)
     return jieba

@@ -112,7 +112,7 @@ def batches_of(
     collations = [partial(collate, indices) for indices in batches]
     for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
         batch = EvaluationBatch(**vars(ahead.batch(collation, following)), gathered_size=per_device + 1)
-        launch.explain_failures(partial(memory.answer, batch, None))
+        launch.explain_failures(partial(memory.explain, batch, None))
         yield batch
         if accelerator.device.type == "cpu":
             memory.manage_freed_memory()

@@ -21,8 +21,8 @@ from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.pretrained import content_of
-from toolkit.utils.cache import cache_folder, damage_of, digest_of_text, made_once
+from toolkit.pretrained import model_digest
+from toolkit.utils.cache import build_once, cache_folder, digest_of_text, find_damage
 
 _FILE = "logits.npy"
 
@@ -49,17 +49,17 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     order = _order_of_classes(labels_of(teacher.config), data.labels, name)
     _refuse_other_tokens(teacher.config, own_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
-    sources = [content_of(name), data.digest, rows, accelerator.mixed_precision, order]
+    sources = [model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
     digest = digest_of_text(repr(sources))
     logits = np.zeros((0, 0), np.float32)
-    if not all(gather_object([damage_of(cache_folder() / "teachers" / digest) is None])):
-        launch.say(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
+    if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
+        launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
         logits = _logits(accelerator, teacher, data.train, own_tokenizer, settings, order)
 
     def save(draft: Path) -> None:
         np.save(draft / _FILE, logits)
 
-    return made_once("teachers", digest, save, accelerator, f"{name} as teacher")
+    return build_once("teachers", digest, save, accelerator, f"{name} as teacher")
 
 
 def _logits(

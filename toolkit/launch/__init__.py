@@ -3,26 +3,26 @@
 from toolkit.launch import interrupted  # first: Ctrl-C is answered from here on
 
 # isort: split
-from toolkit.launch.bad_end import close_at_bad_end
-from toolkit.launch.failure import explain_failures, once_more, run, start, stopped_by
-from toolkit.launch.rendezvous import named_machines
-from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
+from toolkit.launch.exit_state import close_on_failure
+from toolkit.launch.failure import explain_failures, request_rerun, run, set_exit_signal, start
+from toolkit.launch.rendezvous import list_machines
+from toolkit.launch.world import launch_info, log_on_main, make_accelerator, require_equal, wait_for_all
 from toolkit.utils import log
 
 __all__ = [
-    "close_at_bad_end",
+    "close_on_failure",
     "explain_failures",
-    "how_launched",
     "interrupted",
+    "launch_info",
+    "list_machines",
+    "log_on_main",
     "make_accelerator",
-    "named_machines",
-    "once_more",
+    "request_rerun",
+    "require_equal",
     "run",
-    "same_everywhere",
-    "say",
+    "set_exit_signal",
     "start",
-    "stopped_by",
     "wait_for_all",
 ]
-interrupted.raise_again()
+interrupted.restore_sigint()
 log.configure()

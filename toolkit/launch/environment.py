@@ -65,7 +65,7 @@ class Place:
         return self.local_world_size == self.world_size
 
 
-def requested() -> dict[str, Any]:
+def launch_request() -> dict[str, Any]:
     """What our own launcher starts (see `relaunch.plan`); empty under another one."""
     return dict(json.loads(os.environ.get(MARKER) or "{}"))
 
@@ -116,14 +116,14 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def typed_accelerate_launch() -> bool:
+def started_by_accelerate_launch() -> bool:
     """Whether an `accelerate launch` has started this very process."""
     with contextlib.suppress(psutil.Error):
         return accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None
     return False
 
 
-def users_threads(env: Mapping[str, str]) -> int | None:
+def user_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS; None where it is not set, or where it is the 1 of a launcher, which `torchrun` and `accelerate
     launch` set for several processes however many cores there are."""
     first = re.match(r"\s*(\d+)", env.get(THREADS, ""))  # 4,2 is for threads within threads
@@ -156,7 +156,7 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
-def settle(env: MutableMapping[str, str]) -> Place:
+def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     """Sets torch's variables from the launcher's, with an address and a port all processes share.
 
     Raises UserError when several machines take part and nothing says where the first one is.
@@ -224,10 +224,10 @@ def _port_of(job: str) -> int:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    return whole(f"the launcher's variable {name}", env.get(name))
+    return parse_int(f"the launcher's variable {name}", env.get(name))
 
 
-def whole(name: str, value: object, path: Path | None = None, least: int | None = None) -> int:
+def parse_int(name: str, value: object, path: Path | None = None, least: int | None = None) -> int:
     """Raises UserError for what is no whole number, or below `least`."""
     where = f"{path}: " if path else ""
     try:
@@ -239,7 +239,7 @@ def whole(name: str, value: object, path: Path | None = None, least: int | None 
     return number
 
 
-def seconds_of(name: str, default: int | None = None) -> int:
+def timeout_seconds(name: str, default: int | None = None) -> int:
     """The value of one of TIMEOUTS, by the environment. Raises UserError for what is no number of seconds."""
     variable, usual = TIMEOUTS[name]
-    return whole(f"{variable} (seconds)", os.environ.get(variable) or default or usual, least=1)
+    return parse_int(f"{variable} (seconds)", os.environ.get(variable) or default or usual, least=1)

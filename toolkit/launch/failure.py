@@ -15,20 +15,20 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from toolkit.errors import UserError, line_of
+from toolkit.errors import UserError, system_error_line
 from toolkit.launch import failure_detector, interrupted
-from toolkit.launch.bad_end import close_what_is_open, ending
 from toolkit.launch.environment import Place, place_of
+from toolkit.launch.exit_state import close_resources, exit_state
 from toolkit.launch.interrupted import INTERRUPTED
-from toolkit.launch.nodes import span_nodes
+from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
-from toolkit.launch.restarts import give_up
+from toolkit.launch.restarts import stop_launcher
 from toolkit.utils import collector
 from toolkit.utils.log import logger
 
 # A failed process that is not its node's first waits so long before it reports: its launcher ends it before that.
-SILENCE_SECONDS = 25.0
+_SILENCE_SECONDS = 25.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
 _LOST_CONTACT = (
@@ -49,29 +49,29 @@ _NO_READER = "error: nobody reads standard output any more (as behind `| head`):
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
     """From now on `explain` is called first: it returns the message for an exception, or None for a traceback.
     Without it no function is: what the last one explains is over."""
-    ending.explain = explain
+    exit_state.explain = explain
 
 
-def stopped_by(number: int) -> None:
+def set_exit_signal(number: int) -> None:
     """From now on `run` ends with 128 + this signal's number: what was to be done is not finished."""
-    ending.exit_code = 128 + number
+    exit_state.exit_code = 128 + number
 
 
-def once_more() -> None:
+def request_rerun() -> None:
     """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
-    ending.again = True
+    exit_state.again = True
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Calls it, and again after `once_more`, with nothing left of the accelerator but the process group."""
+    """Calls it, and again after `request_rerun`, with nothing left of the accelerator but the process group."""
     while True:
-        ending.again = False
+        exit_state.again = False
         try:
             main()
         except BaseException:
             _take_sigterm()  # from here on no step is left that would
             raise
-        if not ending.again:
+        if not exit_state.again:
             return
         from accelerate.state import AcceleratorState, GradientState
 
@@ -84,7 +84,7 @@ def start(name: str) -> None:
     """First in a script, with its `__name__`: `run` would honour `--config_file` too, after all that is imported."""
     if name == "__main__":
         collector.before_imports()
-        interrupted.answer_at_once()
+        interrupted.exit_on_sigint()
         if any(re.match("--config[_-]file", word) for word in sys.argv):
             _report(lambda: relaunch_if_requested(sys.argv))
 
@@ -97,8 +97,8 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     """
 
     def work() -> None:
-        interrupted.raise_again()
-        span_nodes(os.environ)
+        interrupted.restore_sigint()
+        set_global_ranks(os.environ)
         if relaunches:
             sys.argv, options = relaunch_if_requested(sys.argv, module)
             if options.deepspeed_config:
@@ -114,31 +114,33 @@ def _report(work: Callable[[], object]) -> None:
     try:
         work()
     except KeyboardInterrupt:
-        leave("interrupted", INTERRUPTED)
+        exit_process("interrupted", INTERRUPTED)
     except SystemExit as leaving:
         if not leaving.code:
             _leave_group()
         elif failure_detector.current is not None:  # the others would wait for it
             code = leaving.code if isinstance(leaving.code, int) else 1
             text = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
-            leave(text, code, text.removeprefix("error: "))
+            exit_process(text, code, text.removeprefix("error: "))
         raise
     except UserError as error:
-        leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
+        exit_process(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
     except Exception as error:
         if _lost_contact(error) and failure_detector.current is not None:
             failure_detector.current.wait_for_failure(_REPORT_SECONDS)
         message = _describe(error)
-        leave(message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1])
+        exit_process(
+            message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1]
+        )
 
 
 def _describe(error: Exception) -> str:
     """A traceback for our own faults; one line where a message explains it."""
-    if explained := ending.explain and ending.explain(error):
+    if explained := exit_state.explain and exit_state.explain(error):
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _no_reader():
         return _NO_READER
-    if line := line_of(error):
+    if line := system_error_line(error):
         return f"error: {line}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if _lost_contact(error):
@@ -162,7 +164,7 @@ def _no_reader() -> bool:
     return False
 
 
-def leave(message: str, code: int, short: str = "", final: bool = False, early: bool = False) -> NoReturn:
+def exit_process(message: str, code: int, short: str = "", final: bool = False, early: bool = False) -> NoReturn:
     """`short` is what the other nodes report; `final`: it would fail again; `early`: they may not have a report of it.
 
     There is no cleanup of a broken group: the exit code must reach the launcher at once.
@@ -175,7 +177,7 @@ def leave(message: str, code: int, short: str = "", final: bool = False, early: 
     if detector is not None:
         detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        time.sleep(SILENCE_SECONDS)  # all usually fail alike, and the first of each node reports it
+        time.sleep(_SILENCE_SECONDS)  # all usually fail alike, and the first of each node reports it
     speaks = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     if speaks:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
@@ -184,19 +186,19 @@ def leave(message: str, code: int, short: str = "", final: bool = False, early: 
         sys.stdout.flush()
     if speaks and early:
         announce_early_failure(place, short)
-    close_what_is_open()
+    close_resources()
     if detector is not None:
         detector.wait_for_readers()
-        final = detector.ends_all_attempts(final)
+        final = detector.forbids_restart(final)
     if final or (speaks and code == INTERRUPTED):
-        give_up(code)
+        stop_launcher(code)
     os._exit(code)
 
 
 def _take_sigterm() -> None:
     """No step is left to finish: the launcher may end this process at once, or once all is closed."""
     with contextlib.suppress(ValueError):  # not of the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if ending.close else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if exit_state.close else signal.SIG_DFL)
 
 
 def _place() -> Place:
@@ -215,13 +217,13 @@ def _leave_group() -> None:
     """
     if failure_detector.current is not None:
         failure_detector.current.wait_for_all(LAST_WAIT_SECONDS)
-    if ending.exit_code:
+    if exit_state.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
-        give_up(ending.exit_code)
+        stop_launcher(exit_state.exit_code)
     distributed = sys.modules.get("torch.distributed")
     grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if grouped or ending.exit_code:  # Python takes seconds to unload what was imported
+    if grouped or exit_state.exit_code:  # Python takes seconds to unload what was imported
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(ending.exit_code)
+        os._exit(exit_state.exit_code)

@@ -30,14 +30,14 @@ from typing import Literal, NoReturn
 
 from toolkit.errors import UserError
 from toolkit.launch import network
-from toolkit.launch.bad_end import close_what_is_open
-from toolkit.launch.environment import seconds_of
-from toolkit.launch.interrupted import ENDED_FILE
+from toolkit.launch.environment import timeout_seconds
+from toolkit.launch.exit_state import close_resources
+from toolkit.launch.interrupted import EXIT_CODE_FILE
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
-from toolkit.launch.restarts import give_up, most_restarts
+from toolkit.launch.restarts import max_restarts, stop_launcher
 from toolkit.utils.log import logger
-from toolkit.utils.within import within
+from toolkit.utils.timeouts import call_with_timeout
 
 _HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 10.0
 # A failed rank waits for reports of earlier failures, so that the first cause is named: so long where no other rank's
@@ -115,9 +115,9 @@ class FailureDetector:
     def _accept(self) -> dict[int, socket.socket]:
         """Rank 0's connections: all ranks connect now, as they have read the verdict."""
         master = os.environ["MASTER_ADDR"]
-        address = master if network.is_own(master) else network.address_towards(master) or master
+        address = master if network.is_this_machine(master) else network.source_address_for(master) or master
         connections: dict[int, socket.socket] = {}
-        with network.listen(0, network.address_to_listen(address, local=len(nodes_of(self.peers)) == 1)) as server:
+        with network.listen(0, network.address_to_bind(address, local=len(nodes_of(self.peers)) == 1)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
             server.settimeout(2 * _CONNECT_SECONDS)
             while absent := set(range(1, len(self.peers))) - connections.keys():
@@ -168,7 +168,7 @@ class FailureDetector:
     def _wait_for_rank_0(self) -> None:
         """Until a failure is known, or rank 0 has looked at all connections since this was called."""
         with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has ended, or is stopped
-            looks, _, _ = within(_STORE_SECONDS, partial(read, self._own_store, "heartbeat 0"))
+            looks, _, _ = call_with_timeout(_STORE_SECONDS, partial(read, self._own_store, "heartbeat 0"))
             deadline = time.monotonic() + _LONGEST_REPORT_SECONDS
             while self._progress[0].looks < looks + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
                 pass
@@ -210,26 +210,26 @@ class FailureDetector:
         """Leaves at once: what a broken process group would still do can hang."""
         self._ending.acquire()  # for good: the main thread and one of the detector may both be about to
         with contextlib.suppress(OSError):  # nobody reads it any more
-            if self.speaks_of(failure):
+            if self.reports_for_node(failure):
                 logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
             sys.stdout.flush()
-        close_what_is_open()
+        close_resources()
         self.wait_for_readers()
         code = 130 if failure.kind == "interrupted" else 1
-        if self.ends_all_attempts(failure.final):
-            give_up(code)
+        if self.forbids_restart(failure.final):
+            stop_launcher(code)
         os._exit(code)
 
-    def ends_all_attempts(self, final: bool) -> bool:
+    def forbids_restart(self, final: bool) -> bool:
         """Also where one node has no restart left: the others would wait for it."""
-        return final or (most_restarts() > 0 and any(peer.restarts_left < 1 for peer in self.peers))
+        return final or (max_restarts() > 0 and any(peer.restarts_left < 1 for peer in self.peers))
 
     # --- who reports what
 
-    def speaks_of(self, failure: Failure) -> bool:
+    def reports_for_node(self, failure: Failure) -> bool:
         """Whether this process reports for its node what happened to another one."""
         culprit = self.peers[failure.rank]
-        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and ENDED_FILE in os.environ)
+        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and EXIT_CODE_FILE in os.environ)
         if culprit.node == self.me.node and reports_itself:  # or its launcher does
             return False
         if failure.kind == "interrupted":
@@ -261,7 +261,7 @@ class FailureDetector:
             return Failure(**read(self._store, "failure"))
 
         try:
-            return within(_STORE_SECONDS, write)
+            return call_with_timeout(_STORE_SECONDS, write)
         except (RuntimeError, TimeoutError):
             return failure
 
@@ -312,10 +312,10 @@ class FailureDetector:
 
     def _watch_store(self) -> None:
         # rank 0 names who does not arrive; where it is stopped itself, the others do
-        timeout, mentioned = seconds_of("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
+        timeout, mentioned = timeout_seconds("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
         while not self.finished and self.failure is None:
             try:
-                within(timeout, self._exchange_heartbeats)
+                call_with_timeout(timeout, self._exchange_heartbeats)
             except TimeoutError:  # rank 0, whose process serves the store, is stopped
                 self._learn(Failure(0, "late", self._account([0], timeout)))
             except RuntimeError:  # the process that serves it has ended: the connection to rank 0 shows it
@@ -326,7 +326,7 @@ class FailureDetector:
     def _exchange_heartbeats(self) -> None:
         if self._store.check(["failure"]):
             self._learn(Failure(**read(self._store, "failure")))
-        heartbeat = [self._looks, collectives(), what_main_thread_does()]
+        heartbeat = [self._looks, collectives(), main_thread_position()]
         self._store.set(f"heartbeat {self.me.rank}", json.dumps(heartbeat))
         for rank, progress in self._progress.items():
             if self._store.check([f"heartbeat {rank}"]):
@@ -390,7 +390,7 @@ def collectives() -> int:
     return 0
 
 
-def what_main_thread_does() -> str:
+def main_thread_position() -> str:
     """`prepare.py:70 _prepared < cls.py:31 main`, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=6, lookup_lines=False) if frame else []

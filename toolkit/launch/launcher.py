@@ -28,8 +28,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from toolkit.launch import network
-from toolkit.launch.environment import typed_accelerate_launch
-from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
+from toolkit.launch.environment import started_by_accelerate_launch
+from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, LAUNCHER_PID, report_interrupt, restore_sigint
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
 from toolkit.utils.log import logger
@@ -41,15 +41,15 @@ _SHUTDOWN_SECONDS = 600
 
 def launch(words: Sequence[str]) -> NoReturn:
     """Starts what these arguments of `accelerate launch` ask for, and ends with its exit code."""
-    raise_again()  # this process has to wait for those it starts
+    restore_sigint()  # this process has to wait for those it starts
     arguments = launch_command_parser().parse_args(list(words))
     run = require(elastic, "run", "torch")
     python_path = os.environ.get("PYTHONPATH", "")
 
     def run_here(options: argparse.Namespace) -> None:
         os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, for DeepSpeed alone
-        # this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the launchers of
-        # several machines would wait for each other, deaf to signals
+        # Start this node only; its ranks find the other nodes (`nodes.set_global_ranks`). Launchers of several
+        # nodes would wait for each other and ignore signals meanwhile.
         options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
         options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
         run(options)
@@ -66,7 +66,7 @@ def launch(words: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGUSR1, _pass_on)  # a scheduler's warning; it would end this process and leave the others
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
-        os.environ |= {ENDED_FILE: str(ended), LAUNCHER_PID: str(os.getpid())}
+        os.environ |= {EXIT_CODE_FILE: str(ended), LAUNCHER_PID: str(os.getpid())}
         arguments.config_file = str(_without_ours(Path(arguments.config_file), Path(folder)))
         code = _launch(arguments, ended, _kills_for_memory())
     _end_typed_launcher(code)
@@ -122,7 +122,7 @@ def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
         if ended.exists():
             return int(ended.read_text(encoding="ascii"))
         if isinstance(error, KeyboardInterrupt) or error.sigval == signal.SIGINT:
-            say_interrupted()
+            report_interrupt()
             return INTERRUPTED
         logger.error(f"error: ended by {signal.Signals(error.sigval).name}")
         return 128 + int(error.sigval)
@@ -163,7 +163,7 @@ def _code_of(exit_code: int, who: str, kills: int) -> int:
 def _end_typed_launcher(code: int) -> None:
     """`accelerate launch` ends with a traceback and code 1, whatever its script ended with. Where a signal stopped the
     run, that one ends it too: a scheduler sees which. (Nothing gives it another code or makes it silent.)"""
-    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and typed_accelerate_launch():
+    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and started_by_accelerate_launch():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
         with contextlib.suppress(OSError):
             os.kill(os.getppid(), code - 128)

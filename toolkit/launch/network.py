@@ -33,7 +33,7 @@ class UnreachableError(OSError):
 
 def remedy_for(kind: str, address: str, port: int) -> str:
     """What to look at and to type for a `kind` of UnreachableError; empty for one that is not known."""
-    here, name = address_towards(address) or "THIS_MACHINE", shlex.quote(address)
+    here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
     remedies = {
         "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
         "refused": "start the other machine too; or is another address of it meant (`hostname -I` there)?",
@@ -107,9 +107,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def address_towards(address: str) -> str | None:
+def source_address_for(address: str) -> str | None:
     """This machine's own address on the way to `address`, by the routing table."""
-    for target in addresses_of(address)[:1]:
+    for target in resolve_addresses(address)[:1]:
         with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
@@ -120,7 +120,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def own_addresses() -> dict[str, str]:
+def local_addresses() -> dict[str, str]:
     """Address -> interface, of this machine; not those of IPv6 that are good on one link alone."""
     return {
         entry.address: interface
@@ -130,9 +130,9 @@ def own_addresses() -> dict[str, str]:
     }
 
 
-def reachable_addresses() -> list[str]:
+def external_addresses() -> list[str]:
     """This machine's addresses but the loopback; those of IPv6 where it has no other."""
-    return _of_one_family(address for address in own_addresses() if not is_loopback(address))
+    return _of_one_family(address for address in local_addresses() if not is_loopback(address))
 
 
 def _of_one_family(addresses: Iterable[str]) -> list[str]:
@@ -140,7 +140,7 @@ def _of_one_family(addresses: Iterable[str]) -> list[str]:
     return [address for address in listing if ":" not in address] or listing
 
 
-def addresses_of(name: str) -> list[str]:
+def resolve_addresses(name: str) -> list[str]:
     """The addresses of a host's name here, of IPv6 only where there is nothing else; empty where it cannot be
     resolved."""
     try:
@@ -149,18 +149,18 @@ def addresses_of(name: str) -> list[str]:
         return []
 
 
-def address_to_listen(name: str, local: bool) -> str:
+def address_to_bind(name: str, local: bool) -> str:
     """Where those that call `name` are to be answered: that address alone, or all of this machine's (``""``) where it
     is none of them. By Debian's /etc/hosts a machine's own name is a loopback address, good for `local` calls only."""
-    candidates = addresses_of(name)
-    is_certain = len(candidates) == 1 and (local if is_loopback(candidates[0]) else candidates[0] in own_addresses())
+    candidates = resolve_addresses(name)
+    is_certain = len(candidates) == 1 and (local if is_loopback(candidates[0]) else candidates[0] in local_addresses())
     return candidates[0] if is_certain else ""
 
 
-def is_own(name: str) -> bool:
+def is_this_machine(name: str) -> bool:
     """Whether a host's name or address is this machine's."""
-    addresses = own_addresses()
-    return any(address in addresses or address == "127.0.1.1" for address in addresses_of(name))
+    addresses = local_addresses()
+    return any(address in addresses or address == "127.0.1.1" for address in resolve_addresses(name))
 
 
 def is_loopback(address: str) -> bool:
@@ -175,7 +175,7 @@ def choose_interface(own_address: str) -> None:
     gloo otherwise looks its own host name up, which on Debian is 127.0.1.1, and waits there for the other node; NCCL
     uses the loopback only where it is named.
     """
-    if interface := own_addresses().get(own_address):
+    if interface := local_addresses().get(own_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
 
@@ -189,7 +189,7 @@ def node_id() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def holder_of(port: int) -> tuple[int, str] | None:
+def process_listening_on(port: int) -> tuple[int, str] | None:
     """(process id, `process 4711 (python train.py)`) of whoever listens on a TCP port here, where that can be seen."""
     try:
         listeners = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]

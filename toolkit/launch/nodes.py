@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, listing
-from toolkit.launch.environment import first_host, requested, whole
-from toolkit.launch.network import addresses_of, is_loopback, is_own, reachable_addresses
+from toolkit.launch.environment import first_host, launch_request, parse_int
+from toolkit.launch.network import external_addresses, is_loopback, is_this_machine, resolve_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 # Of several machines it is not torch's: the `accelerate launch` that was typed holds that one meanwhile.
-ONE_MACHINES_PORT, RENDEZVOUS_PORT = 29500, 29600
+SINGLE_NODE_PORT, RENDEZVOUS_PORT = 29500, 29600
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Nodes:
 
 def requested_nodes() -> Nodes | None:
     """Those of our own launcher; None under another one."""
-    nodes = requested().get("nodes")
+    nodes = launch_request().get("nodes")
     return Nodes(**nodes) if nodes else None
 
 
@@ -68,11 +68,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"{text} ({', '.join(dict.fromkeys(nodes.name_of(rank // each) for rank in ranks))})"
 
 
-def not_of_this_machine(address: str) -> str:
+def wrong_first_machine(address: str) -> str:
     """The fault, and what to type, where rank 0 runs on another machine than the others call."""
     return (
         f"{address}, which the others call, is not an address of this machine "
-        f"({', '.join(reachable_addresses())}): pass --machine_rank here if it is "
+        f"({', '.join(external_addresses())}): pass --machine_rank here if it is "
         "another one, or --main_process_ip with an address of the first machine"
     )
 
@@ -84,7 +84,7 @@ def doctor_command(first: str, *others: str | None) -> str:
     return f"`toolkit doctor --peers {shlex.quote(listed)}` on each machine finds out more"
 
 
-def span_nodes(env: MutableMapping[str, str]) -> None:
+def set_global_ranks(env: MutableMapping[str, str]) -> None:
     """Our own launcher starts the processes of each node as a world of its own; makes them the part of the whole they
     are. So no launcher waits for another, and a new start of the processes needs no store of the last one's."""
     nodes = requested_nodes()
@@ -109,10 +109,10 @@ def find_nodes(
 
     Raises UserError where an address is missing or cannot be meant, or this machine does not know which it is.
     """
-    count = whole("num_machines", config.get("num_machines") or 1, path)
+    count = parse_int("num_machines", config.get("num_machines") or 1, path)
     if count == 1:
         _refuse_what_is_for_several(options, config, path)
-        return Nodes(1, 0, "", ("127.0.0.1",), _port(options, config, ONE_MACHINES_PORT, path))
+        return Nodes(1, 0, "", ("127.0.0.1",), _port(options, config, SINGLE_NODE_PORT, path))
     machines = _machines(options.get("machines"), config.get("machines"), count, path)
     first = options.get("main_process_ip") or (machines[0] if machines else _first_address(config, count, path, env))
     port = _port(options, config, RENDEZVOUS_PORT, path)
@@ -140,7 +140,7 @@ def _refuse_what_is_for_several(options: Mapping[str, str | None], config: Mappi
 
 def _port(options: Mapping[str, str | None], config: Mapping[str, Any], default: int, path: Path) -> int:
     value = options.get("main_process_port") or config.get("main_process_port") or default
-    port = whole("main_process_port", value, path)
+    port = parse_int("main_process_port", value, path)
     if not 0 < port <= 65535:
         raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
     return port
@@ -178,7 +178,7 @@ def _refuse_loopback(machines: Sequence[str]) -> None:
     """Every machine would take itself for the one that is meant. (By Debian's /etc/hosts a machine's own name means
     127.0.1.1 there, and only there.)"""
     for name in machines:
-        addresses = addresses_of(name)
+        addresses = resolve_addresses(name)
         if addresses and all(is_loopback(address) and address != "127.0.1.1" for address in addresses):
             raise UserError(
                 f"the address {name} means each machine itself ({addresses[0]}): give the one by which the other "
@@ -196,24 +196,24 @@ def _rank(
 ) -> tuple[int | None, str]:
     """(this node's number, where it comes from)."""
     # GROUP_RANK counts where an outer launcher spans nodes
-    spans = whole("GROUP_WORLD_SIZE", env.get("GROUP_WORLD_SIZE", "1")) > 1
+    spans = parse_int("GROUP_WORLD_SIZE", env.get("GROUP_WORLD_SIZE", "1")) > 1
     names = ("NODE_RANK", "SLURM_NODEID", *(("GROUP_RANK",) if spans else ()))
     for name, value in {"--machine_rank": option, **{name: env.get(name) for name in names}}.items():
         if value is not None:
-            return whole(name.lstrip("-"), value), name
+            return parse_int(name.lstrip("-"), value), name
     _refuse_loopback(machines)
-    matches = [number for number, name in enumerate(machines) if is_own(name)]
+    matches = [number for number, name in enumerate(machines) if is_this_machine(name)]
     if len(matches) == 1:
         return matches[0], f"{machines[matches[0]]} is an address of this machine"
     if len(matches) > 1:
         return None, ""  # "machines" that share their addresses, as in a test
     if config.get("machine_rank") is not None:
-        return whole("machine_rank", config["machine_rank"], path), "machine_rank in the config file"
+        return parse_int("machine_rank", config["machine_rank"], path), "machine_rank in the config file"
     if count == 2 and len(machines) == 1:
-        if not addresses_of(machines[0]):
+        if not resolve_addresses(machines[0]):
             raise UserError(
                 f"the name {machines[0]} cannot be resolved here: give the first machine's IP address "
                 "(`hostname -I` there), or add the name to /etc/hosts, or pass --machine_rank"
             )
         return 1, f"{machines[0]} is not an address of this machine"
-    return None, f": none of {', '.join(machines)} is an address of this machine ({', '.join(reachable_addresses())})"
+    return None, f": none of {', '.join(machines)} is an address of this machine ({', '.join(external_addresses())})"

@@ -25,10 +25,10 @@ from toolkit.launch.environment import (
     MARKER,
     THREADS,
     TIMEOUTS,
+    parse_int,
     place_of,
-    typed_accelerate_launch,
-    users_threads,
-    whole,
+    started_by_accelerate_launch,
+    user_threads,
 )
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
@@ -67,7 +67,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     options, rest = split(argv[1:])
     for name, (variable, _) in TIMEOUTS.items():
         if (value := getattr(options, name)) is not None:
-            whole(f"--{name} (seconds)", value, least=1)
+            parse_int(f"--{name} (seconds)", value, least=1)
             os.environ[variable] = value
     if options.failure_detector is not None:
         if options.failure_detector not in ("on", "off"):
@@ -116,7 +116,7 @@ def plan(
             # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
-        whole("--max_restarts", options.max_restarts, least=0)
+        parse_int("--max_restarts", options.max_restarts, least=0)
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
@@ -143,7 +143,7 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
             import torch
 
             number *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
-    processes = whole("num_processes", number, path, least=1)
+    processes = parse_int("num_processes", number, path, least=1)
     if processes > 1 and config["distributed_type"] == "NO":
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
@@ -183,13 +183,13 @@ def find_file(name: str, script: str, folder: str) -> Path:
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without what an outer launcher put there for its own world."""
     clean = {name: value for name, value in env.items() if not _INHERITED.match(name)}
-    if users_threads(env) is None:
+    if user_threads(env) is None:
         clean.pop(THREADS, None)
     return clean
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
-    if "TORCHELASTIC_RUN_ID" in os.environ or typed_accelerate_launch():
+    if "TORCHELASTIC_RUN_ID" in os.environ or started_by_accelerate_launch():
         stop_with_parent()  # a typed `accelerate launch` passes no stop signal on
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)

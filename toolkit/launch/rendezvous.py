@@ -18,14 +18,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError, plain
+from toolkit.errors import UserError, printable
 from toolkit.launch import network
 from toolkit.launch.environment import FAILURE_DETECTOR, Place
-from toolkit.launch.nodes import doctor_command, name_machine, name_ranks, not_of_this_machine, requested_nodes
-from toolkit.launch.restarts import attempt, launcher_keeps_store, most_restarts
+from toolkit.launch.nodes import doctor_command, name_machine, name_ranks, requested_nodes, wrong_first_machine
+from toolkit.launch.restarts import attempt, launcher_serves_store, max_restarts
 from toolkit.utils import versions
 from toolkit.utils.log import logger
-from toolkit.utils.within import within
+from toolkit.utils.timeouts import call_with_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store
@@ -61,7 +61,7 @@ class RendezvousError(UserError):
     """The ranks cannot start together."""
 
     def __init__(self, fault: str, missing: Sequence[int] = (), why: network.UnreachableError | None = None) -> None:
-        super().__init__(plain(fault, 10_000))  # whoever reaches the store can write there
+        super().__init__(printable(fault, 10_000))  # whoever reaches the store can write there
         self.missing, self.unreachable = list(missing), why
 
 
@@ -76,7 +76,7 @@ class Rendezvous:
         self.me, self.seconds, self.peers = me, seconds, list[Peer]()
         self.address, self.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._who, self._deadline = f"rank {me.rank} on {me.host}", time.monotonic() + seconds
-        self._serves = me.rank == 0 and not launcher_keeps_store()
+        self._serves = me.rank == 0 and not launcher_serves_store()
         self._mentioned = me.local_rank > 0
         self._exchanges = 0
 
@@ -99,7 +99,7 @@ class Rendezvous:
         """Raises RendezvousError, within `seconds` and a little more."""
         while True:
             try:
-                return within(max(0.0, self._deadline - time.monotonic()) + 2 * _VERDICT_SECONDS, self._join)
+                return call_with_timeout(max(0.0, self._deadline - time.monotonic()) + 2 * _VERDICT_SECONDS, self._join)
             except TimeoutError as error:
                 fault = f"{self._who} got no answer at {self.address}:{self.port}: another program's port? Another one:"
                 raise RendezvousError(f"{fault} --main_process_port", [0]) from error
@@ -107,7 +107,7 @@ class Rendezvous:
                 fault = f"{self._who} cannot read what another rank wrote: another version of this toolkit there?"
                 raise RendezvousError(fault) from error
             except RuntimeError as error:  # the process that serves the store has ended
-                if self._serves or not most_restarts() or time.monotonic() > self._deadline:
+                if self._serves or not max_restarts() or time.monotonic() > self._deadline:
                     fault = f"{self._who} had reached rank 0 at {self.address}:{self.port}, which has ended since"
                     raise RendezvousError(fault, [0]) from error
                 time.sleep(0.5)
@@ -122,7 +122,7 @@ class Rendezvous:
     def _mention(self, line: str) -> None:
         if not self._mentioned and self._deadline - time.monotonic() < self.seconds - _MENTION_SECONDS:
             self._mentioned = True
-            logger.info(plain(line))
+            logger.info(printable(line))
 
     def _open_store(self) -> Store:
         """The store that torch's own rendezvous will use: the stores of one process share a server."""
@@ -133,12 +133,12 @@ class Rendezvous:
             self._await_server()
             return TCPStore(address, self.port, None, False, timeout)
         try:
-            listener = network.listen(self.port, network.address_to_listen(address, self.me.is_local))
+            listener = network.listen(self.port, network.address_to_bind(address, self.me.is_local))
             return network.serve_store(address, listener, timeout)
         except (RuntimeError, OSError) as error:
-            if not network.is_own(address):
-                raise RendezvousError(f"{self._who} reached nobody at {not_of_this_machine(address)}") from error
-            holder = network.holder_of(self.port) or ("PID", f"a process of another user ({error})")
+            if not network.is_this_machine(address):
+                raise RendezvousError(f"{self._who} reached nobody at {wrong_first_machine(address)}") from error
+            holder = network.process_listening_on(self.port) or ("PID", f"a process of another user ({error})")
             raise RendezvousError(
                 f"port {self.port} of {self.me.host} is taken by {holder[1]}: `kill {holder[0]}` if it is left "
                 "over, or choose another port: --main_process_port (accelerate, or behind the script, on every "
@@ -155,11 +155,11 @@ class Rendezvous:
                 self._mention(f"{self._who}: rank 0 is not there yet: {error}")
                 if remaining < 0:
                     hint = ""
-                    if network.is_own(self.address) and not self.me.is_local:
+                    if network.is_this_machine(self.address) and not self.me.is_local:
                         how = nodes.how if (nodes := requested_nodes()) else "RANK"
                         hint = f". {self.address} is an address of this very machine ({how}): is it the first one?"
                     fault = f"{self._who} found no rank 0 within {self.seconds:.0f} s: {error}. To do: {error.remedy}"
-                    doctor = doctor_command(self.address, network.address_towards(self.address))
+                    doctor = doctor_command(self.address, network.source_address_for(self.address))
                     raise RendezvousError(f"{fault}{hint}. {doctor}", [0], error) from error
             time.sleep(_POLL_SECONDS)
 
@@ -241,8 +241,8 @@ class Rendezvous:
             f"{name_ranks(missing)} of {self.me.world_size} did not come within {self.seconds:.0f} s to {self.address}:"
             f"{self.port} (those that came: {came})"
         )
-        if nodes and not network.is_own(self.address):
-            return f"{fault}: {not_of_this_machine(self.address)}"
+        if nodes and not network.is_this_machine(self.address):
+            return f"{fault}: {wrong_first_machine(self.address)}"
         doctor = doctor_command(*(nodes.addresses if nodes else (self.address,)))
         return (
             f"{fault}: start them too, with the same command and number of processes. If they were started, they say "
@@ -277,7 +277,7 @@ def _difference(peers: Sequence[Peer]) -> str:
     """Other versions of the libraries, or of the code."""
     unclear = len({peer.host for peer in peers}) < len({peer.node for peer in peers})  # nodes of one name
     of_hosts = [(f"{peer.host} ({peer.node})" if unclear else peer.host, peer.versions) for peer in peers]
-    if not (differences := versions.differences(of_hosts)):
+    if not (differences := versions.describe_differences(of_hosts)):
         return ""
     return f"the machines do not run the same: {differences}. {versions.remedy(of_hosts)}; nothing was read or trained"
 
@@ -304,17 +304,17 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
         node=network.node_id(),
         pid=os.getpid(),
         number=secrets.token_hex(8),
-        address=network.address_towards(os.environ["MASTER_ADDR"]),
-        versions=versions.comparable(script),
+        address=network.source_address_for(os.environ["MASTER_ADDR"]),
+        versions=versions.comparable_versions(script),
         failure=failure,
         failure_detector=os.environ.get(FAILURE_DETECTOR, "on"),
         attempt=attempt(),
-        restarts_left=most_restarts() - attempt(),
+        restarts_left=max_restarts() - attempt(),
     )
     rendezvous = Rendezvous(me, seconds)
     rendezvous.join()
     current = rendezvous
-    if launcher_keeps_store():  # the launchers of several machines may count differently, and torch's keys carry it
+    if launcher_serves_store():  # the launchers of several machines may count differently, and torch's keys carry it
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(current.peers[0].attempt)
     network.choose_interface(_own_address(current))
     return current
@@ -328,11 +328,11 @@ def announce_early_failure(place: Place, message: str) -> None:
             find_ranks(place, "", _EARLY_FAULT_SECONDS, failure)
 
 
-def named_machines() -> list[str]:
+def list_machines() -> list[str]:
     """`hostA (ranks 0, 1)` of each machine, where there are several."""
     peers = current.peers if current else []
     nodes = nodes_of(peers).values()
-    return [name_machine(plain(peers[ranks[0]].host), ranks) for ranks in nodes] if len(nodes) > 1 else []
+    return [name_machine(printable(peers[ranks[0]].host), ranks) for ranks in nodes] if len(nodes) > 1 else []
 
 
 def nodes_of(peers: Sequence[Peer]) -> dict[str, list[int]]:
@@ -348,5 +348,5 @@ def _own_address(rendezvous: Rendezvous) -> str:
     others = [peer.address for peer in rendezvous.peers if peer.node != rendezvous.me.node]
     if not others:
         return network.LOOPBACK
-    routes = (network.address_towards(address) for address in (rendezvous.address, *others) if address)
+    routes = (network.source_address_for(address) for address in (rendezvous.address, *others) if address)
     return next((address for address in routes if address and not network.is_loopback(address)), "")

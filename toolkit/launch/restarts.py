@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from toolkit.launch.interrupted import leave_code
+from toolkit.launch.interrupted import write_exit_code
 
 
 def attempt() -> int:
@@ -19,12 +19,12 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-def most_restarts() -> int:
+def max_restarts() -> int:
     """Of `--max_restarts`."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
 
-def launcher_keeps_store() -> bool:
+def launcher_serves_store() -> bool:
     """Whether torch's store is the launcher's, and the same for all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -43,9 +43,9 @@ def stop_with_parent(parent: int | None = None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def give_up(code: int) -> None:
+def stop_launcher(code: int) -> None:
     """Lets the launcher end, with this exit code where it is ours, instead of starting again what was stopped or would
     fail again: a setting, a file, another version."""
-    leave_code(code)
-    if attempt() < most_restarts() and os.getppid() != 1:
+    write_exit_code(code)
+    if attempt() < max_restarts() and os.getppid() != 1:
         os.kill(os.getppid(), signal.SIGTERM)

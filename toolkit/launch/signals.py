@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 from toolkit.launch import failure_detector
-from toolkit.launch.bad_end import ending
-from toolkit.launch.environment import seconds_of
-from toolkit.launch.failure import leave
+from toolkit.launch.environment import timeout_seconds
+from toolkit.launch.exit_state import exit_state
+from toolkit.launch.failure import exit_process
 
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
-SAME_SECONDS = 3.0
+_REPEAT_SECONDS = 3.0
 _REPORT_SECONDS = 2.5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -81,17 +81,17 @@ class StopSignals:
             threading.Thread(target=self._end_where_it_hangs, daemon=True, name="stop").start()
             if number != signal.SIGTERM:
                 self._speak()
-        elif number == signal.SIGINT and now - self._since > SAME_SECONDS:
+        elif number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
             raise KeyboardInterrupt
 
     def _speak(self) -> None:
-        if self._speaks and not ending.exit_code:  # os.write: a handler may not wait for a stream's lock
+        if self._speaks and not exit_state.exit_code:  # os.write: a handler may not wait for a stream's lock
             os.write(
                 2, f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n".encode()
             )
 
     def _end_where_it_hangs(self) -> None:
-        limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
+        limit, since = max(float(timeout_seconds("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
         # of a process that was killed a launcher ends the others, too: the failure detector is first
         if self._number == signal.SIGTERM and not self._exited.wait(_REPORT_SECONDS):
@@ -103,8 +103,8 @@ class StopSignals:
             if stack != seen or saves:
                 seen, since = stack, time.monotonic()
             elif time.monotonic() - since > limit:
-                doing, name = failure_detector.what_main_thread_does(), signal.Signals(self._number).name
+                doing, name = failure_detector.main_thread_position(), signal.Signals(self._number).name
                 text = (
                     f"{name} came, and for {limit:.0f} s nothing has moved at {doing}: ended without a new checkpoint"
                 )
-                leave(f"error: {text} (longer: --stop_timeout SECONDS)", 128 + self._number, text, final=True)
+                exit_process(f"error: {text} (longer: --stop_timeout SECONDS)", 128 + self._number, text, final=True)

@@ -29,7 +29,7 @@ Milliseconds = dict[str, float]
 
 BERT_BASE: Widths = (768, 3072)
 # bf16 has to be so many times as fast: below that it is not worth its rounding
-MARGIN = 1.1
+MIN_SPEEDUP = 1.1
 _TEXTS, _LENGTH, _PAIRS = 2, 128, 2
 # They make oneDNN and torch leave instructions unused
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -37,7 +37,7 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _FEW, _HOPELESS = 16, 3.0
 
 
-def measure_once(widths: Widths) -> Milliseconds:
+def measure_cached(widths: Widths) -> Milliseconds:
     """Of this machine's CPU; measured by one process of the machine, once."""
     from filelock import FileLock
 
@@ -55,15 +55,15 @@ def measure_once(widths: Widths) -> Milliseconds:
     return measure(widths)
 
 
-def slowest(trials: Iterable[Milliseconds | None]) -> Milliseconds:
+def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:
     """Of those that measured: a step takes as long as its slowest rank."""
     measurements = [trial for trial in trials if trial]
     return {name: max(trial[name] for trial in measurements) for name in ("no", "bf16")}
 
 
-def faster(milliseconds: Milliseconds) -> str:
+def faster_precision(milliseconds: Milliseconds) -> str:
     """The precision to compute in."""
-    return "bf16" if milliseconds["no"] >= MARGIN * milliseconds["bf16"] else "no"
+    return "bf16" if milliseconds["no"] >= MIN_SPEEDUP * milliseconds["bf16"] else "no"
 
 
 def describe(milliseconds: Milliseconds) -> str:

@@ -28,24 +28,24 @@ from toolkit.launch.environment import (
     TIMEOUTS,
     Place,
     accelerate_arguments,
-    requested,
-    seconds_of,
-    settle,
-    users_threads,
+    launch_request,
+    set_torch_variables,
+    timeout_seconds,
+    user_threads,
 )
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
-from toolkit.launch.nodes import span_nodes
+from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision
 from toolkit.launch.relaunch import find_file, read_config
-from toolkit.launch.rendezvous import find_ranks, named_machines
+from toolkit.launch.rendezvous import find_ranks, list_machines
 from toolkit.launch.restarts import stop_with_parent
-from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measure_once, slowest
+from toolkit.launch.trial import BERT_BASE, Widths, describe, faster_precision, measure_cached, slowest_times
 from toolkit.utils import collector
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
-from toolkit.utils.versions import differences
+from toolkit.utils.versions import describe_differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -66,8 +66,8 @@ def make_accelerator(
     """
     # of our launcher: without it this process would train on with nobody to end it
     stop_with_parent(int(os.environ.get(LAUNCHER_PID, "-1")))
-    span_nodes(os.environ)
-    place = settle(os.environ)
+    set_global_ranks(os.environ)
+    place = set_torch_variables(os.environ)
     _check_devices(place)
     import torch  # after the environment is settled: torch reads OMP_NUM_THREADS on import
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -77,9 +77,9 @@ def make_accelerator(
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
     for name in TIMEOUTS:
-        seconds_of(name)  # a thread that reads them later could not report that one is no number
-    rendezvous = find_ranks(place, sys.argv[0], seconds_of("rendezvous_timeout"))
-    failure_detector.start(rendezvous, seconds_of("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
+        timeout_seconds(name)  # a thread that reads them later could not report that one is no number
+    rendezvous = find_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
+    failure_detector.start(rendezvous, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP's version 1 is not supported: write fsdp_version: 2 into the config file")
@@ -87,7 +87,7 @@ def make_accelerator(
     handlers = [
         InitProcessGroupKwargs(
             backend="gloo" if on_cpu and deepspeed else None,
-            timeout=timedelta(seconds=seconds_of("ddp_timeout") + _GROUP_GRACE_SECONDS),
+            timeout=timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS),
         ),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
@@ -101,11 +101,11 @@ def make_accelerator(
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
     # all take part: a machine without the checkpoint from which another one continues has a trial of its own
-    trial_here = measure_once(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
-    trials = rendezvous.exchange(trial_here, seconds_of("ddp_timeout")) if rendezvous else [trial_here]
-    trial = slowest(trials) if mixed_precision == AUTO else None
+    trial_here = measure_cached(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
+    trials = rendezvous.exchange(trial_here, timeout_seconds("ddp_timeout")) if rendezvous else [trial_here]
+    trial = slowest_times(trials) if mixed_precision == AUTO else None
     if trial:
-        mixed_precision, why = faster(trial), describe(trial)
+        mixed_precision, why = faster_precision(trial), describe(trial)
     # DeepSpeed chooses its own device; everything else needs `cpu=True`,
     # or each process would think itself alone
     try:
@@ -124,12 +124,14 @@ def make_accelerator(
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
         # accelerate would compute in fp32 there, or shard in fp16, and scale no loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    same_everywhere(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
+    require_equal(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
     choose_matmul_precision(accelerator)
     accelerator.state.precision_trial = trial
     collector.after_imports()
     if setting == AUTO:
-        say(accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)")
+        log_on_main(
+            accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
+        )
     return accelerator
 
 
@@ -163,7 +165,7 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
 
 def requested_processes(place: Place) -> tuple[int, str]:
     """How many processes were requested, and by what."""
-    if ours := requested():
+    if ours := launch_request():
         return int(ours["num_processes"]), str(ours["config_file"])
     # `accelerate launch` can start one process for a file that requests many (MULTI_CPU), without a warning
     config = launch_config() if place.world_size == 1 else None
@@ -174,7 +176,7 @@ def requested_processes(place: Place) -> tuple[int, str]:
 
 def launch_config() -> dict[str, Any] | None:
     """The config of the `accelerate launch` that started this process; None where none did."""
-    if ours := requested():
+    if ours := launch_request():
         return read_config(Path(ours["config_file"]))
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents()[:3]:
@@ -206,9 +208,9 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
 _STARTERS = ("python", "mpi", "orterun", "prterun", "srun", "uv", "pixi")
 
 
-def how_launched() -> dict[str, Any]:
+def launch_info() -> dict[str, Any]:
     """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
-    ours = requested()
+    ours = launch_request()
     words = ["python", *ours["typed"]] if ours else _command_words(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words)}
 
@@ -273,7 +275,7 @@ def _use_cpu_well(place: Place) -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = users_threads(os.environ) or max(1, cores // place.local_world_size)
+    threads = user_threads(os.environ) or max(1, cores // place.local_world_size)
     os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
@@ -299,7 +301,7 @@ def _skip_shared_memory_kernel() -> None:
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-def say(accelerator: Accelerator, line: str) -> None:
+def log_on_main(accelerator: Accelerator, line: str) -> None:
     """One line from one process, for what a user should see and need not mend."""
     if accelerator.is_main_process:
         logger.info(line)
@@ -319,19 +321,19 @@ def wait_for_all(accelerator: Accelerator, what: str) -> None:
         now = time.monotonic()
         if now - mentioned > 60:
             mentioned = now
-            say(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
+            log_on_main(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
         time.sleep(min(0.5, 0.01 + (now - started) / 10))
 
 
-def same_everywhere(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
+def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
     """Raises UserError, in every process, naming each value that is not the same in all, and where it is what."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object
 
-    host = socket.gethostname() if named_machines() else f"rank {accelerator.process_index}"
+    host = socket.gethostname() if list_machines() else f"rank {accelerator.process_index}"
     of_hosts = gather_object([(host, dict(values))])
-    differing = differences(of_hosts)
+    differing = describe_differences(of_hosts)
     if differing:
         raise UserError(
             f"{what} are not the same everywhere: {differing}. Give every machine the same files and settings; nothing "

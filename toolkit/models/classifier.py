@@ -21,7 +21,7 @@ from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
 from toolkit.pretrained import (
     encoder_config,
-    explained,
+    explain_load_errors,
     load_config,
     load_plain_tokenizer,
     quiet_transformers,
@@ -59,7 +59,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with explained(name, attention), whole_weights(), quiet_transformers():
+    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             model_path(name),
@@ -177,7 +177,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     config = load_config(settings)
     if exported_to(Path(name)):
         return ExportedClassifier(Path(name), config)
-    with explained(name), whole_weights(), quiet_transformers():
+    with explain_load_errors(name), whole_weights(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             model_path(name), config=config, trust_remote_code=False, output_loading_info=True, dtype=torch.float32
         )

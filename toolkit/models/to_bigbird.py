@@ -31,17 +31,17 @@ from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, listing
 from toolkit.models.bigbird import plan
 from toolkit.pretrained import (
-    content_of,
-    explained,
+    explain_load_errors,
     full_attention_up_to,
     load_config,
     load_plain_tokenizer,
+    model_digest,
     quiet_transformers,
     refuse_random,
     whole_weights,
 )
-from toolkit.utils.cache import digest_of_file, made_once
-from toolkit.utils.files import make_readable, replace_folder, writing
+from toolkit.utils.cache import build_once, digest_of_file
+from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -85,12 +85,12 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     and nobody has changed since. Returns lines that say what was made. Raises UserError for a source that is no BERT,
     lacks a tokenizer or does not fit its config, for a length that does not fit, and for an output that is there.
     """
-    with writing(output):
+    with explain_write_errors(output):
         _check_place(output, overwrite)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
-    with writing(output), replace_folder(output, overwrite) as draft:
+    with explain_write_errors(output), replace_folder(output, overwrite) as draft:
         parameters, heads = _write(source, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
@@ -119,16 +119,16 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     length = max(usual.max_length, max_length or 0, config.max_position_embeddings)
     sizes = usual._replace(max_length=-(-length // usual.block_size) * usual.block_size)
 
-    with explained(name):
+    with explain_load_errors(name):
         folder_name = _folder_name(name, sizes)
-    path = made_once("models", folder_name, lambda draft: _write(name, draft, sizes), accelerator, source=name)
+    path = build_once("models", folder_name, lambda draft: _write(name, draft, sizes), accelerator, source=name)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 
 def _folder_name(name: str, sizes: SparseSizes) -> str:
     """A digest of the content, with a readable beginning: a model card names its base model so."""
     base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
-    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {content_of(name)}".encode()).hexdigest()[:16]
+    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
     return f"{base}-bigbird-{sizes.max_length}-{digits}"
 
 
@@ -173,7 +173,7 @@ def _load(name: str) -> tuple[Any, set[str], list[str]]:
     Returns the model, names in it that did not come from the checkpoint (random, that is), and names in the
     checkpoint that it has no place for. Raises UserError for an encoder that is not whole.
     """
-    with explained(name), whole_weights(), quiet_transformers():
+    with explain_load_errors(name), whole_weights(), quiet_transformers():
         bert, loading = BertForPreTraining.from_pretrained(
             model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )

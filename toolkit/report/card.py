@@ -52,13 +52,13 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         "task": _pipeline_tag(record.problem_type),
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
-        "source": demo.about(settings.get("dataset_name")).describes or record.data_name,
+        "source": demo.demo_entry(settings.get("dataset_name")).describes or record.data_name,
         "notes": _notes(record),
         "hyperparameters": _hyperparameters(record, run_folder),
         "few_samples": _FEW_SAMPLES,
         "licences": {
-            "base model": demo.about(settings["model_name_or_path"]).note,
-            "data": demo.about(settings.get("dataset_name")).note,
+            "base model": demo.demo_entry(settings["model_name_or_path"]).note,
+            "data": demo.demo_entry(settings.get("dataset_name")).note,
         },
         **_limits(record, run_folder / "predictions.jsonl" if step == record.last_step else None),
     }
@@ -99,7 +99,7 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         if name != "loss" and isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
     ]
     return ModelCardData(
-        base_model=None if is_local(base) else demo.about(base).origin or base,
+        base_model=None if is_local(base) else demo.demo_entry(base).origin or base,
         library_name="transformers" if of_transformers else None,
         pipeline_tag=task,
         tags=["finetune-toolkit"],

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
-from toolkit.utils.files import finite, replace_file, writing
+from toolkit.utils.files import explain_write_errors, nan_to_none, replace_file
 from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
 
@@ -47,7 +47,7 @@ class RunFiles:
                 "host": platform.node(),
                 "pid": os.getpid(),
             },
-            "launch": launch.how_launched(),
+            "launch": launch.launch_info(),
             "versions": versions(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             **more,
@@ -102,7 +102,7 @@ class RunFiles:
             return
         path = self.path / name
         size = path.stat().st_size if path.exists() else 0
-        with writing(path):
+        with explain_write_errors(path):
             try:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(dumps(line) + "\n")
@@ -116,13 +116,17 @@ def write_whole(path: Path, parts: Iterable[str]) -> None:
 
     Raises UserError where the disk does not take it.
     """
-    with writing(path), replace_file(path, flush=False) as draft, draft.open("x", encoding="utf-8") as file:
+    with (
+        explain_write_errors(path),
+        replace_file(path, flush=False) as draft,
+        draft.open("x", encoding="utf-8") as file,
+    ):
         file.writelines(parts)
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
     """JSON, with null for numbers that are not finite."""
-    return json.dumps(finite(content), ensure_ascii=False, indent=indent, default=str)
+    return json.dumps(nan_to_none(content), ensure_ascii=False, indent=indent, default=str)
 
 
 def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:

@@ -91,7 +91,7 @@ class RunLog:
         self.write_line()
         self._bar.close()
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
-        launch.close_at_bad_end()
+        launch.close_on_failure()
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -165,7 +165,7 @@ def start_trackers(
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
         accelerator.trackers.append(tracker)
-        launch.close_at_bad_end(partial(_end_as_failed, accelerator.trackers))
+        launch.close_on_failure(partial(_end_as_failed, accelerator.trackers))
 
 
 def _end_as_failed(trackers: Sequence[Any]) -> None:

@@ -164,7 +164,7 @@ class Record:
     def base(self) -> str:
         """The base model's name for readers elsewhere: demo names become the origin's, paths their last part."""
         name = str(self.settings["model_name_or_path"])
-        return demo.about(name).origin or without_folders(name)
+        return demo.demo_entry(name).origin or without_folders(name)
 
     @property
     def data_name(self) -> str:

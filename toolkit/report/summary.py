@@ -45,9 +45,9 @@ class RunSummary:
             uneven = settings.training.max_tokens_per_batch is not None or data.train.buckets is not None
             at_most = "at most " if uneven else ""
             per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
-        machines = launch.named_machines()
+        machines = launch.list_machines()
         lines = [
-            f"attempt {restarts.attempt() + 1} of {restarts.most_restarts() + 1}" if restarts.attempt() else "",
+            f"attempt {restarts.attempt() + 1} of {restarts.max_restarts() + 1}" if restarts.attempt() else "",
             f"run folder: {self.folder}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             f"machines: {', '.join(machines)}" if machines else "",
@@ -57,8 +57,8 @@ class RunSummary:
             *data.notes,
             data.advice,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
-            demo.about(settings.model.model_name_or_path).note,
-            demo.about(settings.data.dataset_name).note,
+            demo.demo_entry(settings.model.model_name_or_path).note,
+            demo.demo_entry(settings.data.dataset_name).note,
             _left_out(settings.training.report_to),
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
@@ -70,7 +70,7 @@ class RunSummary:
         from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
         if "ipykernel" in sys.modules or not (from_demo or sys.argv[1:]):
             return ""
-        words = shlex.split(launch.how_launched()["command"])
+        words = shlex.split(launch.launch_info()["command"])
         for name, value in settings.items():
             if value is not None:
                 place = words.index(f"--{name}") if f"--{name}" in words else len(words)
@@ -144,7 +144,7 @@ class RunSummary:
         if not again:
             return []
         if str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # as it was started, on the user's data
-            words, file = shlex.split(again), launch.how_launched()["config_file"]
+            words, file = shlex.split(again), launch.launch_info()["config_file"]
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
         else:

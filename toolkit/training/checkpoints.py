@@ -38,7 +38,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
 from toolkit.training.strategy import scaler_state
-from toolkit.utils.files import finite, flush_path, write_new, writing
+from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none, write_new
 from toolkit.utils.modules import unwrapped
 
 
@@ -194,7 +194,7 @@ class Checkpoints:
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
-            "metrics": finite(vars(metrics)),
+            "metrics": nan_to_none(vars(metrics)),
             "lines": self._flush_log() if accelerator.is_main_process else {},
             **self.facts,
         }
@@ -266,7 +266,7 @@ def _writing(folder: Path) -> Iterator[None]:
         "the same command again"
     )
     try:
-        with writing(folder, state):
+        with explain_write_errors(folder, state):
             yield
     except UserError:
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
-from toolkit.launch import say
+from toolkit.launch import log_on_main
 from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import pieces_fault, use_fault
 from toolkit.utils.modules import unwrapped
@@ -85,7 +85,7 @@ def check_parameters(
                 "them with parameter_groups(..., gradual=True)"
             )
         elif never := sum(turn * every >= total_steps for turn in turns):
-            say(
+            log_on_main(
                 accelerator,
                 f"--unfreeze_every {every}: {never} of {len(turns)} turns never come in {total_steps} steps",
             )

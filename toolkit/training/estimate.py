@@ -180,7 +180,7 @@ def fit_batch_size(
         )
     size = sizes[count - 1]
     line = f"--per_device_batch_size auto: {size} (texts of up to {longest} tokens, {size_text(usable)} usable)"
-    launch.say(accelerator, line)
+    launch.log_on_main(accelerator, line)
     return replace(settings, per_device_batch_size=size)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from toolkit.checkpoint.live import live_state
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.launch import say
+from toolkit.launch import log_on_main
 from toolkit.launch.precision import enabled_in_deepspeed_config
 from toolkit.utils.compat import require
 
@@ -35,7 +35,7 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
     weights in fp16 where DeepSpeed has none."""
     half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
     if half and not (zero or accelerator.is_fsdp2):
-        say(accelerator, "half_precision_weights: without ZeRO or FSDP2 weights and reductions stay in fp32")
+        log_on_main(accelerator, "half_precision_weights: without ZeRO or FSDP2 weights and reductions stay in fp32")
     if accelerator.mixed_precision == "no":
         return
     if zero:

@@ -152,7 +152,7 @@ def resume_newest(checkpoints: Checkpoints, origin: Origin, of_features: Collect
     if origin.candidates:
         raise UserError("every checkpoint is damaged:\n  " + "\n  ".join(skipped))
     for line in skipped:
-        launch.say(checkpoints.accelerator, line)
+        launch.log_on_main(checkpoints.accelerator, line)
     return None
 
 

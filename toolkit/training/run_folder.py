@@ -18,7 +18,7 @@ from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import restarts
-from toolkit.launch.environment import requested
+from toolkit.launch.environment import launch_request
 from toolkit.training.resume import Origin, choose_origin
 from toolkit.utils.files import refuse_link_out, remove_drafts
 
@@ -61,12 +61,12 @@ def open_run_folder(
 
 def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any]) -> RunFolder:
     """The run's folder, created and locked, on the main process. Raises UserError."""
-    if restarts.most_restarts() and not settings.checkpoint_every:
+    if restarts.max_restarts() and not settings.checkpoint_every:
         raise UserError(
             "--max_restarts resumes from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
         )
-    started = requested().get("started")  # by our own launcher, before all attempts
-    if restarts.most_restarts() and not settings.output_dir and not started:
+    started = launch_request().get("started")  # by our own launcher, before all attempts
+    if restarts.max_restarts() and not settings.output_dir and not started:
         raise UserError("torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")

@@ -232,7 +232,7 @@ class Step:
 
 def _out_of_memory(batch: Batch, model: torch.nn.Module, error: Exception) -> str | None:
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    return memory.answer(batch, recomputes, error)
+    return memory.explain(batch, recomputes, error)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.launch import say
+from toolkit.launch import log_on_main
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
 from toolkit.training.checks import check_parameters, optimizer_faults
@@ -116,7 +116,7 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
     if why:
         raise UserError(f"--torch_compile cannot be used: {why}; or leave it out")
     if accelerator.device.type == "cpu":
-        say(accelerator, "torch_compile: on a CPU it makes steps slower (0.86x as fast when it was measured)")
+        log_on_main(accelerator, "torch_compile: on a CPU it makes steps slower (0.86x as fast when it was measured)")
     for layer in outer_layers(model):
         layer.compile(dynamic=True, recompile_limit=_MOST_GRAPHS)
 

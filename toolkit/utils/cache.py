@@ -28,7 +28,7 @@ FILES = "files.json"
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
-def made_once(
+def build_once(
     kind: str, digest: str, make: Callable[[Path], object], accelerator: Accelerator | None, source: str = ""
 ) -> Path:
     """The cache folder `kind`/`digest`, filled by one process per machine beside its final name, flushed and then
@@ -39,7 +39,7 @@ def made_once(
     """
     folder = cache_folder() / kind / digest
     try:
-        if damage_of(folder) is not None:
+        if find_damage(folder) is not None:
             _make(folder, make, source)
     except OSError as error:
         raise UserError(
@@ -47,10 +47,10 @@ def made_once(
             "TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full; nothing was left behind"
         ) from error
     with contextlib.suppress(OSError):  # a cache that only others may write
-        os.utime(checked_file(folder))
+        os.utime(verified_marker(folder))
     if accelerator is not None:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
-        launch.same_everywhere(accelerator, f"the {kind}", {"what they were made of": digest})
+        launch.require_equal(accelerator, f"the {kind}", {"what they were made of": digest})
     return folder
 
 
@@ -59,7 +59,7 @@ def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        damage = damage_of(folder)
+        damage = find_damage(folder)
         if damage is None:
             return
         if damage:
@@ -69,10 +69,10 @@ def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
             make(draft)
             files = {name: [path.stat().st_size, digest_of_file(path)] for name, path in files_of(draft).items()}
             (draft / FILES).write_text(json.dumps({"source": source, "checksums": files}), encoding="utf-8")
-        damage_of(folder)
+        find_damage(folder)
 
 
-def damage_of(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Which file of a folder in the cache is not as it was written; None for none, nothing where there is no folder or
     an earlier version of this package wrote it.
 
@@ -80,7 +80,7 @@ def damage_of(folder: Path) -> str | None:
     """
     if not folder.exists():
         return ""
-    checked = checked_file(folder)
+    checked = verified_marker(folder)
     try:
         table = json.loads((folder / FILES).read_bytes())
         if "files" in table:  # of an earlier version
@@ -102,7 +102,7 @@ def damage_of(folder: Path) -> str | None:
     return odd
 
 
-def checked_file(folder: Path) -> Path:
+def verified_marker(folder: Path) -> Path:
     """Beside a folder: the state of its files in which their checksums were right. Its own time is that of the last
     use."""
     return folder.with_name(f".{folder.name}.checked")
@@ -127,7 +127,7 @@ def digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def remembered_digest(path: Path) -> str:
+def cached_digest(path: Path) -> str:
     """`digest_of_file`, computed once for each state of a large file on its disk."""
     stat = path.stat()
     state = f"{path.absolute()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
@@ -166,7 +166,7 @@ def remove(folder: Path) -> bool:
     try:
         with FileLock(f"{folder}.lock", timeout=0):
             shutil.rmtree(folder)
-            checked_file(folder).unlink(missing_ok=True)
+            verified_marker(folder).unlink(missing_ok=True)
             _remove_drafts(folder)
     except Timeout:
         return False

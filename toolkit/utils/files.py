@@ -28,7 +28,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
 
 
-def draft_of(path: Path, kind: str = "draft") -> Path:
+def draft_path(path: Path, kind: str = "draft") -> Path:
     """A hidden name beside `path` that no other process takes, on whatever machine or in whatever container."""
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
 
@@ -52,7 +52,7 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
     With `flush` the file and its name are on the disk then. Whatever ends the block early removes the draft and
     leaves `path` as it was. Makes the folder of `path`. Raises OSError.
     """
-    draft = draft_of(path)
+    draft = draft_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield draft
@@ -78,7 +78,7 @@ def replace_folder(
     appeared meanwhile (but an empty folder) is left alone. Whatever ends the block early, Ctrl-C included, removes the
     draft and the parent folders made for it. Raises OSError.
     """
-    draft = draft_of(path)
+    draft = draft_path(path)
     new_parents: list[Path] = []
     try:
         for parent in reversed(draft.parents):
@@ -105,7 +105,7 @@ def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], obje
     if not overwrite or not os.path.lexists(path):
         draft.rename(path)  # OSError where something is there, but for an empty folder
         return
-    old = draft_of(path, "old")
+    old = draft_path(path, "old")
     path.rename(old)
     try:
         spare(old)
@@ -143,7 +143,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, state: str = "nothing was left behind") -> Iterator[None]:
+def explain_write_errors(path: Path, state: str = "nothing was left behind") -> Iterator[None]:
     """Raises UserError where the disk does not take what the block writes at `path`; `state` is what is there then."""
     try:
         yield
@@ -166,12 +166,12 @@ def as_json(content: Any) -> Any:
     return content.tolist() if hasattr(content, "tolist") else content
 
 
-def finite(content: Any) -> Any:
+def nan_to_none(content: Any) -> Any:
     """What is written as JSON, which knows no NaN and no infinity: None in their place."""
     if isinstance(content, dict):
-        return {key: finite(value) for key, value in content.items()}
+        return {key: nan_to_none(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [finite(value) for value in content]
+        return [nan_to_none(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 

@@ -31,7 +31,7 @@ _KEPT_BELOW = 0.4
 1.4 times."""
 
 
-def answer(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
+def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
     """What to pass where memory ran out with a batch of texts; None for every other error.
 
     `recomputes`: whether activations are recomputed already; None in an evaluation.
@@ -125,7 +125,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def at_most_more(size: int) -> Iterator[None]:
+def limit_memory(size: int) -> Iterator[None]:
     """This process gets no more than so many bytes within the block: then a MemoryError. On Linux; without effect
     elsewhere."""
     if sys.platform != "linux":

@@ -30,7 +30,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     return installed
 
 
-def comparable(script: str | Path | None = None) -> dict[str, str | None]:
+def comparable_versions(script: str | Path | None = None) -> dict[str, str | None]:
     """Name -> value, to be compared between machines. `script` is the recipe, which counts as code."""
     values = versions(ALL_PACKAGES)
     values["python"] = str(values["python"]).rpartition(".")[0]  # patch releases read each other's data
@@ -48,12 +48,12 @@ def code_digest(script: str | Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differing_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names under which two do not hold the same."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
-def differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """(host, its values) of several -> what is not the same, or nothing: `torch is 2.13.0 on A and 2.12.1 on B`."""
     texts = []
     for name in dict.fromkeys(name for _, values in tables for name in values):
@@ -73,7 +73,7 @@ def differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 def remedy(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """What to type for libraries that are not the same as those of rank 0, which comes first."""
     host, first = tables[0]
-    names = {name for _, values in tables[1:] for name in differing(first, values)}
+    names = {name for _, values in tables[1:] for name in differing_names(first, values)}
     libraries = [name for name in ALL_PACKAGES if name in names]
     # another machine may send anything, and this becomes a command
     pins = [f"{name}=={first[name]}" for name in libraries if _VERSION.fullmatch(str(first.get(name)))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import plain
+from toolkit.errors import printable
 from toolkit.features.doctor import host, job, network, peers
 from toolkit.launch.network import UnreachableError
 from toolkit.launch.nodes import Nodes, doctor_command
@@ -14,10 +14,10 @@ from toolkit.launch.rendezvous import RendezvousError
 
 
 def test_text_from_elsewhere_carries_no_control_characters() -> None:
-    assert plain("\x1b]0;title\x07red\x1b[31m\nnext\u202e") == "]0;title red [31m next"
-    assert plain("文本 Ärger") == "文本 Ärger"
-    assert len(plain("x" * 5000)) == 1000
-    assert plain("half a \ud800 pair").encode() == b"half a   pair"
+    assert printable("\x1b]0;title\x07red\x1b[31m\nnext\u202e") == "]0;title red [31m next"
+    assert printable("文本 Ärger") == "文本 Ärger"
+    assert len(printable("x" * 5000)) == 1000
+    assert printable("half a \ud800 pair").encode() == b"half a   pair"
 
 
 HOSTILE = "it's; reboot"

@@ -11,7 +11,7 @@ from tests.faults import refusal
 from toolkit.features.doctor import job
 from toolkit.launch import network
 
-OWN = next((address for address in network.own_addresses() if not network.is_loopback(address)), "")
+OWN = next((address for address in network.local_addresses() if not network.is_loopback(address)), "")
 needs_address = pytest.mark.skipif(not OWN, reason="this machine has no address but its loopback")
 
 

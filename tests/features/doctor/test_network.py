@@ -19,8 +19,8 @@ def test_the_interface_that_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -
     """One way out; other networks cannot be reached."""
     addresses = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "172.17.0.1": "docker0"}
     states = {name: SimpleNamespace(mtu=1500, isup=name != "docker0") for name in addresses.values()}
-    monkeypatch.setattr(network, "address_towards", lambda to: "10.0.0.1" if to.startswith("10.0.") else None)
-    monkeypatch.setattr(network.network, "own_addresses", lambda: addresses)
+    monkeypatch.setattr(network, "source_address_for", lambda to: "10.0.0.1" if to.startswith("10.0.") else None)
+    monkeypatch.setattr(network.network, "local_addresses", lambda: addresses)
     monkeypatch.setattr(network.psutil, "net_if_stats", lambda: states)
 
     def findings(nodes: Nodes) -> dict[str, Finding]:

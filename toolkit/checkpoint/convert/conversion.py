@@ -28,7 +28,7 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.utils.files import replace_folder, writing
+from toolkit.utils.files import explain_write_errors, replace_folder
 from toolkit.utils.units import size_text
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -177,7 +177,10 @@ def _write(
     # as `cp` does not; but what replaces another must be on the disk before that one is removed
     flush = settings.sync or os.path.lexists(out)
     # what is about to be removed is checked again: it may not be what it was
-    with writing(out), replace_folder(out, settings.overwrite, flush, lambda old: _refuse_foreign(old, out)) as draft:
+    with (
+        explain_write_errors(out),
+        replace_folder(out, settings.overwrite, flush, lambda old: _refuse_foreign(old, out)) as draft,
+    ):
         read = write_shards(draft, shards)
         write_files(draft, files)
         seconds = time.monotonic() - started

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.errors import UserError, first_line, plain
+from toolkit.errors import UserError, first_line, printable
 from toolkit.features.doctor import devices, host, job, network, peers, versions
 from toolkit.features.doctor.finding import Finding, report, summary
 from toolkit.features.doctor.job import Job
 from toolkit.launch.failure import INTERRUPTED
 from toolkit.utils.log import logger
-from toolkit.utils.within import within
+from toolkit.utils.timeouts import call_with_timeout
 
 _CHECK_SECONDS = 35.0
 """To import torch: from a busy network file system it can take that long."""
@@ -46,7 +46,7 @@ def _examine(line: Job) -> int:
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
     os.environ["PYTHONSAFEPATH"] = "1"  # collect_env starts `python -m pip`: not a file of the current folder
-    machine, nodes, as_json = plain(socket.gethostname(), 100), line.nodes, line.options.json
+    machine, nodes, as_json = printable(socket.gethostname(), 100), line.nodes, line.options.json
     hardware, findings = look_at_machine(line)
     output: dict[str, Any] = {"host": machine, "environment": hardware.environment}
     if not as_json:
@@ -71,10 +71,10 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
     env, install = dict(os.environ), versions.install_command("torch")
     hardware = devices.Devices()
     try:
-        hardware = within(_CHECK_SECONDS, devices.look)
+        hardware = call_with_timeout(_CHECK_SECONDS, devices.look)
         findings = [*devices.check(hardware, env, install)]
     except Exception as error:
-        text = f"torch cannot be imported: {type(error).__name__}: {plain(first_line(error))}"
+        text = f"torch cannot be imported: {type(error).__name__}: {printable(first_line(error))}"
         findings = [Finding("devices", "torch", "fail", text, install)]
     checks: dict[str, Iterator[Finding]] = {
         "files": host.check_files(line.files),
@@ -86,7 +86,7 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
     }
     for area, check in checks.items():
         try:
-            findings += within(_CHECK_SECONDS, partial(list, check))
+            findings += call_with_timeout(_CHECK_SECONDS, partial(list, check))
         except Exception as error:
-            findings.append(Finding(area, area, "note", f"could not be checked: {plain(first_line(error))}"))
+            findings.append(Finding(area, area, "note", f"could not be checked: {printable(first_line(error))}"))
     return hardware, findings

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import plain
+from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
 from toolkit.utils.units import size_text
 
@@ -51,7 +51,7 @@ def look() -> Devices:
     has_nccl = count and torch.version.cuda and distributed
     return Devices(
         gpus=[] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()],
-        driver_fault=plain((out or err or f"exit status {status}").splitlines()[0]) if status else "",
+        driver_fault=printable((out or err or f"exit status {status}").splitlines()[0]) if status else "",
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
         accelerator=str(torch.accelerator.current_accelerator() or "cpu"),
@@ -90,7 +90,7 @@ def check(devices: Devices, env: Mapping[str, str], install: str) -> Iterator[Fi
 def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Finding:
     """Whether torch is built for this driver, and sees the GPUs."""
     count, version, remedy = len(devices.gpus), f"torch {devices.torch}", install
-    why = plain("; ".join(devices.warnings)) or "torch does not say why"
+    why = printable("; ".join(devices.warnings)) or "torch does not say why"
     if devices.names:
         kind, names = f"CUDA {devices.cuda}" if devices.cuda else "ROCm", ", ".join(sorted(set(devices.names)))
         text = f"{version} with {kind} sees {len(devices.names)} GPU{'s' * (len(devices.names) > 1)} ({names})"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.errors import plain
+from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch.relaunch import clean_environment
 from toolkit.utils.units import size_text
@@ -24,15 +24,17 @@ _OF_NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "CUDA_VISIBLE_DEV
 def check_files(files: Mapping[str, Path]) -> Iterator[Finding]:
     """`files`: setting -> the file or folder that it names."""
     for setting, path in files.items():
-        quoted = shlex.quote(plain(path))
+        quoted = shlex.quote(printable(path))
         if not path.exists():
-            text, remedy = f"there is no {plain(path)} (looked in {Path.cwd()})", f"copy {quoted} to this machine"
+            text, remedy = f"there is no {printable(path)} (looked in {Path.cwd()})", f"copy {quoted} to this machine"
             yield Finding("files", setting, "fail", text, f"{remedy}, or start in its folder")
         elif not os.access(path, os.R_OK):
-            yield Finding("files", setting, "fail", f"{plain(path)} cannot be read by this user", f"ls -la {quoted}")
+            yield Finding(
+                "files", setting, "fail", f"{printable(path)} cannot be read by this user", f"ls -la {quoted}"
+            )
         else:
             size = "" if path.is_dir() else f": {size_text(path.stat().st_size)}"
-            yield Finding("files", setting, "ok", f"{plain(path)}{size}")
+            yield Finding("files", setting, "ok", f"{printable(path)}{size}")
 
 
 def check_disk(output: Path) -> Iterator[Finding]:
@@ -90,6 +92,6 @@ def check_shell(env: Mapping[str, str]) -> Iterator[Finding]:
     names = sorted(name for name in set(env) - set(clean_environment(env)) if not name.startswith(_MAY_STAY))
     if names:
         text = f"this shell has a launcher's variables: {', '.join(f'{name}={env[name]}' for name in names)}"
-        yield Finding("shell", "launcher", "warn", plain(text), f"unset {shlex.join(names)}")
+        yield Finding("shell", "launcher", "warn", printable(text), f"unset {shlex.join(names)}")
     if variables := [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_OF_NETWORK)]:
-        yield Finding("shell", "variables", "note", plain(", ".join(variables)))
+        yield Finding("shell", "variables", "note", printable(", ".join(variables)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit import config
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.launch import relaunch
-from toolkit.launch.network import reachable_addresses
+from toolkit.launch.network import external_addresses
 from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.utils.plain_yaml import read_yaml
 
@@ -80,7 +80,7 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
         launch_options.machines = options.peers
         launch_config = {**launch_config, "num_machines": options.peers.count(",") + 1}
         if "," not in options.peers:
-            here = ", ".join(reachable_addresses())
+            here = ", ".join(external_addresses())
             raise UserError(f"--peers names {options.peers} alone: name all machines, this one too (here: {here})")
     nodes = find_nodes(vars(launch_options), launch_config, path or Path("this line"), env)
     files = _named_files(vars(options)) | ({"deepspeed_config": deepspeed} if deepspeed else {})

@@ -9,7 +9,7 @@ import psutil
 
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
-from toolkit.launch.network import address_towards, addresses_of, is_loopback
+from toolkit.launch.network import is_loopback, resolve_addresses, source_address_for
 from toolkit.launch.nodes import Nodes
 
 _NOWHERE = "192.0.2.1"
@@ -18,7 +18,7 @@ _NOWHERE = "192.0.2.1"
 
 def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     """Lists the interfaces, and the one that processes of several machines will use."""
-    interfaces, states = network.own_addresses(), psutil.net_if_stats()
+    interfaces, states = network.local_addresses(), psutil.net_if_stats()
     down = {name for name, state in states.items() if not state.isup}  # switched off, or without a cable
     listed = ", ".join(
         f"{name} {address} ({'down, ' * (name in down)}MTU {states[name].mtu})"
@@ -27,11 +27,11 @@ def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     )
     yield Finding("network", "interfaces", "ok", listed or "this machine has none but its loopback")
     others = nodes.others()
-    address, why = address_towards(others[0] if others else _NOWHERE), "the default route"
+    address, why = source_address_for(others[0] if others else _NOWHERE), "the default route"
     if others:
         why = f"the route to {others[0]}"
     elif nodes.count > 1:
-        address, why = next(iter(addresses_of(nodes.first)), None), "its address in the settings"
+        address, why = next(iter(resolve_addresses(nodes.first)), None), "its address in the settings"
     if address in interfaces:
         yield Finding("network", "chosen", "ok", f"{interfaces[address]} ({address}), by {why}")
     elif others:
@@ -42,7 +42,7 @@ def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     if nodes.count > 1:
         yield Finding("machines", "this one", "ok", f"this is machine {nodes.rank} of {nodes.count} ({nodes.how})")
         name = nodes.address_of(nodes.rank)
-        for interface in {interfaces.get(address) for address in (addresses_of(name) if name else ())} & down:
+        for interface in {interfaces.get(address) for address in (resolve_addresses(name) if name else ())} & down:
             text = f"{name} is an address of this machine, and its interface {interface} is down or has no cable"
             remedy = f"sudo ip link set {interface} up; `ethtool {interface}`: is the cable in, the switch on?"
             yield Finding("machines", name, "fail", text, remedy)

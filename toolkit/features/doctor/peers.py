@@ -12,13 +12,13 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from toolkit.errors import first_line, plain
+from toolkit.errors import first_line, printable
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.rendezvous import Rendezvous, RendezvousError, find_ranks
-from toolkit.utils.within import within
+from toolkit.utils.timeouts import call_with_timeout
 
 _CONNECT_SECONDS = 4.0  # an address that nobody has shows after 3 s, while the kernel asks for it
 _EXCHANGE_SECONDS, _REDUCE_SECONDS = 25.0, 12.0
@@ -47,7 +47,7 @@ def check(
     try:
         rendezvous = find_ranks(Place("doctor", nodes.rank, nodes.count, 0, 1), script, seconds)
         assert rendezvous is not None  # several ranks
-        hosts = [plain(peer.host, 100) for peer in rendezvous.peers]
+        hosts = [printable(peer.host, 100) for peer in rendezvous.peers]
         text = f"{', '.join(hosts)} found each other, with the same Python, libraries and code"
         results = _all_reduce(rendezvous, uses_nccl)
         findings = [_check_backend(backend, results[backend], hosts, nodes) for backend in results]
@@ -60,7 +60,9 @@ def check(
         remedy = "type the same on all machines, with the machines in the same order"
         return [Finding("machines", "rendezvous", "fail", str(error), remedy)], {}
     except (RuntimeError, LookupError, TypeError, ValueError) as error:
-        text = f"the machines lost each other, or one runs another version of this toolkit: {plain(first_line(error))}"
+        text = (
+            f"the machines lost each other, or one runs another version of this toolkit: {printable(first_line(error))}"
+        )
         return [Finding("machines", "rendezvous", "fail", text)], {}
 
 
@@ -91,7 +93,7 @@ def _all_reduce(rendezvous: Rendezvous, uses_nccl: bool) -> AllReduce:
     for backend in ("gloo", "nccl") if with_nccl else ("gloo",):
         if all(result["ok"] for of_backend in results.values() for result in of_backend):
             try:
-                result = within(_REDUCE_SECONDS + 1, functools.partial(_measure, rendezvous, backend))
+                result = call_with_timeout(_REDUCE_SECONDS + 1, functools.partial(_measure, rendezvous, backend))
             except Exception as error:
                 result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
             results[backend] = rendezvous.exchange(result, _EXCHANGE_SECONDS)
@@ -129,7 +131,7 @@ def _measure(rendezvous: Rendezvous, backend: str) -> dict[str, Any]:
 
 
 def _check_backend(backend: str, results: Sequence[Mapping[str, Any]], hosts: Sequence[str], nodes: Nodes) -> Finding:
-    faults = [f"{host}: {plain(result.get('error', ''), 300)}"
+    faults = [f"{host}: {printable(result.get('error', ''), 300)}"
               for host, result in zip(hosts, results, strict=True) if not result["ok"]]  # fmt: skip
     if faults:  # every port is needed, over the interface between the machines, in packets that pass
         other = shlex.quote(next(iter(nodes.others()), _SOMEWHERE))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from toolkit.errors import plain
+from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
 from toolkit.utils.versions import ALL_PACKAGES, versions
 
@@ -49,4 +49,4 @@ def check() -> Iterator[Finding]:
         if match and match["owner"] in (OURS, *ALL_PACKAGES):
             needed = match["needed"] or match["missing"]
             name = re.split(r"[^\w.-]", needed)[0]
-            yield Finding("versions", name, "fail", plain(line), f"pip install '{needed}'")
+            yield Finding("versions", name, "fail", printable(line), f"pip install '{needed}'")

@@ -13,7 +13,7 @@ from toolkit.config import LongTaskSettings, TaskSettings, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
 from toolkit.launch.precision import AUTO, auto_precision
-from toolkit.launch.trial import faster, measure_once
+from toolkit.launch.trial import faster_precision, measure_cached
 from toolkit.models.classifier import load_classifier
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import layer_of, load_config
@@ -82,7 +82,7 @@ def _precision(settings: Any, device: str) -> str:
     precision: str = settings.training.mixed_precision
     if precision == AUTO:
         precision, _ = auto_precision(None, 0 if device == "cuda" else None)
-    return faster(measure_once(layer_of(settings.model)())) if precision == AUTO else precision
+    return faster_precision(measure_cached(layer_of(settings.model)())) if precision == AUTO else precision
 
 
 def _zero_section(strategy: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from toolkit.evaluation.saved_model import SavedModel, quoting_of_run
 from toolkit.models.exported import FILES, INPUTS, exported_to
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
-from toolkit.utils.files import replace_folder, writing
+from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
 _CALIBRATION = 300  # texts
@@ -64,7 +64,7 @@ def export(options: Any) -> None:
     before = answers.adjusted(saved.outputs(validation))
     model = saved.model.cpu()
     convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
-    with writing(out), replace_folder(out) as draft, quiet_transformers():
+    with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
         try:
             with _quiet():
                 convert(model, draft, _texts(calibration, model) if options.int8 else [])

@@ -54,7 +54,7 @@ def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[st
         remaining = len(unfinished(folder.parent))
         lines = [f"{remaining} folds remain"] if remaining else write_folds(folder.parent)
     if broadcast_object_list([remaining])[0]:
-        launch.once_more()
+        launch.request_rerun()
     return lines
 
 

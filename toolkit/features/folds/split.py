@@ -17,7 +17,7 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.rows import Rows, Targets, sampled, seed_of
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.cache import digest_of_text
-from toolkit.utils.files import read_table, replace_file, writing
+from toolkit.utils.files import explain_write_errors, read_table, replace_file
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -113,7 +113,7 @@ def _next(folder: Path, folds: int, digest: str) -> int:
                 "another folder"
             )
     else:
-        with writing(folder):
+        with explain_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with replace_file(folder / FOLDS) as draft:
                 draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")

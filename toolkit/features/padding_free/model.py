@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from toolkit.errors import UserError
-from toolkit.launch import say
+from toolkit.launch import log_on_main
 from toolkit.models.first_token import only_head_reads
 from toolkit.models.layers import outer_layers
 
@@ -69,7 +69,9 @@ def take_rows(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     dropout = max(getattr(model.config, f"attention{name}", None) or 0 for name in ("_probs_dropout_prob", "_dropout"))
     if accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
         why = f"no dropout (here {dropout}: pass --dropout 0)" if dropout else "no fp32 (pass --mixed_precision bf16)"
-        say(accelerator, f"--padding_free: attention alone is padded, for torch's kernel of texts in a row has {why}")
+        log_on_main(
+            accelerator, f"--padding_free: attention alone is padded, for torch's kernel of texts in a row has {why}"
+        )
 
 
 def attend(

@@ -63,7 +63,7 @@ def predict_file(options: Any) -> None:
     column, pair = columns_read(options, table)
     max_length = saved.length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
-    launch.same_everywhere(accelerator, "the file, the model and the options", facts)
+    launch.require_equal(accelerator, "the file, the model and the options", facts)
     if _is_done(options, accelerator, parts, facts):
         return
     if accelerator.is_main_process:
@@ -74,7 +74,7 @@ def predict_file(options: Any) -> None:
     except KeyboardInterrupt:
         finished = sum(end - start for start, end in parts.done().items())
         progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
-        launch.say(accelerator, f"stopped: {progress}; to continue: {launch.how_launched()['command']}")
+        launch.log_on_main(accelerator, f"stopped: {progress}; to continue: {launch.launch_info()['command']}")
         raise
 
 
@@ -90,7 +90,7 @@ def _is_done(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[s
     joined = _in_shards(options) and broadcast_object_list([parts.are_joined(facts)])[0]
     if not joined:
         raise _exists(parts.output)
-    launch.say(accelerator, f"{parts.output} is there and whole: its shards were joined, nothing is left to do")
+    launch.log_on_main(accelerator, f"{parts.output} is there and whole: its shards were joined, nothing is left to do")
     return True
 
 
@@ -168,7 +168,7 @@ class _Prediction:
         read = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
         there = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, read, there]):
-            launch.say(self.accelerator, line)
+            launch.log_on_main(self.accelerator, line)
         saved.load(self.accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
         bar = Progress(Path(options.file).name, round(total / (options.shard or (1, 1))[1]) - (total - missing))
         rows = computed = unanswered = 0

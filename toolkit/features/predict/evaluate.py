@@ -56,7 +56,7 @@ def evaluate_file(options: Any) -> None:
     truth = labels.encode(table, np.arange(len(table)))
     max_length = saved.length(options.max_length, pair is not None)
     facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length}
-    launch.same_everywhere(accelerator, "the file and the options", facts)
+    launch.require_equal(accelerator, "the file and the options", facts)
     saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
     split, texts = _split_of(saved, table, column, pair, json.dumps(facts))
     split = replace(split, name=Path(options.file).name, labels=truth)

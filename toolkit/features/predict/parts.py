@@ -17,7 +17,7 @@ from toolkit.data.parse import format_of, wider
 from toolkit.data.read import cast_batch
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import digest_of_file
-from toolkit.utils.files import replace_file, writing
+from toolkit.utils.files import explain_write_errors, replace_file
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _NAME = re.compile(r"part-(\d+)-(\d+)")
@@ -140,7 +140,7 @@ class Parts:
             yield "]"
 
     def _writing(self) -> AbstractContextManager[None]:
-        return writing(self.output, f"what is finished is kept in {self.folder}")
+        return explain_write_errors(self.output, f"what is finished is kept in {self.folder}")
 
     def _path(self, start: int, end: int) -> Path:
         return self.folder / f"part-{start:010d}-{end:010d}{self.kind}"

@@ -26,15 +26,15 @@ from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
 from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
 from toolkit.pretrained import (
-    content_of,
-    explained,
+    explain_load_errors,
     load_config,
     load_plain_tokenizer,
+    model_digest,
     quiet_transformers,
     refuse_random,
     whole_weights,
 )
-from toolkit.utils.cache import digest_of_text, made_once
+from toolkit.utils.cache import build_once, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
 MOST_LOGITS = 1 << 24
@@ -56,7 +56,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with explained(name, attention), whole_weights(), quiet_transformers():
+    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
         model, loading = AutoModelForMaskedLM.from_pretrained(
             model_path(name), config=config, trust_remote_code=False, output_loading_info=True, **options
         )
@@ -132,8 +132,8 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
         config.vocab_size = max(config.vocab_size, len(tokenizer))
         config.to_json_file(folder / "config.json")
 
-    digest = digest_of_text(f"{content_of(name)} {words}")
-    return replace(settings, model_name_or_path=str(made_once("models", digest, write, accelerator, name)))
+    digest = digest_of_text(f"{model_digest(name)} {words}")
+    return replace(settings, model_name_or_path=str(build_once("models", digest, write, accelerator, name)))
 
 
 def _words(file: str) -> list[str]:

@@ -26,7 +26,7 @@ from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
 from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
 from toolkit.models.to_bigbird import long_model
-from toolkit.pretrained import explained, load_config, quiet_transformers, refuse_random, whole_weights
+from toolkit.pretrained import explain_load_errors, load_config, quiet_transformers, refuse_random, whole_weights
 
 
 def load_title_model(
@@ -45,7 +45,7 @@ def load_title_model(
     """
     name = str(settings.model_name_or_path)
     set_seed(seed)
-    with explained(name), whole_weights(), quiet_transformers():
+    with explain_load_errors(name), whole_weights(), quiet_transformers():
         if load_config(settings).model_type == KIND:
             model = _saved(settings)
         else:
@@ -76,7 +76,7 @@ def load_untrained_title_model(settings: TitleSettings) -> tuple[EncoderDecoderM
 
 def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
     """A fine-tuned encoder-decoder as it was saved."""
-    with explained(str(settings.model_name_or_path)), whole_weights(), quiet_transformers():
+    with explain_load_errors(str(settings.model_name_or_path)), whole_weights(), quiet_transformers():
         model = _saved(settings)
     choose_attention(model, settings.attn_implementation)
     return model

@@ -26,7 +26,7 @@ from toolkit.features.verify.feature import CONFIGS
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.relaunch import find_file, read_config, split
 from toolkit.launch.restarts import stop_with_parent
-from toolkit.utils.files import finite
+from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 
 # A prime number of samples: micro-batches are uneven, so that a mean over them is another one than over samples.
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     faults = [trial.name for trial in trials if not trial.agrees]
     path, runs = verification.folder / "verify.json", [asdict(trial) | {"agrees": trial.agrees} for trial in trials]
     facts = {"agrees": not faults, "host": socket.gethostname(), "command": shlex.join(sys.argv), "runs": runs}
-    path.write_text(json.dumps(finite(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(nan_to_none(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     verdict = f"NOT THE SAME everywhere: {', '.join(faults)}" if faults else "the same training everywhere"
     print("\n".join(["", *(line for trial in trials for line in trial.lines()), "", f"{verdict} ({path})"]), flush=True)
     sys.exit(bool(faults))

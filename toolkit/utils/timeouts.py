@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def within(seconds: float, work: Callable[[], Result]) -> Result:
+def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
     """What `work` returns or raises; TimeoutError after `seconds`. Its thread is left behind where it hangs."""
     results: list[Result] = []
     errors: list[BaseException] = []

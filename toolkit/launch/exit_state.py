@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toolkit.utils.within import within
+from toolkit.utils.timeouts import call_with_timeout
 
 # A tracker's server may not answer, and an end must not hang on it.
 _CLOSE_SECONDS = 10.0
@@ -15,7 +15,7 @@ _closing = threading.Lock()
 
 
 @dataclass
-class Ending:
+class ExitState:
     """Set by a recipe on its way, through the functions of `toolkit.launch`."""
 
     close: Callable[[], object] | None = None
@@ -30,19 +30,19 @@ class Ending:
 
 # The process's one: it may end from its main thread, from one of the failure detector or from a signal handler, and
 # nothing can be handed down to all of them.
-ending = Ending()
+exit_state = ExitState()
 
 
-def close_at_bad_end(close: Callable[[], object] | None = None) -> None:
+def close_on_failure(close: Callable[[], object] | None = None) -> None:
     """From now on a failure, a peer's death and a second stop signal call `close` before the process ends, and wait for
     it ten seconds at most. Without it nothing is open any more."""
-    ending.close = close
+    exit_state.close = close
 
 
-def close_what_is_open() -> None:
+def close_resources() -> None:
     """Two threads may be about to end the process: the second one waits for the first."""
     with _closing:
-        close, ending.close = ending.close, None
+        close, exit_state.close = exit_state.close, None
         if close is not None:
             with contextlib.suppress(Exception):  # the failure has been reported
-                within(_CLOSE_SECONDS, close)
+                call_with_timeout(_CLOSE_SECONDS, close)
