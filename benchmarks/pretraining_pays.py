@@ -1,12 +1,17 @@
 """What continued pretraining is worth: accuracy with few labels, with it and without it, for several seeds.
 
     python benchmarks/pretraining_pays.py --minutes 3 --seeds 2 --labels 100       small: two cores
-    python benchmarks/pretraining_pays.py --minutes 60 --seeds 5 --write           (--seconds 170: a part; it goes on)
+    python benchmarks/pretraining_pays.py --minutes 60 --seeds 5 --write           (--seconds 170: stop; call it again)
+    python benchmarks/pretraining_pays.py --long --minutes 30 --seeds 3 --labels 300 --write
 
 English film reviews (demo:rotten-tomatoes): 1000 of them are for testing, up to 1000 have their labels, all others are
 texts alone. The encoder (demo:minilm, with a new masked-language head tied to its embeddings, as the package has none)
-is pretrained once on the texts for --minutes, then fine-tuned by recipes/cls.py on 100, 300 and 1000 labels, as it was
-and as it is after that, with the same labels and seeds. Runs that are finished in --folder are not done again.
+is pretrained once on the texts for --minutes, then fine-tuned by recipes/cls.py on 100, 300 and 1000 labels, from the
+weights before and after, with the same labels and seeds. Runs that are finished in --folder are not done again.
+
+--long: a BigBird made of a BERT, before and after pretraining on long texts: reviews of more than 600 tokens
+(demo:imdb), cut at 1536, 500 of them for testing. The encoder is first pretrained at 512 tokens for --minutes, which
+trains its new head; then it becomes a BigBird, which is pretrained at 1536 tokens for --minutes more.
 """
 
 from __future__ import annotations
@@ -22,94 +27,147 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST, LABELLED = 1000, 1000
+LONG = 1536  # tokens; sparse attention begins above 704
+MLM = ["--report_to", "none", "--data_seed", "1", "--learning_rate", "3e-4", "--warmup_ratio", "0.06",
+       "--whole_word_mask", "true"]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="long reviews and a BigBird")
     parser.add_argument("--minutes", type=float, default=3, help="of pretraining [3]")
     parser.add_argument("--seeds", type=int, default=5, help="[5]")
     parser.add_argument("--labels", type=int, nargs="+", default=[100, 300, 1000], help="[100 300 1000]")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/pretraining-pays"), help="[/tmp/pretraining-pays]")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many; go on another time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this; call it again later")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/pretraining_pays.md")
     options = parser.parse_args()
-    until, folder = time.monotonic() + options.seconds, options.folder
+    until, folder = time.monotonic() + options.seconds, options.folder / ("long" if options.long else "short")
     folder.mkdir(parents=True, exist_ok=True)
-    make_files(folder, options.labels)
-    pretrained = pretrain(folder, options.minutes, until)
-    lines = ["| labels | as it was | after pretraining | difference, seed by seed |", "|---|---|---|---|"]
+    make_files(folder, options.labels, options.long)
+    title, note, models = (long_models if options.long else short_models)(folder, options.minutes, until)
+    lines = ["| labels | before | after | difference, seed by seed |", "|---|---|---|---|"]
     for count in options.labels:
-        scores: dict[str, list[float]] = {"before": [], "after": []}
+        scores: list[list[float]] = [[], []]
         for seed in range(1, options.seeds + 1):
-            for name, model in (("before", "demo:minilm"), ("after", str(pretrained))):
-                scores[name].append(fine_tune(folder / f"{name}-{count}-{seed}", model, count, seed, until))
-        differences = [100 * (after - before) for before, after in zip(*scores.values(), strict=True)]
+            for when, model, accuracies in zip(("before", "after"), models, scores, strict=True):
+                out = folder / f"{when}-{count}-{seed}"
+                accuracies.append(fine_tune(out, model, count, seed, options.long, until))
+        differences = [100 * (after - before) for before, after in zip(*scores, strict=True)]
         cells = [f"{100 * statistics.mean(values):.1f} ({100 * min(values):.1f} to {100 * max(values):.1f})"
-                 for values in scores.values()]  # fmt: skip
+                 for values in scores]  # fmt: skip
         lines.append(f"| {count} | {cells[0]} | {cells[1]} | {statistics.mean(differences):+.1f} "
                      f"({', '.join(f'{each:+.1f}' for each in differences)}) |")  # fmt: skip
-    print("\n".join(lines))
+    note += f" Accuracy in % on test reviews: means (lowest to highest) of {options.seeds} seeds."
+    section = f"## {title}\n\n{note}\n\n" + "\n".join(lines) + "\n"
+    print(section)
+    (folder / "section.md").write_text(section)
     if options.write:
-        first, *_, last = [json.loads(line) for line in (folder / "pretrained" / "eval.jsonl").open()]
-        note = (f"Accuracy in % on {TEST} film reviews, means (lowest to highest) of {options.seeds} seeds; "
-                f"{options.minutes:g} minutes of pretraining on {os.cpu_count()} CPU cores; its perplexity was "
-                f"{first['perplexity']:.0f} at the first evaluation and {last['perplexity']:.1f} at the last. Made by "
-                "`benchmarks/pretraining_pays.py`.")  # fmt: skip
+        sections = [path.read_text() for name in ("short", "long")
+                    if (path := options.folder / name / "section.md").is_file()]  # fmt: skip
+        head = "# What continued pretraining is worth\n\n`benchmarks/pretraining_pays.py` makes this page.\n\n"
         path = ROOT / "benchmarks" / "results" / "pretraining_pays.md"
-        path.write_text(f"# What continued pretraining is worth\n\n{note}\n\n" + "\n".join(lines) + "\n")
+        path.write_text(head + "\n".join(sections))
 
 
-def make_files(folder: Path, labels: list[int]) -> None:
+def make_files(folder: Path, labels: list[int], long: bool) -> None:
     """test.jsonl, N.jsonl for each number of labels, the first of the same rows, and texts.txt, all others."""
+    if (folder / "texts.txt").exists():
+        return
     from toolkit.data.read import read_demo
 
-    rows = [dict(row) for row in read_demo("demo:rotten-tomatoes")["train"].rows]
+    rows = [dict(row) for row in read_demo("demo:imdb" if long else "demo:rotten-tomatoes")["train"].rows]
+    if long:
+        from tokenizers import Tokenizer
+
+        from toolkit.demo import model_path
+
+        tokenizer = Tokenizer.from_file(f"{model_path('demo:minilm')}/tokenizer.json")
+        tokenizer.no_truncation()
+        lengths = [len(each.ids) for each in tokenizer.encode_batch_fast([row["text"] for row in rows])]
+        rows = [row for row, length in zip(rows, lengths, strict=True) if length > 600]
     random.Random(7).shuffle(rows)
-    parts = {"test": rows[:TEST], **{str(count): rows[TEST : TEST + count] for count in labels}}
+    test = 500 if long else 1000
+    parts = {"test": rows[:test], **{str(count): rows[test : test + count] for count in labels}}
     for name, part in parts.items():
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    texts = [" ".join(row["text"].split()) for row in rows[TEST + LABELLED :]]
+    texts = [" ".join(row["text"].split()) for row in rows[test + (max(labels) if long else 1000) :]]
     (folder / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
 
 
-def pretrain(folder: Path, minutes: float, until: float) -> Path:
-    """Its model; the number of steps follows from the speed of a few."""
-    out = folder / "pretrained"
-    common = ["--train_file", folder / "texts.txt", "--model_name_or_path", "demo:minilm", "--new_head", "true",
-              "--max_length", "128", "--report_to", "none", "--data_seed", "1", "--learning_rate", "3e-4",
-              "--warmup_ratio", "0.06", "--whole_word_mask", "true", "--max_eval_samples", "300"]  # fmt: skip
+def short_models(folder: Path, minutes: float, until: float) -> tuple[str, str, tuple[str, str]]:
+    """(title, note, the models before and after)."""
+    model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 128]
+    out = pretrain(folder, "pretrained", [*model, "--max_eval_samples", 300], minutes, until)
+    first, last = perplexities(out)
+    note = (f"{minutes:g} minutes of pretraining on {os.cpu_count()} CPU cores: perplexity {first:.0f} at the first "
+            f"evaluation, {last:.1f} at the last.")  # fmt: skip
+    return "Few labels, short texts", note, ("demo:minilm", str(out / "model"))
+
+
+def long_models(folder: Path, minutes: float, until: float) -> tuple[str, str, tuple[str, str]]:
+    """(title, note, the models before and after)."""
+    model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 512]
+    short = pretrain(folder, "at-512", [*model, "--max_eval_samples", 100], minutes, until)
+    before = folder / "bigbird"
+    if not before.exists():
+        make = ["-m", "toolkit", "to-bigbird", short / "model", before, "--max_length", LONG]
+        run("to-bigbird", list(map(str, make)), until)
+    model = ["--model_name_or_path", before, "--max_length", LONG, "--max_eval_samples", 100]
+    if not (folder / "unchanged" / "report.html").exists():
+        still = [*MLM, "--max_steps", 1, "--output_dir", folder / "unchanged", "--learning_rate", "1e-12"]
+        recipe("pretrain", ["--train_file", folder / "texts.txt", *model, *still], until)
+    out = pretrain(folder, "at-1536", model, minutes, until)
+    note = (f"A BigBird of MiniLM, which was pretrained for {minutes:g} minutes at 512 tokens, before and after "
+            f"{minutes:g} minutes at {LONG} on {os.cpu_count()} CPU cores. Perplexity on held-out reviews of more than "
+            f"600 tokens: {perplexities(folder / 'unchanged')[1]:.1f} before, {perplexities(out)[1]:.1f} "
+            "after.")  # fmt: skip
+    return "A BigBird made of a BERT, long texts", note, (str(before), str(out / "model"))
+
+
+def perplexities(out: Path) -> tuple[float, float]:
+    first, *_, last = [json.loads(line)["perplexity"] for line in (out / "eval.jsonl").open()] * 2
+    return first, last
+
+
+def pretrain(folder: Path, name: str, model: list[object], minutes: float, until: float) -> Path:
+    """Its run's folder; the number of steps follows from the speed of a few."""
+    out, trial = folder / name, folder / f"{name}-trial"
+    common = ["--train_file", folder / "texts.txt", *model, *MLM]
     if not (out / "report.html").exists():
-        trial = folder / "trial"
         if not (trial / "report.html").exists():
-            run("pretrain", [*common, "--max_steps", "24", "--output_dir", trial], until)
+            recipe("pretrain", [*common, "--max_steps", "24", "--output_dir", trial], until)
         speeds = [json.loads(line)["samples_per_second"] for line in (trial / "metrics.jsonl").open()]
         steps = max(10, round(minutes * 60 * statistics.median(speeds) / 32))
         more = ["--max_steps", steps, "--eval_every", -(-steps // 8), "--checkpoint_every", 50, "--output_dir", out]
-        run("pretrain", [*common, *more], until)
-    return out / "model"
+        recipe("pretrain", [*common, *more], until)
+    return out
 
 
-def fine_tune(out: Path, model: str, labels: int, seed: int, until: float) -> float:
+def fine_tune(out: Path, model: str, labels: int, seed: int, long: bool, until: float) -> float:
     """The accuracy on the test rows."""
     if not (out / "report.html").exists():
         epochs = {100: 10, 300: 6}.get(labels, 4)
-        run("cls", ["--train_file", out.parent / f"{labels}.jsonl", "--test_file", out.parent / "test.jsonl",
-                    "--model_name_or_path", model, "--seed", seed, "--data_seed", 1, "--max_length", 128,
-                    "--num_train_epochs", epochs, "--learning_rate", "1e-4", "--warmup_ratio", 0.1, "--report_to",
-                    "none", "--global_batch_size", 16, "--output_dir", out], until)  # fmt: skip
+        recipe("cls", ["--train_file", out.parent / f"{labels}.jsonl", "--test_file", out.parent / "test.jsonl",
+                       "--model_name_or_path", model, "--seed", seed, "--data_seed", 1,
+                       "--max_length", LONG if long else 128, "--num_train_epochs", epochs, "--learning_rate", "1e-4",
+                       "--warmup_ratio", 0.1, "--report_to", "none", "--global_batch_size", 16, "--output_dir", out],
+               until)  # fmt: skip
     return float(json.loads((out / "eval.jsonl").read_text().splitlines()[-1])["accuracy"])
 
 
-def run(recipe: str, words: list[object], until: float) -> None:
+def recipe(name: str, words: list[object], until: float) -> None:
+    run(name, [str(ROOT / "recipes" / f"{name}.py"), *map(str, words)], until)
+
+
+def run(name: str, words: list[str], until: float) -> None:
     if time.monotonic() > until:
-        sys.exit("the rest is left: the same command goes on")
-    command = [sys.executable, ROOT / "recipes" / f"{recipe}.py", *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        sys.exit("unfinished: call the same command again")
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         sys.exit(done.stderr[-2000:])
-    print(f"{recipe}: {done.stdout.strip().splitlines()[0]}", file=sys.stderr, flush=True)
+    print(f"{name}: {done.stdout.strip().splitlines()[0]}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
