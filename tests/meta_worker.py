@@ -200,7 +200,7 @@ def main() -> None:
     PackedCollator.prepare_model = in_mode(PackedCollator.prepare_model)  # type: ignore[method-assign]
     allow_flex_attention()
     # a search for titles asks after each token whether all have ended
-    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.most)  # type: ignore[method-assign]
+    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     title: Any = importlib.import_module("recipes.title")
     title.load_title_model = on_device(title.load_title_model)

@@ -25,6 +25,7 @@ from toolkit.report.record import last_evaluation
 from toolkit.training import mfu
 from toolkit.training.steps import Schedule
 from toolkit.utils.extras import install_command, is_installed
+from toolkit.utils.features import features, first
 from toolkit.utils.units import size_text
 
 
@@ -121,7 +122,7 @@ class RunSummary:
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *self._checkpoints(folder),
             *more,
-            *self._next(),
+            *self._next_command(),
         ]
 
     def _how_to_load(self) -> str:
@@ -138,8 +139,10 @@ class RunSummary:
         size, removed = size_text(sum(file.stat().st_size for file in files)), f"`toolkit clean {folder}` removes them"
         return [f"  {folder}/checkpoints/      {size}, any launch can resume from them; {removed}"]
 
-    def _next(self) -> list[str]:
-        """The command for another run with this script, data and strategy."""
+    def _next_command(self) -> list[str]:
+        """A feature's command, or one for another run with this script, data and strategy."""
+        if command := first(feature.next_command(self.folder, self.settings) for feature in features()):
+            return ["next:", f"  {command}"]
         training, again = self.settings.training, self.command()
         if not again:
             return []

@@ -131,6 +131,11 @@ class Feature:
         printed. Returns further lines for the screen."""
         return ()
 
+    def next_command(self, folder: Path, settings: Any) -> str | None:
+        """The command printed below `next:` when the run in `folder` has ended; None: the same run with another seed.
+        The first feature that returns one is taken."""
+        return None
+
     def answers(self, model: str, config: Any) -> Any:
         """How a saved model's outputs become answers (`toolkit.evaluation.answers.Answers`), where this feature knows
         it; `config` is transformers'. The first feature that returns one is taken."""

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -399,16 +400,52 @@ def test_words_that_cannot_be_added(models: Runs, tmp_path: Path, accelerator: A
         with_new_tokens(missing, accelerator)
 
 
-def test_a_run_with_new_tokens_and_a_new_head(tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def run_with_new_tokens(tiny_model: Path, data: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 2 steps, with a new head and one new token."""
+    folder = tmp_path_factory.mktemp("new-tokens")
     finished = recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1,
-                      "--new_head", "true", "--init_new_tokens", words_file(tmp_path, "zyxomab"), "--output_dir",
-                      tmp_path / "run", script="recipes/pretrain.py")  # fmt: skip
-    finished.succeeded()
-    model = BertForMaskedLM.from_pretrained(tmp_path / "run" / "model")
-    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == 128
-    more = ["--train_file", tmp_path / "labels.csv", "--model_name_or_path", tmp_path / "run" / "model"]
+                      "--new_head", "true", "--init_new_tokens", words_file(folder, "zyxomab"), "--output_dir",
+                      folder / "run", script="recipes/pretrain.py").succeeded()  # fmt: skip
+    command = f"python recipes/cls.py --model_name_or_path {folder}/run/model --train_file YOUR_FILE.csv"
+    assert finished.out.endswith(f"next:\n  {command}\n")
+    return folder / "run"
+
+
+def test_a_run_with_new_tokens_and_a_new_head(run_with_new_tokens: Path, tmp_path: Path) -> None:
+    model = BertForMaskedLM.from_pretrained(run_with_new_tokens / "model")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run_with_new_tokens / "model")) == 128
+    more = ["--train_file", tmp_path / "labels.csv", "--model_name_or_path", run_with_new_tokens / "model"]
     pd.DataFrame({"text": ["good zyxomab", "bad film"] * 9, "label": ["pos", "neg"] * 9}).to_csv(more[1], index=False)
     train(*more, "--max_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "cls")
+
+
+def test_the_title_recipe_takes_the_model(run_with_new_tokens: Path, tmp_path: Path) -> None:
+    """Its encoder and its decoder, output layer included, begin with the pretrained weights."""
+    rows = [{"text": "a good zyxomab " * place, "title": "good zyxomab"} for place in range(1, 19)]
+    pd.DataFrame(rows).to_csv(tmp_path / "titles.csv", index=False)
+    source = run_with_new_tokens / "model"
+    recipe("--model_name_or_path", source, "--train_file", tmp_path / "titles.csv", "--max_steps", 1, "--report_to",
+           "none", "--learning_rate", 1e-9, "--mixed_precision", "no", "--output_dir", tmp_path / "run",
+           script="recipes/title.py").succeeded()  # fmt: skip
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "model", source))
+    last = "encoder.layer.1.output.dense.weight"
+    pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}
+    pairs |= {f"decoder.{name}": name for name in expected if name.startswith("cls.")}
+    assert len(pairs) > 4
+    for name, pretrained in pairs.items():
+        torch.testing.assert_close(weights[name], expected[pretrained], rtol=0, atol=1e-7)
+
+
+@pytest.mark.multiprocess
+def test_verify_of_a_pretraining_run(run_with_new_tokens: Path, data: list[Any], tmp_path: Path) -> None:
+    """`toolkit verify` continues from the run's model: the same training in one process and in two."""
+    start(["toolkit", "verify", "recipes/pretrain.py", "--max_steps", "2", "--mixed_precision", "no", "--config_file",
+           "accelerate_configs/ddp.yaml", "--output_dir", tmp_path, "--model_name_or_path",
+           run_with_new_tokens / "model", *data]).succeeded()  # fmt: skip
+    facts = json.loads((tmp_path / "verify.json").read_text(encoding="utf-8"))
+    assert facts["agrees"]
+    assert facts["runs"][-1]["name"] == "ddp"
 
 
 def test_a_batch_that_fits_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:

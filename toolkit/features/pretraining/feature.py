@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.features.pretraining.settings import PretrainSettings
@@ -37,6 +39,12 @@ class PretrainingFeature(Feature):
         often = load_config(settings.model).model_type in _OFTEN_MASKED
         first, _, last = (settings.masking.mlm_probability or ("0.30" if often else "0.15")).partition(":")
         return partial(MaskingCollator, seed=settings.training.seed, probabilities=(float(first), float(last or first)))
+
+    def next_command(self, folder: Path, settings: Any) -> str | None:
+        if not isinstance(settings, PretrainSettings):
+            return None
+        model = shlex.quote(str(folder / "model"))
+        return f"python recipes/cls.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
 
 
 FEATURE = PretrainingFeature()

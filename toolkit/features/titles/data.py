@@ -1,4 +1,4 @@
-"""The titles of texts: their column, their rows, their tokens."""
+"""Finds the column of titles, tokenizes titles, and collates them as labels of a decoder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class TitleCollator(Collator):
     split: TitleSplit
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """`decoder_input_ids` (B, T) begin with each title's first token; `labels` (B, T) are what follows each of
-        them, and IGNORED where a title has ended."""
+        """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the end of a title."""
         batch = super().__call__(indices)
         titles = [self.split.target(int(index)) for index in (indices if len(indices) else [0])]
         width = max(len(title) for title in titles) - 1
-        # no mask of the decoder's padding: it comes last, and no token looks ahead
+        # the causal mask hides right padding: the decoder needs no attention mask
         inputs = self.padded([title[:-1] for title in titles], width, self.pad_id, left=False)  # (B, T)
         labels = self.padded([title[1:] for title in titles], width, IGNORED, left=False)  # (B, T)
         return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
@@ -38,36 +37,35 @@ class TitleCollator(Collator):
 
 @dataclass(frozen=True)
 class TitleSplit(Split):
-    """A split whose samples have titles; their tokens are laid out as the texts' are."""
+    """A split whose samples have titles, tokenized like the texts."""
 
     target_ids: np.ndarray
-    """(tokens,) int32, all titles one after another, with the tokens that begin and end them."""
+    """(tokens,) int32: all titles concatenated, each with its start and end token."""
     target_offsets: np.ndarray
     """(samples + 1,) int64."""
 
     collator: Any = field(default=TitleCollator, kw_only=True)
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is not
-        predicted."""
+        """(samples,) int64: the tokens of each title that are predicted: all but the start token."""
         return self.target_offsets[1:][indices] - self.target_offsets[:-1][indices] - 1
 
     def target(self, index: int) -> np.ndarray:
-        """(length,) int32."""
+        """(length,) int32: the tokens of a title."""
         return self.target_ids[self.target_offsets[index] : self.target_offsets[index + 1]]
 
     def titles(self) -> list[str]:
-        """The titles as they were written; saved for splits that are evaluated."""
+        """The reference titles; saved for validation and test splits only."""
         return read_lines(self.folder / "titles.jsonl")
 
 
 @dataclass(frozen=True)
 class Titles(Targets):
-    """The column of titles, and how long they may be."""
+    """Titles from a column of the table."""
 
     column: str
     max_length: int
-    """Tokens that are predicted, the end counted."""
+    """Predicted tokens, including the end token; longer titles are cut."""
 
     column_setting, usual_columns, split_class = "title_column", USUAL, TitleSplit
 
@@ -75,7 +73,7 @@ class Titles(Targets):
     def check(cls, settings: Any, tokenizer: Any) -> None:
         if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
             name = settings.model.model_name_or_path
-            raise UserError(f"{name}: its tokenizer has no tokens that begin and end a title")
+            raise UserError(f"{name}: its tokenizer has no cls_token or sep_token to begin and end a title")
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
@@ -106,15 +104,15 @@ class Titles(Targets):
         return titles, titles
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """`target_ids`, `target_offsets`, a `labels` that means nothing, and, but for training, the titles."""
+        """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the titles."""
         super().save(folder, rows, tokenizer)
         titles: Iterable[Sequence[str]] = self._titles(rows.table, rows.numbers)
         if folder.name != "train":
             titles = write_lines(folder / "titles.jsonl", titles)
-        most = self.max_length + 1  # the first is not predicted
-        what = f"titles of {folder.name}"
-        counts = save_tokens(folder, encoded(tokenizer, ((block, None) for block in titles), most, len(rows), what),
-                             "target_ids", "target_offsets")  # fmt: skip
+        blocks = ((block, None) for block in titles)
+        # + 1: the start token, which is not predicted
+        tokens = encoded(tokenizer, blocks, self.max_length + 1, len(rows), f"titles of {folder.name}")
+        counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
         if not counts.cut:
             return []
         share = 100 * counts.cut / len(rows)

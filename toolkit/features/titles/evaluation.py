@@ -1,4 +1,4 @@
-"""Titles of every text exactly once, and how they compare with those people wrote."""
+"""Generates a title for every text exactly once, and scores it against the reference."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.utils.modules import unwrapped
 
-_USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
+_DEFAULT_MAX_LENGTH = 33  # where generation_config.json sets none
 
 
 def title_metrics(titles: Sequence[str], references: Sequence[str], segmenter: Any = "auto") -> dict[str, Any]:
-    """ROUGE-1, 2 and L of titles, their means; `segmenter` as `--rouge_segmenter`."""
+    """Mean ROUGE-1, 2 and L; `segmenter`: as `--rouge_segmenter`."""
     segmenter = rouge.resolve(segmenter, references)
     scores = rouge.scores(titles, references, segmenter)
     means = {name: float(np.mean([score[name] for score in scores])) for name in scores[0]}
@@ -36,16 +36,16 @@ def title_metrics(titles: Sequence[str], references: Sequence[str], segmenter: A
 
 
 def title_evaluation(outputs: Outputs, tokenizer: Any, compute_metrics: ComputeMetrics) -> Evaluation:
-    """The evaluation of gathered losses (N,), sums over each title's tokens, and written titles (N, T), as ids.
+    """The evaluation from gathered losses (N,), summed over each title's tokens, and generated token ids (N, T).
 
-    Every process gets the numbers.
+    All ranks get the metrics.
     """
     split = outputs.split
     assert isinstance(split, TitleSplit)
     if not (arrays := outputs.in_order()):
         return outputs.evaluation()
-    losses, written = arrays
-    titles, references = [readable(tokenizer, row) for row in written.tolist()], split.titles()
+    losses, generated = arrays
+    titles, references = [readable(tokenizer, row) for row in generated.tolist()], split.titles()
     metrics = compute_metrics(titles, references)
     lines = partial(_lines, split.rows, titles, references, metrics.get("rouge_segmenter", "auto"))
     return outputs.evaluation(losses, metrics, lines)
@@ -70,7 +70,7 @@ def generate_titles(
     max_tokens: int | None = None,
     bar: Progress | PartOfProgress | None = None,
 ) -> list[str] | None:
-    """A title for every text of a split without titles, in its order, on the main process; all must call it."""
+    """A title for each text of an unlabelled split, in order, on the main process. A collective."""
     writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
     for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
         with accelerator.autocast():
@@ -81,7 +81,7 @@ def generate_titles(
 
 
 class TitleAnswers(Answers):
-    """Of an encoder-decoder that was saved: its titles."""
+    """Titles by a saved encoder-decoder."""
 
     def load(self, settings: ModelSettings) -> Any:
         return load_saved_title_model(settings)
@@ -97,39 +97,40 @@ class TitleAnswers(Answers):
 
 
 class Writer:
-    """Beam search with a prepared encoder-decoder, in step with the other processes."""
+    """Beam search with a prepared encoder-decoder on all ranks."""
 
     def __init__(self, accelerator: Accelerator, model: Any) -> None:
         model.eval()
         self.module = unwrapped(model)
-        saved = self.module.generation_config
-        self.most = saved.max_new_tokens or (saved.max_length or _USUAL_LENGTH) - 1
-        self.padding = saved.pad_token_id or 0
+        config = self.module.generation_config
+        self.max_new_tokens = config.max_new_tokens or (config.max_length or _DEFAULT_MAX_LENGTH) - 1
+        self.pad_token_id = config.pad_token_id or 0
         plugin = accelerator.state.deepspeed_plugin
         sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
-        # a process whose titles have all ended continues until the others' have: each call gathers the parameters
-        self.synced = bool(sharded) and accelerator.num_processes > 1
-        if isinstance(self.module, FSDPModule):  # its hooks gather what is outside the layers in a whole forward alone
+        # each forward gathers parameters: a rank whose titles have all ended must continue until the others' have
+        self.synced_gpus = bool(sharded) and accelerator.num_processes > 1
+        if isinstance(self.module, FSDPModule):  # its hooks gather root parameters only in the root's forward
             self.module._get_fsdp_state()._lazy_init()
             self.module.unshard()
 
     def encode(self, batch: Batch) -> tuple[Any, torch.Tensor]:
-        """(the encoder's output, its mask (B, S)): the texts are read once for the loss and for the search."""
+        """(the encoder's output, its attention mask (B, S)), for both `logits` and `write`."""
         input_ids = batch.inputs["input_ids"]  # (B, S)
         mask = batch.inputs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
 
     def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
-        """(B, T, V): what the model expects of each token of the true titles."""
+        """(B, T, V): logits of the reference titles (teacher forcing)."""
         decoder_input_ids = batch.inputs["decoder_input_ids"]
         return self.module(
             encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
         ).logits
 
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
-        """(B, most) ids, padded, without the token that begins a title."""
+        """(B, max_new_tokens): token ids of the generated titles, padded, without the start token."""
+        length = self.max_new_tokens
         ids = self.module.generate(
-            encoder_outputs=encoded, attention_mask=mask, max_new_tokens=self.most, synced_gpus=self.synced
+            encoder_outputs=encoded, attention_mask=mask, max_new_tokens=length, synced_gpus=self.synced_gpus
         )[:, 1:]
-        return torch.nn.functional.pad(ids, (0, self.most - ids.shape[1]), value=self.padding)
+        return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=self.pad_token_id)

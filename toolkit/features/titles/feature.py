@@ -1,4 +1,4 @@
-"""Models that write titles (recipes/title.py): the hooks."""
+"""Title generation (recipes/title.py): the hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.utils.features import Feature, PagePart
 
 
 class TitlesFeature(Feature):
-    """Models that write titles."""
+    """Title generation by encoder-decoders."""
 
     tasks: ClassVar = {"title": TitleSettings}
     usual_metrics: ClassVar = {"title_generation": "rougeL"}
@@ -26,7 +26,7 @@ class TitlesFeature(Feature):
     def targets(self, settings: Any) -> Any:
         if not isinstance(settings.data, TitleDataSettings):
             return None
-        require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # before a run that would end with ROUGE
+        require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # fail now, not at the first ROUGE
         from toolkit.features.titles.data import Titles
 
         return Titles

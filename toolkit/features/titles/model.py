@@ -1,7 +1,7 @@
-"""An encoder that reads long texts and a decoder that writes their titles, both from one checkpoint.
+"""A long-text encoder and a title decoder, both initialised from one checkpoint.
 
-As BERT2BERT of Rothe, Narayan and Severyn (2020, arXiv:1907.12461): encoder and decoder start from the same weights;
-the decoder's attention to the encoder's output is new, and learned from the titles.
+As BERT2BERT of Rothe, Narayan and Severyn (2020, arXiv:1907.12461): only the decoder's cross-attention is
+random at first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def load_title_model(
     max_target_length: int,
     seed: int,
 ) -> EncoderDecoderModel:
-    """The encoder of `long`, the decoder of `settings`, in float32 on the CPU, the same in every process.
+    """The encoder of `long` with the decoder of `settings`, in float32 on the CPU, with equal weights on all ranks.
 
-    `settings` names a BERT, a BigBird, or an encoder-decoder that was saved before; `long` is what
-    `toolkit.models.to_bigbird.long_model` made of it. Raises UserError when they cannot be loaded, or the decoder has
-    fewer positions than a title may have tokens.
+    `settings` names a BERT, a BigBird, or a saved encoder-decoder; `long` is `toolkit.models.to_bigbird.long_model` of
+    it. Raises UserError when they cannot be loaded, or the decoder has too few positions for `max_target_length`.
     """
     name = str(settings.model_name_or_path)
     set_seed(seed)
@@ -56,7 +55,7 @@ def load_title_model(
             f"--max_target_length {max_target_length}: the decoder of {name} has {positions} positions; pass at most "
             f"{positions - 1}"
         )
-    _describe(model, tokenizer, generation, max_target_length)
+    _configure_generation(model, tokenizer, generation, max_target_length)
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
         recompute_activations(name, model)
@@ -65,7 +64,7 @@ def load_title_model(
 
 
 def load_untrained_title_model(settings: TitleSettings) -> tuple[EncoderDecoderModel, dict[str, int]]:
-    """(the model that a run with these settings begins with, the tokens of a text in each of its inputs)."""
+    """(the model before training, name of an input -> tokens of a sample in it)."""
     long = long_model(settings.model, settings.data.max_length)
     tokenizer, title_length = load_tokenizer(long), settings.data.max_target_length
     length = choose_max_length(settings.data.max_length, tokenizer, load_config(long))
@@ -75,7 +74,7 @@ def load_untrained_title_model(settings: TitleSettings) -> tuple[EncoderDecoderM
 
 
 def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
-    """A fine-tuned encoder-decoder as it was saved."""
+    """A fine-tuned encoder-decoder, loaded from its folder."""
     with explain_load_errors(str(settings.model_name_or_path)), whole_weights(), quiet_transformers():
         model = _saved(settings)
     choose_attention(model, settings.attn_implementation)
@@ -109,8 +108,8 @@ def _decoder(settings: PretrainedSettings) -> Any:
         if not config.use_bias or config.rescale_embeddings:
             raise UserError(
                 f"--model_name_or_path {settings.model_name_or_path}: a BigBird with use_bias {config.use_bias} and "
-                f"rescale_embeddings {config.rescale_embeddings} cannot write titles: its decoder would have to be a "
-                "BERT, which has neither"
+                f"rescale_embeddings {config.rescale_embeddings} cannot be converted to a BERT decoder, which needs "
+                "use_bias True and rescale_embeddings False: take another model"
             )
         config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
@@ -121,29 +120,29 @@ def _decoder(settings: PretrainedSettings) -> Any:
 
 
 def _as_bert(decoder: Any) -> BertLMHeadModel:
-    """The BERT with a BigBird decoder's weights, which computes the same of a text alone. With an encoder beside it
-    transformers' BigBird (5.23) gives other numbers, and it cannot generate."""
+    """A BERT decoder with a BigBird decoder's weights and the same logits; with cross-attention transformers' BigBird
+    (5.23) gives wrong logits, and it cannot generate."""
     config = BertConfig.from_dict({**decoder.config.to_dict(), "model_type": "bert", "architectures": None})
     bert = BertLMHeadModel(config)
-    weights = {name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name}  # read by none
+    weights = {name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name}
     bert.load_state_dict(weights)
     return bert
 
 
-def _describe(model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int) -> None:
-    """What begins, ends and fills a title, and how it is searched for; saved with the model."""
-    ends = {
+def _configure_generation(model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int) -> None:
+    """Sets the special tokens and the beam search in the configs that are saved with the model."""
+    special_tokens = {
         "decoder_start_token_id": tokenizer.cls_token_id,
         "eos_token_id": tokenizer.sep_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    for key, value in ends.items():
+    for key, value in special_tokens.items():
         setattr(model.config, key, value)
     model.config.vocab_size = model.config.decoder.vocab_size
-    model.config.hidden_size = model.config.encoder.hidden_size  # DeepSpeed's `auto` sizes are looked up here
+    model.config.hidden_size = model.config.encoder.hidden_size  # for DeepSpeed's `auto` sizes
     beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
     model.generation_config = GenerationConfig(
-        **ends,
+        **special_tokens,
         **beams,
         bos_token_id=tokenizer.cls_token_id,
         max_new_tokens=max_target_length,

@@ -1,4 +1,4 @@
-"""Titles on the page of a run: some of each kind, and how many are empty or copied."""
+"""Titles in report.html: random, best and worst ones, and how many are empty or copied."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any
 from toolkit.report.html import check_number, shortened
 from toolkit.report.record import Record
 
-HANDFUL = 8
-"""Titles that are shown of each kind."""
+_EXAMPLES = 8
+"""Titles of each kind."""
 
 
 def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """The variables of the section; in its counts letter case and spaces do not matter."""
+    """Variables of page.html. Counts ignore letter case and spaces."""
     lines = list(record.predictions(folder))
     check_number(folder, len(lines), texts)
     titles = [line["title"].strip() for line in lines]
 
-    def example(place: int) -> dict[str, Any]:
-        line, text = lines[place], texts[place] if texts else ""
-        shown = {"text": text, "title": titles[place], "reference": line["reference"]}
+    def example(index: int) -> dict[str, Any]:
+        line, text = lines[index], texts[index] if texts else ""
+        shown = {"text": text, "title": titles[index], "reference": line["reference"]}
         return {name: shortened(part) for name, part in shown.items()} | {
             "row": line["id"] + 1,
             "rouge": line["scores"]["rougeL"],
         }
 
-    handfuls = _handfuls([line["scores"]["rougeL"] for line in lines])
+    chosen = _choose([line["scores"]["rougeL"] for line in lines])
     plain, references = [*map(_plain, titles)], [_plain(line["reference"]) for line in lines]
     commonest = collections.Counter(filter(None, titles)).most_common(1)
     return {
-        "examples": {name: [*map(example, places)] for name, places in handfuls.items()},
+        "examples": {name: [*map(example, indices)] for name, indices in chosen.items()},
         "num_titles": len(titles),
         "num_empty": plain.count(""),
         "num_copies": sum(title == reference for title, reference in zip(plain, references, strict=True)),
@@ -42,13 +42,13 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
     }
 
 
-def _handfuls(rouge: Sequence[float]) -> dict[str, Sequence[int]]:
-    """Places of the titles that are shown; those at random are the same rows in every run on the same samples."""
-    places = range(len(rouge))
-    if len(rouge) <= HANDFUL:
-        return {"all": places} if rouge else {}
-    ordered, few = sorted(places, key=lambda place: rouge[place]), min(HANDFUL, len(rouge) // 2)
-    sample = sorted(random.Random(0).sample(places, HANDFUL))
+def _choose(rouge: Sequence[float]) -> dict[str, Sequence[int]]:
+    """Kind -> indices of example titles; the random ones are the same in every run on the same samples."""
+    indices = range(len(rouge))
+    if len(rouge) <= _EXAMPLES:
+        return {"all": indices} if rouge else {}
+    ordered, few = sorted(indices, key=lambda index: rouge[index]), min(_EXAMPLES, len(rouge) // 2)
+    sample = sorted(random.Random(0).sample(indices, _EXAMPLES))
     return {"random": sample, "worst": ordered[:few], "best": ordered[: -few - 1 : -1]}
 
 

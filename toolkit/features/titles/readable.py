@@ -1,4 +1,4 @@
-"""Tokens -> text as people write it: WordPiece puts a space between all words, Chinese has none."""
+"""Decodes token ids to text without the spaces that tokenizers add (around each Chinese character, for example)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 HAN = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 KANA = "\u3040-\u30ff\u31f0-\u31ff"
-# the marks of Chinese text; the quotes, the dash and the dots that it shares with English are not among them
+# CJK punctuation, without the quotes, dash and ellipsis that English uses too
 _MARKS = "\u3001-\u3003\u3008-\u301f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"
 
-# Each removes spaces that no writer put there, in this order.
+# Applied in this order.
 _RULES = tuple(
     (re.compile(pattern), put)
     for pattern, put in (
@@ -34,18 +34,17 @@ _RULES = tuple(
 
 
 def readable(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of tokens, without special tokens ([UNK] is one), for any tokenizer.
+    """The text of token ids, without special tokens ([UNK] included), for any tokenizer.
 
-    `华 为 发 布 mate 60 .` -> `华为发布mate 60.`: a space beside a Chinese character or mark is removed, and
-    one between Latin words stays; around a mark, the usual spaces are put, which need not be the writer's (`a - b`
-    comes back as `a-b`). Case is the tokenizer's. Only spaces are ever changed.
+    `华 为 发 布 mate 60 .` -> `华为发布mate 60.`: removes spaces next to Chinese characters and punctuation, and keeps
+    those between Latin words. Changes spaces only, but not always back to the original text (`a - b` -> `a-b`).
     """
     text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return without_token_spaces(re.sub(r"^##(?=\w)", "", text))  # a title that begins inside a word
+    return without_token_spaces(re.sub(r"^##(?=\w)", "", text))  # the first token continues a word
 
 
 def without_token_spaces(text: str) -> str:
-    """Removes the spaces that a decoder put around Chinese characters, marks and parts of numbers."""
+    """Removes spaces around Chinese characters, punctuation and parts of numbers."""
     for pattern, put in _RULES:
         text = pattern.sub(put, text)
     return text.strip()

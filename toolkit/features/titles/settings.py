@@ -15,7 +15,7 @@ KIND = "encoder-decoder"
 
 @section
 class TitleDataSettings(TextSettings):
-    """Where the texts and titles are."""
+    """Columns of texts and titles."""
 
     title_column: str | None = None
     """Found by its name (title, summary, ...) when not given."""
@@ -25,7 +25,7 @@ class TitleDataSettings(TextSettings):
 
 @section
 class GenerationSettings:
-    """How titles are written and judged."""
+    """Beam search, and ROUGE."""
 
     num_beams: int = Field(default=4, ge=1)
     """Beams of the search; 1 takes the likeliest token each time."""
