@@ -18,7 +18,14 @@ from tests.faults import Fault
 from toolkit.commands import cache as cache_command
 from toolkit.errors import UserError
 from toolkit.utils import cache
-from toolkit.utils.cache import build_once, cached_digest
+from toolkit.utils.cache import cached_digest, cached_folder
+
+
+def build_once(kind: str, digest: str, fill: Callable[[Path], object], source: str = "") -> Path:
+    with cached_folder(kind, digest, None, source) as (folder, draft):
+        if draft:
+            fill(draft)
+    return folder
 
 
 @pytest.fixture
@@ -35,7 +42,7 @@ def once(made: list[Path]) -> Callable[[], Path]:
         np.save(draft / "train" / "labels.npy", np.arange(100))
         (draft / "meta.json").write_text("{}")
 
-    return lambda: build_once("tokens", "abc", make, None, "reviews.csv")
+    return lambda: build_once("tokens", "abc", make, "reviews.csv")
 
 
 def zero(path: Path) -> None:
@@ -107,7 +114,7 @@ def full(draft: Path) -> None:
 
 def test_a_full_disk_is_one_line_and_leaves_no_draft(toolkit_cache: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE"):
-        build_once("tokens", "abc", full, None)
+        build_once("tokens", "abc", full)
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
 
 
@@ -117,7 +124,7 @@ def test_a_build_that_is_killed_leaves_nothing_to_be_taken(once: Callable[[], Pa
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_once("tokens", "abc", die, None)
+        build_once("tokens", "abc", die)
     assert (once() / "train" / "labels.npy").is_file()
 
 
@@ -129,7 +136,7 @@ def test_two_at_once_make_it_once(toolkit_cache: Path) -> None:
         time.sleep(0.2)
 
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: build_once("tokens", "abc", slowly, None), range(2))
+        one, other = pool.map(lambda _: build_once("tokens", "abc", slowly), range(2))
     assert (one, len(made)) == (other, 1)
 
 
@@ -142,7 +149,7 @@ def test_drafts_of_killed_builds_are_removed(once: Callable[[], Path], toolkit_c
 
 def test_list_and_prune(once: Callable[[], Path], toolkit_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = once()
-    other = build_once("models", "bert-bigbird", lambda draft: None, None, "bert")
+    other = build_once("models", "bert-bigbird", lambda draft: None, "bert")
     month_ago = time.time() - 31 * 24 * 3600
     os.utime(folder.with_name(".abc.checked"), (month_ago, month_ago))
     cache_command.run(argparse.Namespace(action="list", unused_days=30.0))

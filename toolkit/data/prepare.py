@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +24,7 @@ from toolkit.data.read import Table, columns_of, find_columns, read_tables
 from toolkit.data.rows import Rows, Targets
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.utils.cache import build_once, digest_of_text
+from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features, first
 
 if TYPE_CHECKING:
@@ -108,9 +107,13 @@ def prepare_data(
     if accelerator is not None and feature_facts:
         launch.require_equal(accelerator, "the data", feature_facts)
     facts |= feature_facts
-    write = partial(_write, settings, tokenizer, targets_class, facts, tables)
-    source = ", ".join(table.name for table in tables.values())
-    folder = build_once("tokens", digest_of_text(json.dumps(facts, sort_keys=True)), write, accelerator, source)
+    digest, source = (
+        digest_of_text(json.dumps(facts, sort_keys=True)),
+        ", ".join(table.name for table in tables.values()),
+    )
+    with cached_folder("tokens", digest, accelerator, source) as (folder, draft):
+        if draft:
+            _write(settings, tokenizer, targets_class, facts, tables, draft)
 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
@@ -313,13 +316,13 @@ def split_of_texts(
     def arrays() -> dict[str, np.ndarray]:
         return {**tokens.encode(tokenizer, texts, max_length, pairs=pairs), "rows": rows, "labels": rows * 0}
 
-    def write(draft: Path) -> None:
-        (draft / name).mkdir()
-        for file, array in arrays().items():
-            np.save(draft / name / f"{file}.npy", array)
-
     if shared_as is not None:
-        return tokens.load_split(build_once("tokens", shared_as, write, None, "texts to predict"), name, model_config)
+        with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
+            if draft:
+                (draft / name).mkdir()
+                for file, array in arrays().items():
+                    np.save(draft / name / f"{file}.npy", array)
+        return tokens.load_split(folder, name, model_config)
     in_memory: dict[str, Any] = arrays()
     if not tokens.tells_pairs_apart(model_config):
         in_memory.pop("token_types", None)

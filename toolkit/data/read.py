@@ -24,9 +24,9 @@ from toolkit.data.opening import OPENERS, most_bytes, too_large
 from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.utils.cache import (
-    build_once,
     cache_folder,
     cached_digest,
+    cached_folder,
     digest_of_file,
     digest_of_files,
     digest_of_text,
@@ -182,24 +182,21 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
     packed = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
     try:
         if packed * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
-            about, sink = _store(pyarrow.BufferOutputStream, paths, settings)
+            about, sink = _write_rows(paths, settings, None)
             return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), about
-        folder = build_once("rows", digest_of_text(f"{_LAYOUT} {digest}"), partial(_keep, paths, settings), None, name)
+        with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (folder, draft):
+            if draft:
+                about, _ = _write_rows(paths, settings, draft / "rows.arrow")
+                (draft / "read.json").write_text(json.dumps(about), encoding="utf-8")
         rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
         return rows, json.loads((folder / "read.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
 
 
-def _keep(paths: list[Path], settings: TextSettings, draft: Path) -> None:
-    import pyarrow
-
-    about, _ = _store(lambda: pyarrow.OSFile(str(draft / "rows.arrow"), "wb"), paths, settings)
-    (draft / "read.json").write_text(json.dumps(about), encoding="utf-8")
-
-
-def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettings) -> tuple[dict[str, Any], Any]:
-    """Writes all rows as one stream of Arrow -> (how they were read, and the first row of each file; the sink)."""
+def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[dict[str, Any], Any]:
+    """Writes all rows as one stream of Arrow, to memory without `output` -> (how they were read, and the first row of
+    each file; the sink)."""
     import pyarrow
 
     schema = widest = None
@@ -208,7 +205,7 @@ def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettin
         schema, rows = widest, 0
         writer: Any = None
         batches: list[pyarrow.RecordBatch] = []
-        with open_sink() as sink:
+        with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
             for path in paths:
                 about["files"].append([rows, str(path)])
                 note, parsed = read_batches(path, settings)

@@ -22,7 +22,7 @@ from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import model_digest
-from toolkit.utils.cache import build_once, cache_folder, digest_of_text, find_damage
+from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text, find_damage
 
 _FILE = "logits.npy"
 
@@ -55,11 +55,10 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
         logits = _logits(accelerator, teacher, data.train, own_tokenizer, settings, order)
-
-    def save(draft: Path) -> None:
-        np.save(draft / _FILE, logits)
-
-    return build_once("teachers", digest, save, accelerator, f"{name} as teacher")
+    with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
+        if draft:
+            np.save(draft / _FILE, logits)
+    return folder
 
 
 def _logits(

@@ -40,7 +40,7 @@ from toolkit.pretrained import (
     refuse_random,
     whole_weights,
 )
-from toolkit.utils.cache import build_once, digest_of_file
+from toolkit.utils.cache import cached_folder, digest_of_file
 from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
 
 if TYPE_CHECKING:
@@ -121,8 +121,10 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
 
     with explain_load_errors(name):
         folder_name = _folder_name(name, sizes)
-    path = build_once("models", folder_name, lambda draft: _write(name, draft, sizes), accelerator, source=name)
-    return dataclasses.replace(settings, model_name_or_path=str(path))
+    with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
+        if draft:
+            _write(name, draft, sizes)
+    return dataclasses.replace(settings, model_name_or_path=str(folder))
 
 
 def _folder_name(name: str, sizes: SparseSizes) -> str:

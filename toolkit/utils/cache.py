@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,19 +28,23 @@ FILES = "files.json"
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
-def build_once(
-    kind: str, digest: str, make: Callable[[Path], object], accelerator: Accelerator | None, source: str = ""
-) -> Path:
-    """The cache folder `kind`/`digest`, filled by one process per machine beside its final name, flushed and then
-    renamed. One that is damaged, or lacks a file, is made again. `toolkit cache` prints `source`.
+@contextlib.contextmanager
+def cached_folder(
+    kind: str, digest: str, accelerator: Accelerator | None, source: str = ""
+) -> Iterator[tuple[Path, Path | None]]:
+    """Gives (the cache folder `kind`/`digest`, a draft to fill): None for the draft where the folder is complete. The
+    draft becomes the folder when the block ends. One process per machine fills it. `toolkit cache` prints `source`.
 
-    A second process waits on a file lock, not in a collective, so that no time limit of the process group
-    counts. Raises UserError where it cannot be written, and where the digests of processes differ.
+    Other processes wait for a file lock, not in a collective, so that no timeout of the process group counts.
+    Raises UserError where the folder cannot be written, and where the digests of processes differ.
     """
     folder = cache_folder() / kind / digest
     try:
-        if find_damage(folder) is not None:
-            _make(folder, make, source)
+        if find_damage(folder) is None:
+            yield folder, None
+        else:
+            with _locked_draft(folder, source) as draft:
+                yield folder, draft
     except OSError as error:
         raise UserError(
             f"cannot write {folder} [{error.strerror or error}]: name another folder by TOOLKIT_CACHE (export "
@@ -51,22 +55,24 @@ def build_once(
     if accelerator is not None:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
         launch.require_equal(accelerator, f"the {kind}", {"what they were made of": digest})
-    return folder
 
 
-def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
+@contextlib.contextmanager
+def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
+    """Gives None where another process has filled the folder while this one waited for the lock."""
     from filelock import FileLock  # which takes 3 MB that `toolkit convert` has no use for
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         damage = find_damage(folder)
         if damage is None:
+            yield None
             return
         if damage:
             logger.warning(f"{folder} is damaged ({damage}): it is made again")
         _remove_drafts(folder)
         with replace_folder(folder, overwrite=True) as draft:
-            make(draft)
+            yield draft
             files = {name: [path.stat().st_size, digest_of_file(path)] for name, path in files_of(draft).items()}
             (draft / FILES).write_text(json.dumps({"source": source, "checksums": files}), encoding="utf-8")
         find_damage(folder)

@@ -34,7 +34,7 @@ from toolkit.pretrained import (
     refuse_random,
     whole_weights,
 )
-from toolkit.utils.cache import build_once, digest_of_text
+from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
 MOST_LOGITS = 1 << 24
@@ -117,23 +117,25 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
     if settings.init_new_tokens is None:
         return settings
     name, words = str(settings.model_name_or_path), _words(settings.init_new_tokens)
-
-    def write(folder: Path) -> None:
-        tokenizer, config = load_plain_tokenizer(name), load_config(settings)
-        known = [
-            word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)
-        ]
-        if known:
-            raise UserError(f"--init_new_tokens: {listing(known, 5)}: tokens already; take them out of the file")
-        for word in words:  # Chinese is found within a clause, other words whole, with the space before them
-            other = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
-            tokenizer.add_tokens([AddedToken(word, normalized=bool(other), **other)])
-        tokenizer.save_pretrained(folder)
-        config.vocab_size = max(config.vocab_size, len(tokenizer))
-        config.to_json_file(folder / "config.json")
-
     digest = digest_of_text(f"{model_digest(name)} {words}")
-    return replace(settings, model_name_or_path=str(build_once("models", digest, write, accelerator, name)))
+    with cached_folder("models", digest, accelerator, name) as (folder, draft):
+        if draft:
+            _save_with_words(settings, name, words, draft)
+    return replace(settings, model_name_or_path=str(folder))
+
+
+def _save_with_words(settings: EncoderSettings, name: str, words: list[str], folder: Path) -> None:
+    """Writes the tokenizer with these words as tokens, and the config with its vocabulary's size."""
+    tokenizer, config = load_plain_tokenizer(name), load_config(settings)
+    known = [word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)]
+    if known:
+        raise UserError(f"--init_new_tokens: {listing(known, 5)}: tokens already; take them out of the file")
+    for word in words:  # Chinese is found within a clause, other words whole, with the space before them
+        other = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
+        tokenizer.add_tokens([AddedToken(word, normalized=bool(other), **other)])
+    tokenizer.save_pretrained(folder)
+    config.vocab_size = max(config.vocab_size, len(tokenizer))
+    config.to_json_file(folder / "config.json")
 
 
 def _words(file: str) -> list[str]:
