@@ -135,7 +135,7 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
     write_rows(root / "new.csv", rows)
     predict_file.WINDOW_ROWS = 4096
     loaded, computed = SavedModel, 0.0
-    make, outputs, loading = loaded.load, loaded.outputs, 0.0
+    make, outputs, loading = loaded.load, loaded.compute_outputs, 0.0
 
     def timed_make(self: Any, *given: Any) -> None:
         nonlocal loading
@@ -150,7 +150,7 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
         computed += time.perf_counter() - started
         return found
 
-    loaded.load, loaded.outputs = timed_make, timed_outputs  # type: ignore[method-assign]
+    loaded.load, loaded.compute_outputs = timed_make, timed_outputs  # type: ignore[method-assign]
     words = ["predict", root / "model", root / "new.csv", "--text_column", "text", "--max_length", "128"]
     started = time.perf_counter()
     predict_file.predict_file(build_parser().parse_args(list(map(str, words))))

@@ -204,7 +204,7 @@ def main() -> None:
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     title: Any = importlib.import_module("recipes.title")
     title.load_title_model = on_device(title.load_title_model)
-    teacher.with_teacher = on_cpu(teacher.with_teacher)
+    teacher.add_teacher_logits = on_cpu(teacher.add_teacher_logits)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])
     path.write_text(json.dumps({job: trace(*words[:1], words[1:]) for job, words in jobs.items()}), encoding="utf-8")

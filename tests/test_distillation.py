@@ -25,7 +25,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
-from toolkit.evaluation.teacher import with_teacher
+from toolkit.evaluation.teacher import add_teacher_logits
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import keep_layers
 from toolkit.models.to_bigbird import long_model
@@ -85,7 +85,7 @@ def test_each_row_has_the_teachers_own_answer_by_the_names_of_the_classes(
     settings = build(TaskSettings, given)
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    found = with_teacher(Accelerator(cpu=True), settings, data, tokenizer).train.columns["teacher"]
+    found = add_teacher_logits(Accelerator(cpu=True), settings, data, tokenizer).train.columns["teacher"]
     model, texts = AutoModelForSequenceClassification.from_pretrained(teacher).eval(), pd.read_csv(reviews)["text"]
     assert found is not None
     assert len(found) == len(data.train)
@@ -163,7 +163,7 @@ def test_teachers_that_cannot_teach(teacher: Path, tiny_model: Path, reviews: Pa
     cased.save_pretrained(tmp_path / "tokens")
     assert "has good, neg (single_label_classification), and the data have neg, pos" in failed(
         *data, "--teacher", tmp_path / "names")  # fmt: skip
-    assert "cuts texts into other tokens (or token types) than the student" in failed(
+    assert "tokenizes texts differently (tokens or token types) than the student" in failed(
         *data, "--teacher", tmp_path / "tokens"
     )
     assert f"--teacher {tiny_model}" in (said := failed(*data, "--teacher", tiny_model)) or "no trained" in said

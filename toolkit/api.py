@@ -20,7 +20,7 @@ from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
 from toolkit.data.prepare import Prepared, prepare_data, with_collator
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
+from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
 from toolkit.launch import failure_detector
 from toolkit.pretrained import layer_of, load_config
 from toolkit.training.resume import precision_of
@@ -66,14 +66,14 @@ def _outputs(
     saved, pairs = SavedModel(str(model)), len(columns) > 1
     if not columns[0]:
         return saved, None
-    if not pairs and (column := run_of(str(model))["data"].get("text_pair")):
+    if not pairs and (column := training_run(str(model))["data"].get("text_pair")):
         raise UserError(f"{model} reads pairs (--text_pair {column}): pass a list of (str, str) pairs")
     accelerator = launch.make_accelerator()
     empty = [row for row, read in enumerate(zip(*columns, strict=True)) if not all(map(str.strip, read))]
     if empty and accelerator.is_main_process:
-        warnings.warn(empty_texts(empty, len(columns[0])), stacklevel=3)
-    saved.load(accelerator, saved.length(None, pairs), per_device_batch_size, max_tokens)
-    return saved, saved.outputs(saved.split(columns[0], columns[1] if pairs else None))
+        warnings.warn(empty_text_warning(empty, len(columns[0])), stacklevel=3)
+    saved.load(accelerator, saved.choose_max_length(None, pairs), per_device_batch_size, max_tokens)
+    return saved, saved.compute_outputs(saved.tokenize(columns[0], columns[1] if pairs else None))
 
 
 def _columns(texts: Any) -> tuple[list[str], ...]:
@@ -109,9 +109,9 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)
     if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-        from toolkit.evaluation.teacher import with_teacher  # and the code of models with it
+        from toolkit.evaluation.teacher import add_teacher_logits  # and the code of models with it
 
-        data = with_teacher(accelerator, settings, data, tokenizer)  # whose batches are padded
+        data = add_teacher_logits(accelerator, settings, data, tokenizer)  # whose batches are padded
     data = with_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, it cuts texts as they were cut here
     return tokenizer, data

@@ -118,8 +118,10 @@ class Run:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better
         one."""
         for step in self._steps:
-            if self.best.gives_up:
-                self.say(f"{self.best.metric} has not improved in {self.best.waited} evaluations: stopping early")
+            if self.best.patience_exhausted:
+                self.say(
+                    f"{self.best.metric} has not improved in {self.best.patience_counter} evaluations: stopping early"
+                )
                 return
             step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
             self._evaluation_left = False
@@ -167,7 +169,7 @@ class Run:
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number
                 return False
-            improved = self.best.improved(evaluation, step)
+            improved = self.best.update(evaluation, step)
             if improved:
                 with explain_write_errors(self.folder.model):
                     model, dtype = self.checkpoints.model, self.settings.training.save_dtype

@@ -18,12 +18,12 @@ from toolkit.data import progress
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches, outputs
+from toolkit.evaluation import evaluate_classifier, outputs
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "fault"),
+    ("ids", "expected", "fault"),
     [
         ([0, 1, 2], [0, 1, 2], ""),
         ([2, 0, 1], [0, 1, 2], ""),
@@ -36,8 +36,8 @@ from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
         ([-1, 0], [0], "unknown: -1"),
     ],
 )
-def test_ids_fault(found: list[int], expected: list[int], fault: str) -> None:
-    assert ids_fault(np.array(found, np.int64), np.array(expected, np.int64)) == fault
+def test_ids_fault(ids: list[int], expected: list[int], fault: str) -> None:
+    assert ids_fault(np.array(ids, np.int64), np.array(expected, np.int64)) == fault
 
 
 class Echo(torch.nn.Module):
@@ -60,14 +60,14 @@ TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 64])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 23])
-def test_outputs_come_in_the_order_of_the_file(accelerator: Accelerator, count: int, batch_size: int) -> None:
+def test_outputs_are_in_the_order_of_the_file(accelerator: Accelerator, count: int, batch_size: int) -> None:
     split = split_of(count)
-    found = predict(accelerator, Echo().train(), split, TOKENIZER, batch_size)
-    assert found[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
-    assert found.dtype == np.float32
+    logits = predict(accelerator, Echo().train(), split, TOKENIZER, batch_size)
+    assert logits[:, 0].tolist() == split.lengths.tolist()  # padding not counted
+    assert logits.dtype == np.float32
 
 
-def test_what_takes_long_says_how_far_it_is(
+def test_slow_predictions_report_progress(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
@@ -78,7 +78,7 @@ def test_what_takes_long_says_how_far_it_is(
     assert last.startswith("test: 23 of 23 rows")
 
 
-class Losing(Collator):
+class DuplicateIds(Collator):
     """Gives one sample the id of another."""
 
     def __call__(self, indices: np.ndarray) -> object:  # type: ignore[override]
@@ -87,17 +87,14 @@ class Losing(Collator):
         return batch
 
 
-def test_a_sample_that_is_lost_and_one_that_is_doubled_are_an_error(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = split_of(10)
-    monkeypatch.setattr(outputs, "collator_of", Losing)
+def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "collator_of", DuplicateIds)
     with pytest.raises(ExactlyOnceError, match=r"test: never predicted: rows 6; more than once: rows 3"):
-        predict(accelerator, Echo(), split, TOKENIZER, 4)
+        predict(accelerator, Echo(), split_of(10), TOKENIZER, 4)
 
 
 class Diverged(Echo):
-    """Has no number for samples of two tokens."""
+    """Outputs infinity for samples of two tokens."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SimpleNamespace:
         output = super().forward(input_ids, attention_mask)
@@ -105,7 +102,7 @@ class Diverged(Echo):
         return output
 
 
-def test_outputs_that_are_not_finite_are_an_error_that_names_the_rows(accelerator: Accelerator) -> None:
+def test_outputs_that_are_not_finite_raise_with_the_rows(accelerator: Accelerator) -> None:
     split = split_of(20)
     rows = ", ".join(str(row + 1) for row in split.rows[split.lengths == 2])
     refusal(predict, accelerator, Diverged(), split, TOKENIZER, 4, match=f"rows {rows}:")
@@ -114,14 +111,11 @@ def test_outputs_that_are_not_finite_are_an_error_that_names_the_rows(accelerato
 def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> None:
     split = split_of(23)
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
-    gathered, model = Outputs(accelerator, split), Echo().eval()
-    for batch in evaluation_batches(accelerator, split, TOKENIZER, TrainingSettings(per_device_batch_size=4)):
-        logits = model(**batch.inputs).logits.float()
-        gathered.add(accelerator.gather_for_metrics(batch.padded(logits, logits[:, 1])))
-    found = classification_evaluation(gathered, labels, lambda *given: classification_metrics(*given, labels))
-    assert found.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's own
-    assert (found.split, found.numbers["num_samples"]) == ("test", 23)
-    guesses = [int(length == 1) for length in split.lengths]  # at one token both outputs are 1: the first wins
-    assert sum(guesses) == 3
-    assert found.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))
-    assert found.predictions is not None
+    settings = TrainingSettings(per_device_batch_size=4)
+    evaluation = evaluate_classifier(
+        accelerator, Echo(), split, TOKENIZER, settings, lambda logits, _: logits[:, 1], labels
+    )
+    assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
+    assert (evaluation.split, evaluation.numbers["num_samples"]) == ("test", 23)
+    assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))  # equal logits: class 0
+    assert evaluation.predictions is not None

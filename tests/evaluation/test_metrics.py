@@ -1,10 +1,11 @@
-"""toolkit/evaluation: the numbers of eval.jsonl, and which of them decides."""
+"""toolkit/evaluation: the metrics in eval.jsonl, and the one that selects the best model."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dic
     outputs = Outputs(ALONE, split)
     outputs._parts = [[split.rows, array, losses]]
     labels = Labels(problem, tuple(names), ("label",))
-    return classification_evaluation(outputs, labels, lambda *found: classification_metrics(*found, labels)).numbers
+    return classification_evaluation(outputs, labels, partial(classification_metrics, labels=labels)).numbers
 
 
 def split_of(problem: ProblemType, truth: Any) -> Split:
@@ -70,19 +71,15 @@ def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
     assert ("confusion_matrix" in numbers) == (problem == SINGLE)
 
 
-def test_regression_numbers_by_hand() -> None:
-    numbers = numbers_of("regression", "y", [[1.0], [2.0], [4.0]], [1.0, 3.0, 2.0])
-    assert numbers["mse"] == pytest.approx(5 / 3)
-    assert numbers["mae"] == pytest.approx(1.0)
-    assert numbers["loss"] == pytest.approx(5 / 3)
-    assert numbers["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1])
-
-
 @pytest.mark.parametrize(
-    ("logits", "truth"), [([[1.0], [1.0]], [1.0, 2.0]), ([[1.0], [2.0]], [3.0, 3.0]), ([[1.0]], [2.0])]
-)
-def test_no_correlation_without_variation(logits: list[list[float]], truth: list[float]) -> None:
-    assert numbers_of("regression", "y", logits, truth)["pearson"] == 0.0
+    ("logits", "truth", "mse", "mae", "pearson"),
+    [([1, 2, 4], [1, 3, 2], 5 / 3, 1, np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1]),
+     ([1, 1], [1, 2], 0.5, 0.5, 0), ([1, 2], [3, 3], 2.5, 1.5, 0), ([1], [2], 1, 1, 0)],
+)  # fmt: skip
+def test_regression_numbers(logits: list[float], truth: list[float], mse: float, mae: float, pearson: float) -> None:
+    """A constant has no correlation: 0."""
+    numbers = numbers_of("regression", "y", np.c_[logits], truth)
+    assert [numbers[name] for name in ("loss", "mse", "mae", "pearson")] == pytest.approx([mse, mse, mae, pearson])
 
 
 @pytest.mark.parametrize(
@@ -111,15 +108,14 @@ def data_of(problem: ProblemType, truth: Any, size: int = 2) -> Any:
     [("acuracy", SINGLE, [0, 1], "accuracy"), ("eval_f1_makro", MULTI, [[0, 1], [1, 0]], "f1_macro"),
      ("persson", "regression", [0.5, 1.5], "pearson")],
 )  # fmt: skip
-def test_a_misspelt_metric_names_the_nearest_and_all(wanted: str, problem: ProblemType, truth: Any, meant: str) -> None:
-    names = "y" if problem == "regression" else "ab"
-    labels, settings = Labels(problem, tuple(names), ("label",)), TrainingSettings(metric_for_best_model=wanted)
+def test_a_misspelt_metric_lists_the_metrics(wanted: str, problem: ProblemType, truth: Any, meant: str) -> None:
+    data = data_of(problem, truth, 1 if problem == "regression" else 2)
     says = (f"--metric_for_best_model {wanted}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem]))
-    refusal(make_best, ALONE, settings, data_of(problem, truth, len(names)),
-            lambda *found: classification_metrics(*found, labels), says=says)  # fmt: skip
+    refusal(make_best, ALONE, TrainingSettings(metric_for_best_model=wanted), data,
+            partial(classification_metrics, labels=data.targets), says=says)  # fmt: skip
 
 
-def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:
+def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
     own = {"regret": 1.0, "f1_macro": 0.5, "note": "a text is no metric"}
     for greater, sign in ((None, 1), (False, -1)):
         settings = TrainingSettings(metric_for_best_model="regret", greater_is_better=greater)
@@ -129,15 +125,15 @@ def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
-def test_a_metric_of_numpys_or_torchs_is_a_number(score: Any, tmp_path: Path) -> None:
-    """It can decide, a curve shows it, and eval.jsonl holds numbers and lists, no texts."""
+def test_numpy_and_torch_metrics_become_numbers(score: Any, tmp_path: Path) -> None:
+    """For the best model, for curves, and in eval.jsonl."""
     own = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
            "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
     for name in ("score", "right"):
         settings = TrainingSettings(metric_for_best_model=name)
         best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: own)
         evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(np.ones(2, np.float32), own)
-        assert best.improved(evaluation, 1)
+        assert best.update(evaluation, 1)
         assert best.value == float(own[name])
     assert evaluation.single_numbers["score"] == 0.25
     RunFiles(ALONE, tmp_path).append_evaluation(evaluation, 1)
@@ -148,17 +144,12 @@ def test_a_metric_of_numpys_or_torchs_is_a_number(score: Any, tmp_path: Path) ->
 
 
 def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> None:
-    truth, seen = [0] * 30_000, []
+    truth, calls = [0] * 30_000, []
     truth[12_345] = 1
-    own = {"f1_macro": 0.5}
-    make_best(ALONE, TrainingSettings(), data_of(SINGLE, truth), lambda *given: seen.append(given) or own)
-    ((logits, tried),) = seen
-    assert 10_000 <= len(tried) <= 10_002
-    assert (logits.shape, set(tried)) == ((len(tried), 2), {0, 1})
-
-
-def evaluation(**numbers: float) -> Evaluation:
-    return Evaluation("validation", numbers, None)
+    make_best(ALONE, TrainingSettings(), data_of(SINGLE, truth), lambda *call: calls.append(call) or {"f1_macro": 0.5})
+    ((logits, labels),) = calls
+    assert 10_000 <= len(labels) <= 10_002
+    assert (logits.shape, set(labels)) == ((len(labels), 2), {0, 1})
 
 
 @pytest.mark.parametrize(
@@ -167,9 +158,8 @@ def evaluation(**numbers: float) -> Evaluation:
      ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [1, 1, 0, 0, 1])],
 )  # fmt: skip
 def test_the_best_evaluation(metric: str, values: list[float], improved: list[int]) -> None:
-    best, waited = Best(metric, SINGLE), []
+    best, counters = Best(metric, SINGLE), []
     for step, (value, better) in enumerate(zip(values, improved, strict=True), 1):
-        assert best.improved(evaluation(**{metric: value}), step) is bool(better)
-        waited.append(best.waited)
-    assert waited == [0, 0, 1, 2, 0]
-    assert best.step == 5
+        assert best.update(Evaluation("validation", {metric: value}, None), step) is bool(better)
+        counters.append(best.patience_counter)
+    assert (counters, best.step) == ([0, 0, 1, 2, 0], 5)

@@ -1,4 +1,4 @@
-"""How a model's outputs become answers; features derive other ways from these classes."""
+"""From a model's outputs to predictions and metrics; features derive from `Answers` for other models."""
 
 from __future__ import annotations
 
@@ -9,58 +9,61 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
-from toolkit.config import ModelSettings
+from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import MULTI, Labels, problem_of
 from toolkit.data.read import Table
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import classification_metrics
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, predict
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches, predict
+from toolkit.objective.base import Losses
 from toolkit.utils.features import features, first
 
 _SINGLE = "single_label_classification"
 
 
 class Answers:
-    """Of a saved model, whatever its outputs are; of a run that trains one."""
+    """How to load a saved model, run it, and turn its outputs into predictions and metrics."""
 
-    why_none = ""
-    """Why a sample has no answer (None)."""
+    no_answer_reason = ""
+    """Why a prediction may be None."""
 
     def load(self, settings: ModelSettings) -> Any:
-        """The saved model. Raises UserError where it cannot be loaded."""
+        """Loads the saved model. Raises UserError where it cannot be loaded."""
         raise NotImplementedError
 
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
-        """The outputs of a whole split, in its order, on the main process, None on the others; all call it. `sizes` as
-        `toolkit.evaluation.outputs.predict`."""
+        """The outputs for a whole split, in its order, on the main process, None on the others; a collective. `sizes`:
+        as for `toolkit.evaluation.outputs.predict`."""
         raise NotImplementedError
 
     def answers(self, outputs: Any) -> Iterator[dict[str, Any]]:
-        """`prediction`, and what else predictions.jsonl has of each sample."""
+        """For each sample: `prediction`, and the other keys of its line in predictions.jsonl."""
         raise NotImplementedError
 
     def metrics(self, outputs: Any, truth: Sequence[Any]) -> dict[str, Any]:
-        """The numbers of eval.jsonl but the loss; `truth` as people write it."""
+        """The numbers of eval.jsonl without the loss. `truth`: labels as a file has them (names, numbers, titles)."""
         raise NotImplementedError
 
     def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
-        """An evaluation of the plain outputs -> one by these answers; on the main process."""
+        """The evaluation of plain outputs -> the evaluation of these answers; on the main process."""
         return evaluation
 
     def describe(self, evaluation: Evaluation) -> list[str]:
-        """Lines for the screen: what these answers change in an evaluation."""
+        """Lines for the screen: how these answers change the metrics."""
         return []
 
 
 @dataclass(frozen=True)
 class ClassAnswers(Answers):
-    """The likeliest class, the labels above 0.5, or the numbers."""
+    """Predicts the most probable class, the labels above 0.5, or (regression) the numbers."""
 
     labels: Labels
 
     def load(self, settings: ModelSettings) -> Any:
-        from toolkit.models.classifier import load_saved_classifier  # transformers: not for a report
+        from toolkit.models.classifier import load_saved_classifier  # imports transformers: a report does without
 
         return load_saved_classifier(settings)
 
@@ -68,50 +71,50 @@ class ClassAnswers(Answers):
         return predict(accelerator, model, split, tokenizer, *sizes)
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
-        """(N, C) logits -> (N, C) float32: softmax, or a sigmoid per class; regression keeps its numbers."""
+        """(N, C) logits -> (N, C) float32: softmax, or a sigmoid per class; regression returns its numbers."""
         tensor = torch.from_numpy(logits)
         if self.labels.problem_type == _SINGLE:
             return tensor.softmax(dim=-1).numpy()
         return tensor.sigmoid().numpy() if self.labels.problem_type == MULTI else logits
 
     def adjusted(self, logits: np.ndarray) -> np.ndarray:
-        """(N, C) logits -> (N, C) of which the greatest, or those above 0, are the answer: what metrics are made of."""
+        """(N, C) logits -> (N, C) scores: the prediction is the argmax, or (multi-label) every class above 0."""
         return logits
 
     def abstains(self, probability: float) -> bool:
-        """Whether no answer is given where the answer's probability is this."""
+        """Whether to predict None where the best class has this probability."""
         return False
 
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
-        """Of each row of (N, C) logits its prediction, and its probabilities with six digits."""
+        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
         labels = self.labels
-        for chances, row in zip(self.probabilities(outputs), self.adjusted(outputs), strict=True):
+        for chances, scores in zip(self.probabilities(outputs), self.adjusted(outputs), strict=True):
             rounded = [round(float(chance), 6) for chance in chances]
             if labels.problem_type == "regression":
                 yield {"prediction": rounded[0] if labels.size == 1 else rounded}
             elif labels.problem_type == _SINGLE:
-                place = int(row.argmax())
-                answer = None if self.abstains(chances[place]) else labels.names[place]
-                yield {"prediction": answer, "probabilities": rounded}
+                index = int(scores.argmax())
+                prediction = None if self.abstains(chances[index]) else labels.names[index]
+                yield {"prediction": prediction, "probabilities": rounded}
             else:
-                yield {"prediction": readable(row > 0, labels), "probabilities": rounded}
+                yield {"prediction": _decode_label(scores > 0, labels), "probabilities": rounded}
 
     def metrics(self, outputs: np.ndarray, truth: Sequence[Any]) -> dict[str, Any]:
-        import datasets  # half a second with pandas: a run has its labels as numbers
+        import datasets  # takes half a second with pandas; a run already has its labels as numbers
 
         table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
         encoded = replace(self.labels, columns=("label",)).encode(table, np.arange(len(truth)))
         return classification_metrics(self.adjusted(outputs), encoded, self.labels)
 
     def prediction_lines(self, rows: np.ndarray, logits: np.ndarray, truth: np.ndarray) -> Iterator[dict[str, Any]]:
-        """The lines of predictions.jsonl: id (row in the source, from 0), label, prediction, probabilities (in the
-        order of the classes)."""
+        """The lines of predictions.jsonl: id (row in the file, from 0), label, prediction, probabilities (in the order
+        of the classes)."""
         for row, label, answer in zip(rows, truth, self.answers(logits), strict=True):
-            yield {"id": int(row), "label": readable(label, self.labels), **answer}
+            yield {"id": int(row), "label": _decode_label(label, self.labels), **answer}
 
 
 def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics) -> Evaluation:
-    """The evaluation of gathered logits (N, C) and losses (N,); every process gets the numbers."""
+    """The evaluation of gathered logits (N, C) and losses (N,); a collective, every rank gets the numbers."""
     split = outputs.split
     if not (arrays := outputs.in_order()):
         return outputs.evaluation()
@@ -120,8 +123,23 @@ def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics:
     return outputs.evaluation(losses, compute_metrics(logits, split.labels), lines, logits)
 
 
-def readable(label: Any, labels: Labels) -> Any:
-    """A label as its name, its names (multi-label), its number or its numbers."""
+@torch.no_grad()
+def evaluate_classifier(
+    accelerator: Accelerator, model: Any, split: Split, tokenizer: Any, settings: TrainingSettings, losses: Losses,
+    labels: Labels,
+) -> Evaluation:  # fmt: skip
+    """Evaluates a prepared classifier on a split, each sample exactly once; a collective. recipes/cls.py has the same
+    loop in the open."""
+    model.eval()
+    outputs = Outputs(accelerator, split)
+    for batch in evaluation_batches(accelerator, split, tokenizer, settings):
+        logits = model(**batch.inputs).logits.float()  # (B, C)
+        outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses(logits, batch.labels))))
+    return classification_evaluation(outputs, labels, partial(classification_metrics, labels=labels))
+
+
+def _decode_label(label: Any, labels: Labels) -> Any:
+    """An encoded label -> its name, its names (multi-label), its number or its numbers."""
     if labels.problem_type == _SINGLE:
         return labels.names[int(label)]
     if labels.problem_type == MULTI:
@@ -130,15 +148,16 @@ def readable(label: Any, labels: Labels) -> Any:
 
 
 def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs. Raises UserError where it has no name for one."""
+    """A saved model's labels, in the order of its outputs. Raises UserError where an output has no name."""
     if sorted(config.id2label) != list(range(config.num_labels)):
         raise UserError(
-            f"{config.name_or_path}: its config.json has id2label for {listing(config.id2label)}: from 0 on"
+            f"{config.name_or_path}: config.json has id2label for {listing(config.id2label)}, and needs one name for "
+            f"each number from 0 to {config.num_labels - 1}"
         )
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
     return Labels(problem_of(config.problem_type), names, ())
 
 
-def saved_answers(name: str, config: Any) -> Any:
-    """How the outputs of a saved model become answers: as a feature knows it, or as a classifier's."""
+def answers_for(name: str, config: Any) -> Any:
+    """The `Answers` of a saved model: a feature's, or else a classifier's."""
     return first(feature.answers(name, config) for feature in features()) or ClassAnswers(labels_of(config))

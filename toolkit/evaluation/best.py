@@ -1,4 +1,4 @@
-"""Which evaluation was the best so far, by `--metric_for_best_model`."""
+"""The best evaluation so far by `--metric_for_best_model`, and early stopping."""
 
 from __future__ import annotations
 
@@ -26,65 +26,62 @@ _LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error")
 _TRIAL_ROWS = 10_000
 
 
-def _usual_metric(problem_type: str) -> str:
-    metrics = [_USUAL, *(feature.usual_metrics for feature in features())]
-    return next(known[problem_type] for known in metrics if problem_type in known)
-
-
 class Best:
-    """The best evaluation so far, and how long ago it was."""
+    """The best evaluation so far, and the number of evaluations since."""
 
     def __init__(
         self, metric: str | None, problem_type: str, patience: int | None = None, greater_is_better: bool | None = None
     ) -> None:
-        """`patience`: evaluations without a better one after which training stops."""
+        """`patience`: training stops after this many evaluations without improvement."""
         self.patience = patience or math.inf
-        self.metric = (metric or _usual_metric(problem_type)).removeprefix("eval_")
+        if not metric:
+            defaults = [_USUAL, *(feature.usual_metrics for feature in features())]
+            metric = next(known[problem_type] for known in defaults if problem_type in known)
+        self.metric = metric.removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)
         self.sign = 1.0 if greater_is_better else -1.0
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """As before the first evaluation."""
+    def reset(self) -> None:
         self.value = -math.inf
         self.step = 0
-        self.waited = 0
+        self.patience_counter = 0
         """Evaluations since the best one."""
 
-    def improved(self, evaluation: Evaluation, step: int) -> bool:
-        """Takes note of an evaluation; True when it is better than all before it."""
+    def update(self, evaluation: Evaluation, step: int) -> bool:
+        """Records an evaluation, and returns whether it is better than all before it."""
         number = evaluation.numbers[self.metric]
         value = math.nan if number is None else self.sign * number  # null in eval.jsonl
         if value > self.value:
-            self.value, self.step, self.waited = value, step, 0
+            self.value, self.step, self.patience_counter = value, step, 0
             return True
-        self.waited += 1
+        self.patience_counter += 1
         return False
 
     @property
-    def gives_up(self) -> bool:
-        """Whether there has been no better evaluation for so long that training stops."""
-        return self.waited >= self.patience
+    def patience_exhausted(self) -> bool:
+        """Whether training stops early."""
+        return self.patience_counter >= self.patience
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON."""
         value = None if math.isinf(self.value) else self.value
-        return {"metric": self.metric, "value": value, "step": self.step, "waited": self.waited}
+        return {"metric": self.metric, "value": value, "step": self.step, "waited": self.patience_counter}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's state; anew where that was of another metric."""
+        """Continues from a checkpoint's state; a state of another metric is ignored."""
         if state["metric"] == self.metric and state["value"] is not None:
-            self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
+            self.value, self.step, self.patience_counter = state["value"], state["step"], state["waited"]
 
 
 def make_best(
     accelerator: Accelerator, settings: TrainingSettings, data: Prepared, compute_metrics: ComputeMetrics
 ) -> Best:
-    """`Best` for a recipe's metrics, which are computed once, on outputs made up for the validation rows: what fails in
-    them, or is not among them, is an error now and not after an epoch. All processes call this.
+    """Makes `Best`, and calls the recipe's metrics once on random outputs for the validation rows, so that a bug in
+    them is raised now and not after an epoch. A collective.
 
-    Raises UserError for a `--metric_for_best_model` that they do not hold.
+    Raises UserError for a `--metric_for_best_model` that is not among the metrics.
     """
     problem_type = data.facts["problem_type"]
     best = Best(
@@ -105,9 +102,9 @@ def make_best(
 
 
 def _random_outputs(data: Prepared) -> tuple[np.ndarray, np.ndarray]:
-    """(random logits (N, C), labels) of at most so many validation rows."""
+    """(random logits (N, C), labels) for at most `_TRIAL_ROWS` evenly spaced validation rows and one of each class."""
     labels = np.asarray(data.validation.labels)
-    if len(labels) > _TRIAL_ROWS:  # from end to end, and one of each class, however rare
+    if len(labels) > _TRIAL_ROWS:
         firsts = labels.argmax(axis=0) if labels.ndim > 1 else np.unique(labels, return_index=True)[1][:_TRIAL_ROWS]
         labels = labels[np.union1d(np.linspace(0, len(labels) - 1, _TRIAL_ROWS, dtype=np.int64), firsts)]
     size = (len(labels), len(data.facts["labels"]))

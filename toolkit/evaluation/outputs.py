@@ -1,7 +1,7 @@
-"""Every sample exactly once, whatever the size of the set, the batch and the world.
+"""Evaluation and prediction of every sample exactly once, at any data set size, batch size and world size.
 
-Sample ids travel with the outputs through `gather_for_metrics`; the ids that came back are compared
-with the data set before any number is computed from them.
+Sample ids are gathered with the outputs by `gather_for_metrics`, and compared with the ids of the data set before any
+metric is computed.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from toolkit.utils import memory
 from toolkit.utils.files import as_json
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
-"""(outputs, what is true) of all samples -> names and numbers, as transformers' Trainer calls it: logits (N, C) and
-labels (N,) or (N, C); of titles, two lists of texts. It runs on the main process only."""
+"""(outputs, labels) of all samples -> metrics by name, as in transformers' Trainer: logits (N, C) and labels (N,) or
+(N, C); for titles, two lists of texts. It runs on the main process only."""
 Lines = Callable[[], Iterator[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation: the numbers everywhere, the predictions on the main process."""
+    """The numbers on every rank; predictions and outputs on the main process."""
 
     split: str
     numbers: dict[str, Any]
-    """`num_samples`, `loss` and what the recipe's metrics are."""
+    """`num_samples`, `loss` and the recipe's metrics."""
     predictions: Lines | None
-    """Makes the lines of predictions.jsonl."""
+    """Yields the lines of predictions.jsonl."""
     outputs: tuple[Split, np.ndarray] | None = None
-    """(the split, its logits (N, C)) of a classification, on the main process."""
+    """For classification: (the split, its logits (N, C))."""
 
     @property
     def single_numbers(self) -> dict[str, float]:
-        """The numbers that a curve can show; not the counts, nor those of each class."""
+        """The metrics that are a single float: no counts, no scores per class."""
         return {name: value for name, value in self.numbers.items() if isinstance(value, float)}
 
     def __str__(self) -> str:
         """`accuracy 0.9000  f1_macro 0.8972`."""
-        shown = without_repetition(self.single_numbers)
+        shown = drop_redundant_f1(self.single_numbers)
         return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
 
 
-def without_repetition(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Numbers for a reader: without the micro F1 where it is the accuracy once more."""
-    again = numbers.get("f1_micro") == numbers.get("accuracy")
-    return {name: value for name, value in numbers.items() if not (again and name == "f1_micro")}
+def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Numbers without the micro F1 where it equals the accuracy, as for every single-label task."""
+    redundant = numbers.get("f1_micro") == numbers.get("accuracy")
+    return {name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")}
 
 
 class ExactlyOnceError(RuntimeError):
-    """Some sample was predicted never or more than once: no metric of it would be true."""
+    """A sample was predicted never or more than once, so every metric would be wrong."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class EvaluationBatch(Batch):
     """A batch whose outputs are to be gathered."""
 
     gathered_size: int
-    """Samples that each process gathers, one at least of padding: the same in all of them."""
+    """Samples that each rank gathers, the same on all ranks; at least one of them is padding."""
 
     def padded(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(B, ...) outputs -> (ids, *outputs), each padded to `gathered_size` samples for `gather_for_metrics`,
-        which wants the same shape from every process."""
-        filling = [-1 - stop_requested(), *[0] * len(outputs)]  # so that all processes learn of a stop signal here
+        """(B, ...) outputs -> (ids, *outputs), each padded to `gathered_size` samples, as `gather_for_metrics` needs
+        the same shape from every rank."""
+        filling = [-1 - stop_requested(), *[0] * len(outputs)]  # the id of padding tells all ranks of a stop signal
         return tuple(map(self._pad, (self.ids, *outputs), filling))
 
     def _pad(self, tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -86,7 +86,7 @@ class EvaluationBatch(Batch):
 def evaluation_batches(
     accelerator: Accelerator, split: Split, tokenizer: Any, settings: TrainingSettings
 ) -> Iterator[EvaluationBatch]:
-    """This process's batches of a whole split, as the settings size them; see `batches_of`."""
+    """This rank's batches of a whole split, of the batch size in the settings; see `batches_of`."""
     size = settings.per_device_eval_batch_size or 2 * settings.micro_batch_size
     return batches_of(accelerator, split, tokenizer, size, settings.max_tokens_per_batch)
 
@@ -99,10 +99,10 @@ def batches_of(
     max_tokens: int | None = None,
     bar: Progress | PartOfProgress | None = None,
 ) -> Iterator[EvaluationBatch]:
-    """Yields this process's batches of a whole split, the longest texts first.
+    """Yields this rank's batches of a whole split, the longest texts first.
 
-    Every process gets the same number of batches, as sharded parameters need; where samples run out, a batch
-    holds padding samples alone.
+    Every rank gets the same number of batches, as collectives of sharded parameters need; a rank that runs out of
+    samples gets batches of padding samples.
     """
     ahead, collate = Ahead(accelerator.device), collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -125,15 +125,15 @@ def batches_of(
 
 
 class Outputs:
-    """Collects what `gather_for_metrics` returned for a split, on the main process, and checks it."""
+    """Collects the gathered outputs of a split on the main process, and checks that each sample is there once."""
 
     def __init__(self, accelerator: Accelerator, split: Split) -> None:
         self.accelerator, self.split = accelerator, split
         self._parts: list[list[np.ndarray]] = []
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Adds `accelerator.gather_for_metrics(batch.padded(...))`, the padding left out. Raises StopRequested, in all
-        processes, where one of them has got a stop signal."""
+        """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
+        ranks where one of them has got a stop signal."""
         ids = gathered[0].cpu().numpy()
         if number := -1 - int(ids.min()):
             raise StopRequested(number)
@@ -141,15 +141,15 @@ class Outputs:
             self._parts.append([part.cpu().numpy()[ids >= 0] for part in gathered])
 
     def in_order(self) -> list[np.ndarray]:
-        """The outputs, (N, ...) each, in the order of the source; nothing but on the main process. All call this.
+        """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.
 
-        Raises ExactlyOnceError where a sample is missing or there twice, and UserError where an output is not
-        finite; in every process, so that none waits for another.
+        Raises, on every rank, ExactlyOnceError where a sample is missing or duplicated, and UserError where an output
+        is not finite.
         """
         columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
         main = self.accelerator.is_main_process
-        self._raise_everywhere(ids_fault(columns[0], self.split.rows) if main else "", ExactlyOnceError)
-        self._raise_everywhere(_finite_fault(columns) if main else "", UserError)
+        self._raise_on_all_ranks(ids_fault(columns[0], self.split.rows) if main else "", ExactlyOnceError)
+        self._raise_on_all_ranks(_finite_fault(columns) if main else "", UserError)
         if not main:
             return []
         order = np.argsort(columns[0], kind="stable")
@@ -162,9 +162,9 @@ class Outputs:
         predictions: Lines | None = None,
         logits: np.ndarray | None = None,
     ) -> Evaluation:
-        """The evaluation of the main process's losses (N,), in order, and metrics; all call this, the others with
-        nothing, and get the numbers. The loss is the sum of all, weighted, over the split's loss denominator, as a
-        training step has it."""
+        """Makes the evaluation from losses (N,) and metrics on the main process, and broadcasts its numbers; a
+        collective, which the other ranks call without arguments. The loss is normalised as in a training step: the
+        weighted sum over the split's loss denominator."""
         numbers: dict[str, Any] = {}
         if losses is not None:
             weights = 1 if self.split.weights is None else self.split.weights
@@ -173,7 +173,7 @@ class Outputs:
         outputs = None if logits is None else (self.split, logits)
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, outputs)
 
-    def _raise_everywhere(self, fault: str, kind: type[Exception]) -> None:
+    def _raise_on_all_ranks(self, fault: str, kind: type[Exception]) -> None:
         (fault,) = broadcast_object_list([fault])
         if fault:
             raise kind(f"{self.split.name}: {fault}")
@@ -189,7 +189,7 @@ def predict(
     max_tokens: int | None = None,
     bar: Progress | PartOfProgress | None = None,
 ) -> np.ndarray | None:
-    """(N, C) float32 logits of a whole split on the main process, None on the others; all must call it."""
+    """(N, C) float32 logits of a whole split on the main process, None on the others; a collective."""
     model.eval()
     outputs = Outputs(accelerator, split)
     for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
@@ -199,7 +199,7 @@ def predict(
 
 
 def _finite_fault(columns: Sequence[np.ndarray]) -> str:
-    """A model that diverged has no metric, only rows it fails on."""
+    """Names the rows with a NaN or an infinity among their outputs; "" if there are none."""
     finite = [np.isfinite(column.reshape(len(column), -1)).all(axis=1) for column in columns[1:]]
     bad = np.sort(columns[0][~np.logical_and.reduce(finite)])
     if not len(bad):
@@ -209,7 +209,7 @@ def _finite_fault(columns: Sequence[np.ndarray]) -> str:
 
 
 def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:
-    """What differs between the ids that came back and those of the data set, or nothing."""
+    """How the gathered ids differ from those of the data set; "" if they do not."""
     unique, counts = np.unique(ids, return_counts=True)
     faults = {
         "never predicted: rows": np.setdiff1d(expected, unique),

@@ -1,4 +1,4 @@
-"""A saved model that predicts."""
+"""A saved model, loaded for prediction."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from toolkit.data.prepare import split_of_texts
 from toolkit.data.progress import PartOfProgress
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
 from toolkit.errors import listing
-from toolkit.evaluation.answers import Answers, saved_answers
+from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
 
 
-def run_of(name: str) -> dict[str, Any]:
-    """`settings` and `data` in config.json of the run whose model this is; both empty where there is no run."""
+def training_run(name: str) -> dict[str, Any]:
+    """`settings` and `data` in config.json of the run that trained this model; both empty where there is no run."""
     try:
         run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
         return {part: dict(run[part]) for part in ("settings", "data")}
@@ -29,33 +29,33 @@ def run_of(name: str) -> dict[str, Any]:
         return {"settings": {}, "data": {}}
 
 
-def quoting_of_run(name: str, file: str) -> Literal["csv", "none"]:
-    """How the run of a model read its training file, where that is of the same format: a reader that takes double
-    quotes otherwise would change the texts without an error."""
-    settings = run_of(name)["settings"]
+def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
+    """The `--quoting` that the model was trained with, where the training file has the format of `file`: with another
+    the texts would silently differ in their double quotes."""
+    settings = training_run(name)["settings"]
     same = format_of(Path(file)) in Path(str(settings.get("train_file"))).suffixes
     return "none" if same and settings.get("quoting") == "none" else "csv"
 
 
-def empty_texts(rows: Sequence[int], count: int) -> str:
-    """The warning for rows (from 0) of `count` whose text, or one of whose pair, is empty; "" where there are none."""
+def empty_text_warning(rows: Sequence[int], count: int) -> str:
+    """A warning about `rows` (from 0) of `count`, whose text, or one text of a pair, is empty; "" without rows."""
     where = listing(row + 1 for row in rows)
     return f"{len(rows)} of {count} rows have an empty text (rows {where}): their predictions mean nothing" * bool(rows)
 
 
 class SavedModel:
-    """Its config, its tokenizer, and how its outputs become answers; with `load` its weights, too."""
+    """A model's config, tokenizer and `Answers`; `load` adds its weights."""
 
     def __init__(self, name: str) -> None:
         """Raises UserError for a model that cannot be loaded."""
         self.settings = ModelSettings(model_name_or_path=name)
         self.config, self.tokenizer = load_config(self.settings), load_tokenizer(self.settings)
-        self.answers: Answers = saved_answers(name, self.config)
+        self.answers: Answers = answers_for(name, self.config)
         self._shared: set[Path] = set()
-        """Folders of the cache that `split` has filled."""
+        """Cache folders that `tokenize` has filled for all ranks."""
 
-    def length(self, max_length: int | None, pairs: bool = False) -> int:
-        """The most tokens of a text. Raises UserError for more than it reads."""
+    def choose_max_length(self, max_length: int | None, pairs: bool = False) -> int:
+        """Tokens per text. Raises UserError where the model cannot read so many."""
         return choose_max_length(max_length, self.tokenizer, self.config, pairs)
 
     def load(
@@ -66,20 +66,20 @@ class SavedModel:
         self._sizes = per_device_batch_size, max_tokens
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
-    def split(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
-        """`facts`, which tell these texts from others: several processes share the work of tokenizing by them."""
+    def tokenize(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
+        """`facts` identify these texts in the cache, so that several processes share the tokenizing."""
         shared_as = digest_of_text(facts) if facts and self.accelerator.num_processes > 1 else None
         split = split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
         if shared_as is not None:
             self._shared.add(split.folder.parent)
         return split
 
-    def outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
-        """Of a whole split, on the main process, None on the others; all must call it. The shared tokens of `split`
-        are removed after that."""
+    def compute_outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
+        """The outputs for a whole split on the main process, None on the others; a collective. It removes the split's
+        tokens from the cache."""
         outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
         folder = split.folder.parent
         if folder in self._shared and self.accelerator.is_local_main_process:
-            remove(folder)  # every process has computed it, and so has mapped it
+            remove(folder)  # every process has mapped its files by now
             Path(f"{folder}.lock").unlink(missing_ok=True)
         return outputs

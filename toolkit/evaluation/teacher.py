@@ -1,4 +1,4 @@
-"""A teacher's logits of every training row, for a student to learn from: computed once, and cached."""
+"""Distillation: a teacher's logits for every training row, computed once and cached."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text, fin
 _FILE = "logits.npy"
 
 
-def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any) -> Prepared:
-    """The data with the teacher's logits of every training row, where `--teacher` names one; all processes call this.
+def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any) -> Prepared:
+    """Adds the logits of `--teacher` for every training row to the data as the column `teacher`; a collective.
 
-    Each row is computed exactly once, in any number of processes, and only where the cache lacks them. Raises UserError
-    for a teacher with other labels or another tokenizer.
+    Each row is computed exactly once, in any number of processes, unless the logits are cached. Raises UserError for a
+    teacher with other labels or another tokenizer.
     """
     name = settings.distillation.teacher
     if name is None:
@@ -45,16 +45,16 @@ def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepare
 
 def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
     model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
-    own_tokenizer, teacher = load_tokenizer(model), load_saved_classifier(model)
+    teacher_tokenizer, teacher = load_tokenizer(model), load_saved_classifier(model)
     order = _order_of_classes(labels_of(teacher.config), data.labels, name)
-    _refuse_other_tokens(teacher.config, own_tokenizer, data, tokenizer, name)
+    _require_same_tokens(teacher.config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
     sources = [model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
     digest = digest_of_text(repr(sources))
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
-        logits = _logits(accelerator, teacher, data.train, own_tokenizer, settings, order)
+        logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
         if draft:
             np.save(draft / _FILE, logits)
@@ -64,7 +64,7 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
 def _logits(
     accelerator: Accelerator, teacher: Any, train: Split, tokenizer: Any, settings: TaskSettings, order: list[int]
 ) -> np.ndarray:
-    """(N, C) float32, in the order of the split, in every process."""
+    """(N, C) float32, in the order of the split, on every rank."""
     training = settings.training
     size = training.per_device_eval_batch_size or (
         32 if training.per_device_batch_size == "auto" else 2 * training.per_device_batch_size
@@ -76,14 +76,13 @@ def _logits(
         )
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
     if outputs is not None:
-        # predicted in the order of the source
-        places = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")
-        logits = torch.from_numpy(outputs[places][:, order]).to(accelerator.device)
+        positions = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")  # `outputs` are sorted by row
+        logits = torch.from_numpy(outputs[positions][:, order]).to(accelerator.device)
     return broadcast(logits).cpu().numpy()
 
 
 def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
-    """The place of each of the data's classes among the teacher's outputs."""
+    """For each class of the data the index of the teacher's output."""
     if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
         raise UserError(
             f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data have "
@@ -93,15 +92,15 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
     return [teacher.names.index(each) for each in labels.names]
 
 
-def _refuse_other_tokens(config: Any, own_tokenizer: Any, data: Prepared, tokenizer: Any, name: str) -> None:
-    types = "token_type_ids" in own_tokenizer.model_input_names and tells_pairs_apart(config)
+def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Prepared, tokenizer: Any, name: str) -> None:
+    types = "token_type_ids" in teacher_tokenizer.model_input_names and tells_pairs_apart(config)
     same_types = not data.text_pair or types == (data.train.token_types is not None)
-    if fingerprint(own_tokenizer) != fingerprint(tokenizer) or not same_types:
+    if fingerprint(teacher_tokenizer) != fingerprint(tokenizer) or not same_types:
         raise UserError(
-            f"--teacher {name} cuts texts into other tokens (or token types) than the student: take a student with the "
-            "teacher's tokenizer (the model the teacher began as, with --num_hidden_layers 3, say)"
+            f"--teacher {name} tokenizes texts differently (tokens or token types) than the student: choose a student "
+            "with the teacher's tokenizer (the teacher's base model with --num_hidden_layers 3, say)"
         )
     try:
-        choose_max_length(data.max_length, own_tokenizer, config, data.text_pair is not None)
+        choose_max_length(data.max_length, teacher_tokenizer, config, data.text_pair is not None)
     except UserError as error:
         raise UserError(f"--teacher {name}: {first_line(error)}") from error

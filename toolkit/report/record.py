@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from toolkit import demo
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
-from toolkit.evaluation.outputs import without_repetition
+from toolkit.evaluation.outputs import drop_redundant_f1
 from toolkit.report.files import by_step, read_lines
 from toolkit.utils.files import refuse_link_out
 
@@ -89,7 +89,7 @@ class Record:
     @property
     def metric_names(self) -> list[str]:
         """The names of the evaluations' numbers, but for a micro F1 that is always the accuracy once more."""
-        return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
+        return list(dict.fromkeys(name for line in self.evaluations for name in drop_redundant_f1(line)))
 
     @property
     def during(self) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ class Record:
         """The best step so far; in a run that was killed it need not be that of the last evaluation."""
         best = self.best
         for line in self.during:
-            best.improved(Evaluation(line["split"], line, None), line["step"])
+            best.update(Evaluation(line["split"], line, None), line["step"])
         return best.step or None
 
     @property
@@ -150,7 +150,7 @@ class Record:
 
     def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float | None]:
         """An evaluation's single numbers by title, the loss last; by default those of the last evaluation."""
-        numbers = without_repetition(self.last.numbers if numbers is None else numbers)
+        numbers = drop_redundant_f1(self.last.numbers if numbers is None else numbers)
         names = sorted((name for name, value in numbers.items() if isinstance(value, float | None)), key="loss".__eq__)
         return {self.metric_title(name): numbers[name] for name in names}
 

@@ -88,7 +88,7 @@ class Checkpoints:
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
-        marked = step in (self.best.step, self.steps.schedule.total_steps) or self.best.gives_up
+        marked = step in (self.best.step, self.steps.schedule.total_steps) or self.best.patience_exhausted
         if not self.steps.stop_signal and not (every and (step % every == 0 or marked)):
             return {}
         started = time.perf_counter()

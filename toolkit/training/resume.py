@@ -210,7 +210,7 @@ def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
     with _opened(checkpoints, folders.step_folder(folder.parent, best.step)) as (here, fault):
         if fault:
             step = best.step
-            best.forget()
+            best.reset()
             return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
         restore(checkpoints.live(), open_checkpoint(here), best.step)
     dtype = checkpoints.settings.save_dtype

@@ -174,7 +174,7 @@ def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
     value = "4.77"
     for expected, exported_logits, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
         logits = iter([expected, exported_logits] * 2)
-        monkeypatch.setattr(SavedModel, "outputs", lambda *_, logits=logits: next(logits))
+        monkeypatch.setattr(SavedModel, "compute_outputs", lambda *_, logits=logits: next(logits))
         limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
         with pytest.raises(UserError) as caught:
             export(options(model, tmp_path / "out", **limits))

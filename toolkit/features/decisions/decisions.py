@@ -61,7 +61,7 @@ class Decisions(ClassAnswers):
         return self.abstain_below is not None and probability < self.abstain_below
 
     @property
-    def why_none(self) -> str:  # type: ignore[override]
+    def no_answer_reason(self) -> str:  # type: ignore[override]
         return f"their probabilities are below {self.abstain_below:g}, the abstain_below of the model's decisions.json"
 
     def as_json(self) -> dict[str, Any]:

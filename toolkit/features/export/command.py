@@ -32,7 +32,7 @@ from toolkit.data.tokens import LengthBuckets, Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, quoting_of_run
+from toolkit.evaluation.saved_model import SavedModel, training_quoting
 from toolkit.models.exported import FILES, INPUTS, exported_to
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
@@ -59,9 +59,11 @@ def export(options: Any) -> None:
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
     require_extra(options.to, options.to, *_packages(options))
     saved, answers = _exportable(options.model)
-    saved.load(launch.make_accelerator("no"), saved.length(options.max_length, bool(options.text_pair)), *_BATCH)
+    saved.load(
+        launch.make_accelerator("no"), saved.choose_max_length(options.max_length, bool(options.text_pair)), *_BATCH
+    )
     calibration, validation, has_labels = _samples(options, saved)
-    before = answers.adjusted(saved.outputs(validation))
+    before = answers.adjusted(saved.compute_outputs(validation))
     model = saved.model.cpu()
     convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
@@ -74,7 +76,7 @@ def export(options: Any) -> None:
         _copy_files(draft, Path(model_path(options.model)), model, saved.tokenizer)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
-        after = answers.adjusted(exported.outputs(validation))
+        after = answers.adjusted(exported.compute_outputs(validation))
         result, losses = compare(before, after, validation.labels if has_labels else None, answers.labels)
         result = f"{result}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
@@ -144,14 +146,14 @@ def _data_of_run(name: str, saved: Any) -> Any:
 
 def _split_of(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     """(the texts of a file, whether it has labels)."""
-    table = read_file(file, TextSettings(quoting=quoting_of_run(options.model, file)))
+    table = read_file(file, TextSettings(quoting=training_quoting(options.model, file)))
     label_columns = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*label_columns, options.text_pair])
     texts, pairs = (
         [text for block in texts_of(table, name, separator_of(saved.tokenizer)) for text in block] if name else []
         for name in (column, options.text_pair)
     )
-    split = replace(saved.split(texts, pairs or None), name=table.name)
+    split = replace(saved.tokenize(texts, pairs or None), name=table.name)
     if label_columns:
         labels = replace(saved.answers.labels, columns=label_columns)
         split = replace(split, labels=labels.encode(table, split.rows))

@@ -29,7 +29,7 @@ from toolkit.data.tokens import Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_run, run_of
+from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_quoting, training_run
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
 from toolkit.utils.cache import digest_of_files
@@ -61,7 +61,7 @@ def predict_file(options: Any) -> None:
     table = read_file(options.file, settings)
     _refuse_columns(table, saved.answers, output, options)
     column, pair = columns_read(options, table)
-    max_length = saved.length(options.max_length, pair is not None)
+    max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.require_equal(accelerator, "the file, the model and the options", facts)
     if _is_done(options, accelerator, parts, facts):
@@ -101,11 +101,13 @@ def _exists(output: Path) -> UserError:
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
     saved = SavedModel(options.model)
     columns_read(options, None)
-    length = saved.length(options.max_length)
+    length = saved.choose_max_length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
-    outputs = saved.outputs(saved.split(options.text))
+    outputs = saved.compute_outputs(saved.tokenize(options.text))
     if outputs is not None:
-        if note := empty_texts([row for row, text in enumerate(options.text) if not text.strip()], len(options.text)):
+        if note := empty_text_warning(
+            [row for row, text in enumerate(options.text) if not text.strip()], len(options.text)
+        ):
             logger.info(note)
         for text, answer in zip(options.text, printed_answers(outputs, saved.answers), strict=True):
             print(f"{answer}  {text}")
@@ -179,7 +181,7 @@ class _Prediction:
             written: Future[Any] = writer.submit(int)
             while (window := following.result()) is not None:
                 following = reader.submit(next, windows, None)
-                outputs = saved.outputs(window.split, PartOfProgress(bar, rows, window.rows.num_rows))
+                outputs = saved.compute_outputs(window.split, PartOfProgress(bar, rows, window.rows.num_rows))
                 rows, computed = rows + window.rows.num_rows, computed + len(window.split)
                 empty += window.empty
                 if self.accelerator.is_main_process:
@@ -189,9 +191,9 @@ class _Prediction:
         seconds = max(time.monotonic() - bar.started, 1e-9)
         if self.accelerator.is_main_process:
             if empty:
-                logger.warning(empty_texts(empty, rows))
+                logger.warning(empty_text_warning(empty, rows))
             if unanswered:
-                logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.why_none}")
+                logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.no_answer_reason}")
             again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
             logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})")
 
@@ -218,7 +220,7 @@ class _Prediction:
         once: dict[tuple[str, ...], int] = {}
         places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
         texts, *pairs = (list(some) for some in zip(*once, strict=True))
-        split = self.saved.split(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
+        split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
         split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
         blank = np.array([not all(map(str.strip, row)) for row in once])[places]
         return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
@@ -243,13 +245,13 @@ def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) ->
 def reading(options: Any) -> TextSettings:
     """How the file is read: by the options, or as the model's run read its own."""
     names = ("encoding", "delimiter", "column_names")
-    quoting = options.quoting or quoting_of_run(options.model, options.file)
+    quoting = options.quoting or training_quoting(options.model, options.file)
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
 def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
     """The column of texts and that of second texts: by the options, or those that the model was trained on."""
-    run = run_of(options.model)["data"]
+    run = training_run(options.model)["data"]
     if options.text:
         if run.get("text_pair"):
             raise UserError(f"this model reads pairs (--text_pair {run['text_pair']}): give a FILE with both columns")

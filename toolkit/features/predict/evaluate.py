@@ -21,7 +21,7 @@ from toolkit.data.tokens import Split, separator_of
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
+from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
 from toolkit.features.predict.command import columns_read, reading
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of
@@ -54,16 +54,16 @@ def evaluate_file(options: Any) -> None:
     labels = _labels_in(table, saved.answers.labels, options, column)
     answers = replace(saved.answers, labels=labels)
     truth = labels.encode(table, np.arange(len(table)))
-    max_length = saved.length(options.max_length, pair is not None)
+    max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length}
     launch.require_equal(accelerator, "the file and the options", facts)
     saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
     split, texts = _split_of(saved, table, column, pair, json.dumps(facts))
     split = replace(split, name=Path(options.file).name, labels=truth)
-    logits = saved.outputs(split)
+    logits = saved.compute_outputs(split)
     if logits is None:
         return
-    if note := empty_texts([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
+    if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
         logger.warning(note)
     evaluation = _evaluation_of(split, logits, answers)
     with replace_folder(out, options.overwrite) as draft:
@@ -96,7 +96,7 @@ def _folder_of(options: Any) -> Path:
 
 def _labels_in(table: Table, labels: Labels, options: Any, column: str) -> Labels:
     """The model's labels, and where and how they stand in this file: as in the model's run, where it was one."""
-    run = run_of(options.model)["settings"]
+    run = training_run(options.model)["settings"]
     name = options.label_column or run.get("label_column")
     columns = find_columns(table, name, USUAL, "label_column")
     if not columns:
@@ -115,7 +115,7 @@ def _split_of(saved: SavedModel, table: Table, column: str, pair: str | None, fa
         for each in (column, pair)
     )
     assert texts is not None
-    split = saved.split(texts, pairs, facts)
+    split = saved.tokenize(texts, pairs, facts)
     return split, [f"{text}\n{second}" for text, second in zip(texts, pairs, strict=True)] if pairs else texts
 
 
