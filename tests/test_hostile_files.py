@@ -28,7 +28,7 @@ from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import ExportedClassifier
 from toolkit.report.html import write_report_of_folder
-from toolkit.training.resume import randomness_of
+from toolkit.training.resume import random_state_setter
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
@@ -228,7 +228,7 @@ def test_random_states_of_other_types_are_refused(states: dict[str, Any], tmp_pa
     (tmp_path / random_file(0)).write_text(json.dumps(states))
     steps: Any = SimpleNamespace(settings=SimpleNamespace(seed=1))
     accelerator: Any = SimpleNamespace(process_index=0, num_processes=1)
-    set_randomness = randomness_of(tmp_path, 1, accelerator, steps)
+    set_randomness = random_state_setter(tmp_path, 1, accelerator, steps)
     fault("a checkpoint whose random states are none", refusal(set_randomness, says=[random_file(0)]))
 
 

@@ -43,7 +43,7 @@ def rewound(whole: Path, folder: Path, step: int) -> Path:
     for path in (folder / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
-    folders.point(folder / "checkpoints", "last", checkpoint(folder, step))
+    folders.set_link(folder / "checkpoints", "last", checkpoint(folder, step))
     (folder / "report.html").unlink(missing_ok=True)
     return folder
 
@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert ": skipped" in message
     assert f"resuming from {checkpoint(run, 16)}" in message or f"resuming from {checkpoint(run, 15)}" in message
     assert_same_run(run, whole)
-    assert folders.resumable(run / "checkpoints")[1] == []  # it was saved anew
+    assert folders.find_resumable(run / "checkpoints")[1] == []  # it was saved anew
     line = next(line for line in message.splitlines() if ": skipped" in line)
     fault(f"a damaged checkpoint: {what}", line, "the steps since the checkpoint before it")
 
@@ -328,7 +328,7 @@ def test_a_full_disk(background: str, settings: list[Any], whole: Path, tmp_path
     message = failed(*settings, "--output_dir", run, *more, largest_file=largest)
     assert len(message.splitlines()) == 1
     assert "File too large" in message
-    assert "those before it are untouched" in message
+    assert "earlier checkpoints are untouched" in message
     assert digests(run / "checkpoints") == before
     train(*settings, "--output_dir", run, *more)
     assert_same_run(run, whole)

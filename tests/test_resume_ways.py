@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, slow_but, start
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.lora import is_adapters
+from toolkit.checkpoint.lora import in_adapter
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.commands.clean import clean
 
@@ -61,7 +61,7 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     for folder in (one, many):
         reader = open_checkpoint(saved(folder))
         assert reader.weights
-        assert all(is_adapters(name) for name in reader.weights)
+        assert all(in_adapter(name) for name in reader.weights)
         assert any("word_embeddings" in name for name in reader.excluded)
         base = sum(4 * math.prod(shape) for shape in reader.excluded.values())
         files = folders.read_manifest(saved(folder))["files"]
@@ -108,11 +108,11 @@ def test_a_full_disk(way: str, settings: list[Any], tmp_path: Path) -> None:
     finished = start(["bash", "-c", limited])
     assert finished.code == 1, finished.err[-3000:]
     assert len(finished.error_lines) == 1, finished.err[-3000:]
-    assert "those before it are untouched" in finished.error_lines[0]
+    assert "earlier checkpoints are untouched" in finished.error_lines[0]
     assert "Traceback" not in finished.err
     assert folders.complete(folder / "checkpoints") == [saved(folder)]
     finished = recipe(*common, *WAYS[way]).succeeded()
     assert re.search(rf"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}", finished.err)
-    assert re.search(r"checkpoints: about [\d.]+ [kM]B each, at most \d at a time, .* of room at ", finished.err)
+    assert re.search(r"checkpoints: about [\d.]+ [kM]B each, at most \d at a time, .* free at ", finished.err)
     assert "BertForSequenceClassification.from_pretrained, weights in fp32" in finished.out
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))

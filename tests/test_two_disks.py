@@ -109,7 +109,7 @@ def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], re
     assert_done(done)
     assert_whole(disks, reference)
     message = done["a"].err
-    assert f"hostA and hostB do not share {disks.run}/checkpoints: checkpoints lie whole on hostA" in message
+    assert f"hostA and hostB do not share {disks.run}/checkpoints: checkpoints are stored on hostA" in message
     assert re.search(r"sending step-0000000[24] \(.*\) to hostB", message)
     assert "resuming from" in message
     start(["toolkit", "convert", disks.run, disks.path / "model"]).succeeded()

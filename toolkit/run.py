@@ -108,7 +108,7 @@ class Run:
             self.say(line)
         if evaluate and resumed and resumed.manifest.get("evaluation_left"):
             self._evaluate(evaluate, done)
-            self.checkpoints.point_best()
+            self.checkpoints.set_best_link()
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
@@ -243,7 +243,7 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.continue_from(resumed.manifest if resumed else None, bool(resumed and resumed.ours))
+        self.files.continue_from(resumed.manifest if resumed else None, bool(resumed and resumed.same_run))
         facts = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import LiveState, tied_names
-from toolkit.checkpoint.save import Draft, drafts_of, files_of_rank, optimizer_facts, write
+from toolkit.checkpoint.save import Draft, files_of_rank, make_drafts, optimizer_facts, write
 from toolkit.checkpoint.tensor_index import crc32_of_range
 
 
@@ -58,13 +58,13 @@ def save_state(
     """As toolkit/training/checkpoints.py does, without a recipe's run around it. All processes call this."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
-        folders.begin(folder)
+        folders.create_empty(folder)
     if dist.is_initialized():
         dist.barrier()
-    if state.strategy_files == "deepspeed":
+    if state.file_format == "deepspeed":
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
     else:
-        for draft in drafts_of(state, set(without), rank):
+        for draft in make_drafts(state, set(without), rank):
             write(draft, folder)
     facts = optimizer_facts(state)
     entries: list[Any] = [folders.manifest_entries(folder, files_of_rank(folder, rank))] * state.world
@@ -73,7 +73,7 @@ def save_state(
     if rank == 0:
         files = {name: entry for part in entries for name, entry in part.items()}
         known = {"format": 1, "step": step, "files": files, "optimizer": facts, "tied": tied_names(state.module),
-                 "state": state.strategy_files, "strategy": state.strategy, "world": state.world}  # fmt: skip
+                 "state": state.file_format, "strategy": state.strategy, "world": state.world}  # fmt: skip
         folders.publish(folder, {**known, **manifest})
     if dist.is_initialized():
         dist.barrier()

@@ -14,12 +14,12 @@ from toolkit.errors import UserError
 def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> Path:
     """A checkpoint of two small files."""
     folder = folders.step_folder(checkpoints, step)
-    folders.begin(folder)
+    folders.create_empty(folder)
     (folder / "model").mkdir()
     (folder / "weights").write_bytes(bytes(range(100)))
     (folder / "model" / "config.json").write_text("{}")
     files = folders.manifest_entries(folder, ["weights", "model/config.json"])
-    saved_at = folders.later_than_all(checkpoints) if at is None else at
+    saved_at = folders.next_save_time(checkpoints) if at is None else at
     folders.publish(folder, {"format": 1, "step": step, "saved_at": saved_at, "files": files, **more})
     return folder
 
@@ -60,8 +60,8 @@ def test_what_is_no_manifest(tmp_path: Path, content: str) -> None:
     folder = folders.step_folder(tmp_path, 1)
     folder.mkdir()
     (folder / "manifest.json").write_text(content)
-    assert "manifest" in folders.fault_of(folder)
-    assert folders.resumable(tmp_path)[0] == []
+    assert "manifest" in folders.find_fault(folder)
+    assert folders.find_resumable(tmp_path)[0] == []
 
 
 @pytest.mark.parametrize("name", ["weights", "model/config.json", "manifest.json"])
@@ -69,7 +69,7 @@ def test_a_link_out_of_the_folder_is_not_resumed(tmp_path: Path, name: str) -> N
     older, folder = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    good, skipped = folders.resumable(tmp_path / "run")
+    good, skipped = folders.find_resumable(tmp_path / "run")
     assert good == [older]
     assert f"{folder / name} is a link to {tmp_path / 'elsewhere'}, outside" in skipped[0]
 
@@ -79,16 +79,16 @@ def test_a_folder_that_is_a_link_is_read_and_never_emptied(tmp_path: Path) -> No
     folder = save(tmp_path / "run", 1)
     there = folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(there)
-    assert folders.resumable(tmp_path / "run") == ([folder], [])
+    assert folders.find_resumable(tmp_path / "run") == ([folder], [])
     folders.remove(folder)
     assert left(tmp_path / "run") == []
-    assert folders.fault_of(there) == ""
+    assert folders.find_fault(there) == ""
 
 
 def test_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
     """Who resumed step 2 goes on from where that led, not from the 8 of before, of which a wrong clock says 2096."""
     old, new = save(tmp_path, 8, at=4e9), save(tmp_path, 4)
-    assert folders.resumable(tmp_path)[0] == folders.newest_first(tmp_path) == [new, old]
+    assert folders.find_resumable(tmp_path)[0] == folders.list_newest_first(tmp_path) == [new, old]
 
 
 def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
     last, best = save(tmp_path, 1, at=1.0), save(tmp_path, 2, at=2.0)
     for step in range(3, 6):
         save(tmp_path, step, at=float(step))
-    folders.point(tmp_path, "last", last)
-    folders.point(tmp_path, "best", best)
+    folders.set_link(tmp_path, "last", last)
+    folders.set_link(tmp_path, "best", best)
     folders.prune(tmp_path, keep=2)
     assert left(tmp_path) == ["best", "last", *(f"step-{step:08d}" for step in (1, 2, 4, 5))]
     assert (folders.link_target(tmp_path, "best"), folders.link_target(tmp_path, "last")) == (best, last)
@@ -114,7 +114,7 @@ def test_what_killed_saves_leave_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()  # the user's own
     folders.prune(tmp_path, keep=3)
     assert left(tmp_path) == ["notes", "step-00000001", "step-1"]
-    assert folders.resumable(tmp_path) == ([whole], [])
+    assert folders.find_resumable(tmp_path) == ([whole], [])
 
 
 def test_a_folder_in_the_way_is_unmade_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +124,14 @@ def test_a_folder_in_the_way_is_unmade_manifest_first(tmp_path: Path, monkeypatc
     folders.remove(folder)
     assert seen == [False]
     monkeypatch.undo()
-    folders.begin(folder)
+    folders.create_empty(folder)
     assert list(folder.iterdir()) == []
 
 
 def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4), save(tmp_path, 8)
-    folders.point(tmp_path, "best", folders.step_folder(tmp_path, 8))
-    folders.point_best(tmp_path, 4)
+    folders.set_link(tmp_path, "best", folders.step_folder(tmp_path, 8))
+    folders.set_best_link(tmp_path, 4)
     assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 4)
-    folders.point_best(tmp_path, 5)
+    folders.set_best_link(tmp_path, 5)
     assert not (tmp_path / "best").is_symlink()

@@ -136,10 +136,10 @@ def frozen_parameter(name: str, size: int) -> Callable[[Any], None]:
 
 CHANGES: dict[str, Any] = {
     "lacks extra, which the model has": frozen_parameter("extra", 2),
-    "holds frozen, which the model has not": lambda model: delattr(model, "frozen"),
+    "has frozen, which the model lacks": lambda model: delattr(model, "frozen"),
     "frozen has shape [7], and [8] in the model": frozen_parameter("frozen", 8),
     "mask has shape [3], and [2] in the model": lambda model: model.register_buffer("mask", torch.ones(2).bool()),
-    "has no optimizer state for frozen, which is trained here": lambda model: model.frozen.requires_grad_(True),
+    "has no optimizer state for frozen, which was frozen": lambda model: model.frozen.requires_grad_(True),
 }
 
 
@@ -175,13 +175,13 @@ def test_uneven_steps_are_refused_where_they_are_shared(tmp_path: Path) -> None:
 class Flattened(LiveState):
     """As ZeRO says it to whoever asks what can be restored."""
 
-    strategy_files, strategy = "deepspeed", "zero2"
+    file_format, strategy = "deepspeed", "zero2"
 
     def __init__(self, whole: LiveState) -> None:
         super().__init__(whole.module, whole.optimizer)
         self.names = [name for name, parameter in whole.module.named_parameters() if parameter.requires_grad]
 
-    def holders(self) -> Any:
+    def optimizer_tensors(self) -> Any:
         yield torch.zeros(1), self.names
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.write_fixture import LAST, STEP, job
 from tests.runs import losses_of, start, train
-from toolkit.checkpoint.folder import fault_of, read_manifest
+from toolkit.checkpoint.folder import find_fault, read_manifest
 
 VERSIONS = sorted((Path(__file__).parent / "written_by").iterdir())
 FORMATS = {"0.1.0": 1}
@@ -26,7 +26,7 @@ def test_its_format_is_that_of_its_version(written: Path) -> None:
     manifest = read_manifest(written / "checkpoint")
     assert (manifest["format"], manifest["step"]) == (FORMATS[written.name], STEP)
     assert manifest["versions"]["toolkit"] == written.name
-    assert not fault_of(written / "checkpoint")
+    assert not find_fault(written / "checkpoint")
     assert sum(file.stat().st_size for file in written.rglob("*")) < 200_000
 
 

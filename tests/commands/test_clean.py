@@ -21,8 +21,8 @@ from toolkit.utils.units import size_text
 def finished_run(path: Path, steps: int = 6, **config: Any) -> Path:
     for step in (3, 6):
         folder = save(path / "checkpoints", step)
-        folders.point(path / "checkpoints", "last", folder)
-    folders.point(path / "checkpoints", "best", folder)
+        folders.set_link(path / "checkpoints", "last", folder)
+    folders.set_link(path / "checkpoints", "best", folder)
     (path / "config.json").write_text(json.dumps({"data": {"total_steps": 6}, "settings": {}, **config}))
     (path / "metrics.jsonl").write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(steps)))
     for name in ("eval.jsonl", "report.html", "model"):
@@ -47,7 +47,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-00000003").symlink_to(there)
     clean(run)
     assert left(run / "checkpoints") == ["notes.txt"]
-    assert folders.fault_of(there) == ""
+    assert folders.find_fault(there) == ""
 
 
 def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_what_checkpoints_take_is_compared_with_the_disk(tmp_path: Path) -> None
     assert folders.disk_usage(tmp_path / "not" / "there")[0] == []
     assert free > 0
     note = folders.size_note(tmp_path, 10**9, 3, 5 * 10**9)
-    assert note == f"checkpoints: about 1 GB each, at most 3 at a time, 3 GB; 5 GB of room at {tmp_path}"
+    assert note == f"checkpoints: about 1 GB each, at most 3 at a time, 3 GB; 5 GB free at {tmp_path}"
     assert folders.size_note(tmp_path, 10**9, 3, 2 * 10**9).endswith(
-        "too little; make room, or keep fewer (--keep_checkpoints)"
+        "too little; free some space, or lower --keep_checkpoints"
     )
-    with pytest.raises(UserError, match=r"a checkpoint takes about 1 GB, and there is 999 MB of room .*--output_dir"):
+    with pytest.raises(UserError, match=r"a checkpoint takes about 1 GB, and there is only 999 MB free .*--output_dir"):
         folders.size_note(tmp_path, 10**9, 3, 999 * 10**6)

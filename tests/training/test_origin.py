@@ -25,8 +25,8 @@ FACTS: dict[str, Any] = {"identity": IDENTITY, "settings": SETTINGS}
 def run(tmp_path: Path) -> Path:
     for step in (2, 4, 6):
         folder = save(tmp_path / "run" / "checkpoints", step, **FACTS)
-    folders.point(folder.parent, "last", folder)
-    folders.point(folder.parent, "best", folders.step_folder(folder.parent, 4))
+    folders.set_link(folder.parent, "last", folder)
+    folders.set_link(folder.parent, "best", folders.step_folder(folder.parent, 4))
     return tmp_path / "run"
 
 
@@ -89,7 +89,7 @@ def test_a_path_that_is_no_sound_checkpoint(what: str, run: Path) -> None:
 
 
 def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
-    refusal(choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="there is no such folder")
+    refusal(choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="no such folder")
     (tmp_path / "empty").mkdir()
     refusal(choose_origin, str(tmp_path / "empty"), run / "checkpoints", FACTS, match="no complete checkpoint there")
     for folder in (run / "checkpoints").glob("step-*"):

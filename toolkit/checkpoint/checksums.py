@@ -1,14 +1,14 @@
-"""CRC32, of bytes and of bytes one after another: as zip files and safetensors headers of ours have them."""
+"""CRC32 of bytes, and of a concatenation from the CRC32s of its parts."""
 
 from __future__ import annotations
 
 import zlib
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC32, bit 31 the lowest power; that of x^32 is not written."""
+"""Of CRC32: bit 31 is the lowest power, and x^32 is left out."""
 
 
-def _times(a: int, b: int) -> int:
+def _multiply(a: int, b: int) -> int:
     """The product of two polynomials over GF(2), modulo CRC32's."""
     product = 0
     for bit in range(31, -1, -1):
@@ -18,12 +18,12 @@ def _times(a: int, b: int) -> int:
 
 
 def combine(first: int, second: int, size: int) -> int:
-    """The CRC32 of two byte strings one after the other, of theirs and the second's `size`: the first, times
-    x^(8 size), plus the second (zlib's crc32_combine)."""
+    """The CRC32 of two concatenated byte strings from theirs; the second has `size` bytes. As zlib's crc32_combine:
+    first * x^(8 size) + second."""
     power = 1 << 23  # x^8
     while size:
-        first = _times(power, first) if size & 1 else first
-        power, size = _times(power, power), size >> 1
+        first = _multiply(power, first) if size & 1 else first
+        power, size = _multiply(power, power), size >> 1
     return first ^ second
 
 

@@ -1,8 +1,7 @@
-"""The checkpoints of a run on disk: which are complete, which are removed, and what `best` and `last` name.
+"""The checkpoints of a run on disk: which are complete, which are removed, and the links `best` and `last`.
 
-A folder counts once its manifest.json is there: that file is written last, by rename, when every other
-file of every process is whole and flushed. It is removed first, so that at no moment a half-written or
-half-removed checkpoint looks like one.
+A checkpoint is complete when its manifest.json exists: that file is written last, by rename, after all files of all
+processes are flushed, and removed first. So no half-written or half-removed folder is ever taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from toolkit.errors import UserError, listing
 from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
 from toolkit.utils.units import size_text
 
-MANIFEST = "manifest.json"
+MANIFEST, WEIGHTS_FILE, OPTIMIZER_FILE = "manifest.json", "weights.safetensors", "optimizer.safetensors"
 PROBE, SENT = ".disk-", ".sent-"
-"""Temporary files beside checkpoints: a test of whether machines share the disk, and copies of another machine's."""
+"""Prefixes of temporary files: to test whether nodes share the disk, and copies of another node's checkpoints."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -32,26 +31,26 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_number(folder: Path) -> int | None:
-    """Of a folder named like a checkpoint."""
+    """The step in the name of a checkpoint's folder; None for any other name."""
     match = re.fullmatch(r"step-(\d{8,})", folder.name)
     return int(match[1]) if match else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises UserError where there is none, or it is not ours."""
+    """Raises UserError where it is missing, damaged or of another format."""
     path = folder / MANIFEST
     if not path.exists():
         raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint")
     manifest = read_table(path, {})
-    if manifest.get("format") != 1 or not _names_files(manifest.get("files")):
+    if manifest.get("format") != 1 or not _are_file_entries(manifest.get("files")):
         raise UserError(f"{path} is not a manifest that this version reads: take another checkpoint")
-    if manifest.get("crc32", digits := _digits(manifest)) != digits:
+    if manifest.get("crc32", digits := _crc32_of_manifest(manifest)) != digits:
         raise UserError(f"{path} is damaged (CRC32 {digits}, saved as {manifest['crc32']}): take another checkpoint")
     return manifest
 
 
-def _names_files(files: Any) -> bool:
-    """Whether these are entries of files inside the folder."""
+def _are_file_entries(files: Any) -> bool:
+    """Whether this is a table of files inside the folder, each with its size and CRC32."""
     return isinstance(files, dict) and all(
         isinstance(entry, dict)
         and isinstance(entry.get("bytes"), int)
@@ -61,14 +60,13 @@ def _names_files(files: Any) -> bool:
     )
 
 
-def _digits(manifest: dict[str, Any]) -> str:
-    """The checksum of a manifest's content: it names the step of everything else."""
+def _crc32_of_manifest(manifest: dict[str, Any]) -> str:
     text = json.dumps({key: value for key, value in manifest.items() if key != "crc32"}, ensure_ascii=False)
     return f"{crc32(text.encode(errors='surrogatepass')):08x}"
 
 
-def fault_of(folder: Path) -> str:
-    """Why a folder cannot be resumed from, by names and sizes alone; empty when it can."""
+def find_fault(folder: Path) -> str:
+    """What is wrong with a checkpoint's manifest, or the names and sizes of its files; empty where nothing is."""
     try:
         files = read_manifest(folder)["files"]
         for name in (MANIFEST, *files):
@@ -84,8 +82,8 @@ def fault_of(folder: Path) -> str:
     return ""
 
 
-def checksum_fault(folder: Path, names: Iterable[str]) -> str:
-    """The first of the named files whose bytes are not those that were saved; empty when all are."""
+def find_damage(folder: Path, names: Iterable[str]) -> str:
+    """Which of the named files has another CRC32 than in the manifest; empty where none has."""
     files = read_manifest(folder)["files"]
     for name in names:
         path = folder / name
@@ -99,7 +97,7 @@ def checksum_fault(folder: Path, names: Iterable[str]) -> str:
 
 
 def manifest_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The manifest's entries of files that this process wrote; flushes them to the disk first."""
+    """Flushes files and returns their manifest entries."""
     entries = {}
     for name in names:
         path = folder / name
@@ -108,13 +106,13 @@ def manifest_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, 
     return entries
 
 
-def newest_first(checkpoints: Path) -> list[Path]:
-    """Every step folder, complete ones by the time they were saved, then those without a manifest."""
+def list_newest_first(checkpoints: Path) -> list[Path]:
+    """All step folders: complete ones by the time they were saved, then those without a manifest."""
     return sorted(_step_folders(checkpoints), key=_saved_at, reverse=True)
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    return [folder for folder in newest_first(checkpoints) if (folder / MANIFEST).is_file()]
+    return [folder for folder in list_newest_first(checkpoints) if (folder / MANIFEST).is_file()]
 
 
 def _step_folders(checkpoints: Path) -> list[Path]:
@@ -124,70 +122,71 @@ def _step_folders(checkpoints: Path) -> list[Path]:
 
 
 def _saved_at(folder: Path) -> tuple[float, str]:
-    """By time, not by step: a run that resumed an older checkpoint continues from what it saved since."""
+    """Sorted by time, not by step: a run that resumed an older checkpoint continues from what it saved after that."""
     try:
         return float(read_manifest(folder)["saved_at"]), folder.name
     except (UserError, KeyError, TypeError, ValueError):
         return 0.0, folder.name
 
 
-def later_than_all(checkpoints: Path) -> float:
-    """The time for a new checkpoint to be the newest, though the clock was set back since the last one."""
+def next_save_time(checkpoints: Path) -> float:
+    """The time of a new checkpoint: now, or just after the newest one if the clock was set back."""
     return max([time.time(), *(_saved_at(folder)[0] + 1e-3 for folder in _step_folders(checkpoints))])
 
 
-def begin(folder: Path) -> None:
-    """An empty folder of this name. One that is in the way is removed, its manifest first."""
+def create_empty(folder: Path) -> None:
+    """Creates the folder, after removing an existing one."""
     remove(folder)
     folder.mkdir(parents=True)
 
 
 def remove(folder: Path) -> None:
+    """Removes a checkpoint, its manifest first. Of a link only the link: its target may belong to another run."""
     if folder.is_symlink():
-        folder.unlink()  # its target is not this run's
+        folder.unlink()
         return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: Path, manifest: dict[str, Any]) -> None:
-    """From here on the checkpoint counts."""
+    """Writes the manifest, which completes the checkpoint."""
     flush_folders(folder)
-    manifest = json.loads(json.dumps(manifest))  # as it will be read
-    manifest["crc32"] = _digits(manifest)
+    manifest = json.loads(json.dumps(manifest))  # tuples become lists, as they will be read
+    manifest["crc32"] = _crc32_of_manifest(manifest)
     with replace_file(folder / MANIFEST) as draft:
         write_new(draft, json.dumps(manifest, ensure_ascii=False, indent=1))
     flush_path(folder.parent)
 
 
-def point(checkpoints: Path, name: str, folder: Path) -> None:
-    """`best` or `last` -> a checkpoint, in one move."""
+def set_link(checkpoints: Path, name: str, folder: Path) -> None:
+    """Points `best` or `last` to a checkpoint, atomically."""
     with replace_file(checkpoints / name, flush=False) as draft:
         draft.symlink_to(folder.name)
 
 
 def link_target(checkpoints: Path, name: str) -> Path | None:
-    """The complete checkpoint that `best` or `last` names."""
+    """The complete checkpoint that `best` or `last` points to."""
     link = checkpoints / name
     target = link.resolve()
     return target if link.is_symlink() and (target / MANIFEST).is_file() else None
 
 
-def point_best(checkpoints: Path, step: int) -> None:
-    """`best` -> the checkpoint of that step, or nothing where it is gone: a run that continues from an older
-    checkpoint ignores a better one after it."""
+def set_best_link(checkpoints: Path, step: int) -> None:
+    """Points `best` to the checkpoint of `step`, or removes the link where that checkpoint is gone: a run that resumed
+    an older checkpoint ignores better ones after it."""
     folder = step_folder(checkpoints, step)
     if (folder / MANIFEST).is_file():
-        point(checkpoints, "best", folder)
+        set_link(checkpoints, "best", folder)
     else:
         (checkpoints / "best").unlink(missing_ok=True)
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints and what `best` and `last` name."""
+    """Removes all but the newest `keep` complete checkpoints and those that `best` and `last` point to."""
     for draft in checkpoints.glob(".*"):  # of a process that was killed
         if draft.is_symlink() or draft.name.startswith(PROBE):
-            draft.unlink(missing_ok=True)  # machines may share this disk, and not rank 0's
+            draft.unlink(missing_ok=True)  # another node that shares this disk may have removed it
         elif draft.name.startswith(SENT):
             remove(draft)
     newest = complete(checkpoints)[:keep]
@@ -198,7 +197,7 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 
 def disk_usage(checkpoints: Path) -> tuple[list[int], int]:
-    """(bytes of the complete checkpoints, the newest first; bytes that are free on their disk)."""
+    """(bytes of each complete checkpoint, newest first; free bytes on their disk)."""
     sizes = []
     for folder in complete(checkpoints):
         with contextlib.suppress(UserError):
@@ -208,32 +207,29 @@ def disk_usage(checkpoints: Path) -> tuple[list[int], int]:
 
 
 def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
-    """What `count` checkpoints of `size` bytes will take. Raises UserError where not even one fits."""
-    each, room = f"about {size_text(size)}", f"{size_text(free)} of room at {checkpoints}"
+    """The disk space for `count` checkpoints of `size` bytes, for the log. Raises UserError where not one fits."""
+    each, room = f"about {size_text(size)}", f"{size_text(free)} free at {checkpoints}"
     if free < size:
         raise UserError(
-            f"a checkpoint takes {each}, and there is {room}: make room, name an --output_dir on another disk, or "
-            "leave --checkpoint_every out"
+            f"a checkpoint takes {each}, and there is only {room}: free some space, pass an --output_dir on another "
+            "disk, or drop --checkpoint_every"
         )
     note = f"checkpoints: {each} each, at most {count} at a time, {size_text(count * size)}; {room}"
-    return note if free >= count * size else f"{note}: too little; make room, or keep fewer (--keep_checkpoints)"
+    return note if free >= count * size else f"{note}: too little; free some space, or lower --keep_checkpoints"
 
 
-def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
-    """(complete checkpoints, the newest first; why each of the others is skipped)."""
-    faults = {folder: fault_of(folder) for folder in newest_first(checkpoints)}
+def find_resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
+    """(complete checkpoints, newest first; why each of the others is skipped)."""
+    faults = {folder: find_fault(folder) for folder in list_newest_first(checkpoints)}
     skipped = [f"{folder.name}: {fault}" for folder, fault in faults.items() if fault]
     return [folder for folder, fault in faults.items() if not fault], skipped
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What matters and is not the same as when the checkpoint was taken, each as `NAME was X and is Y`."""
-    return [
-        f"{name} was {_shown(saved[name])} and is {_shown(now[name])}"
-        for name in now
-        if name in saved and saved[name] != now[name]
-    ]
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """`NAME was X and is Y` for each name that both have with different values."""
 
+    def text(value: Any) -> str:
+        return f"[{listing(value, 6)}]" if isinstance(value, list) else str(value)
 
-def _shown(value: Any) -> str:
-    return f"[{listing(value, 6)}]" if isinstance(value, list) else str(value)
+    changed = [name for name in current if name in saved and saved[name] != current[name]]
+    return [f"{name} was {text(saved[name])} and is {text(current[name])}" for name in changed]

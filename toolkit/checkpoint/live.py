@@ -1,8 +1,8 @@
-"""The training state in this process's memory, under any strategy, as flat fragments of named parameters.
+"""The training state in this rank's memory, under any strategy, as flat fragments of named parameters.
 
-A strategy decides which elements of a parameter a process owns, and in which tensors their fp32 masters and the
-optimizer's state of them lie. Everything above works on `Fragment`s alone: to restore a checkpoint is to
-fill each of them with the same elements of the saved tensors.
+The strategy decides which elements of a parameter a rank has, and in which tensors their fp32 masters and optimizer
+state are. Saving and restoring work on `Fragment`s alone: restoring a checkpoint fills each fragment with the same
+elements of the saved tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from toolkit.checkpoint.optimizer_state import remember_groups, state_of
+from toolkit.checkpoint.optimizer_state import remember_groups, split_state
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
 from toolkit.utils.modules import unwrapped
@@ -26,7 +28,7 @@ from toolkit.utils.modules import unwrapped
 
 @dataclass
 class Fragment:
-    """Consecutive elements of one parameter (or buffer) that this process owns."""
+    """Consecutive elements of one parameter (or buffer) on this rank."""
 
     name: str
     start: int
@@ -34,15 +36,15 @@ class Fragment:
     values: torch.Tensor
     """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(n,) views of the optimizer's state of each element, by its own keys (`exp_avg`, `momentum_buffer`)."""
+    """(n,) views of the optimizer's state of each element, by the optimizer's keys (`exp_avg`, `momentum_buffer`)."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Its state in another shape, such as Adafactor's rows and columns; whole parameters alone have it."""
+    """State of another shape, such as Adafactor's rows and columns; only unsharded parameters have it."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """Numbers and tensors of one, such as `step`; the same for parameters that are flattened together."""
+    """State such as `step`; shared by all parameters of one flat master."""
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
-    """The state of a prepared model and optimizer. DeepSpeed's engine has its own optimizer."""
+    """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is taken."""
     inner = getattr(optimizer, "optimizer", optimizer)
     module = unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -54,129 +56,127 @@ def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> L
             return FlatState(module, inner, model)
         if not isinstance(inner, torch.optim.Optimizer):
             raise UserError(
-                "ZeRO stage 0 in bf16 or fp16 has its fp32 weights where they cannot be saved by name: "
-                "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
+                "the fp32 weights of ZeRO stage 0 in bf16 or fp16 cannot be saved by name: "
+                "set zero_optimization.stage to 1 in the DeepSpeed config, or pass --mixed_precision no"
             )
         return LiveState(module, inner)
     reshard(module)
-    if any(_is_sharded(parameter) for parameter in module.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return ShardedState(module, inner)
     return LiveState(module, inner)
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """FSDP2's outermost unit leaves its parameters unsharded from an evaluation to the next backward."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    """Reshards FSDP2's modules: the root keeps its parameters unsharded from an evaluation to the next backward."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 class LiveState:
-    """One process, or data parallel: every process has everything. Other strategies are subclasses."""
+    """One process or DDP: each rank has the full state. Subclasses are the other strategies."""
 
-    strategy_files = "whole"
-    """How docs/checkpoints.md calls the files this state is saved as: whole, slices or deepspeed."""
+    file_format = "whole"
+    """`state` in the manifest: whole, slices or deepspeed (see docs/checkpoints.md)."""
 
     def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
-        """`optimizer` holds `state` and `param_groups`: under ZeRO that is the one inside DeepSpeed's."""
+        """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's."""
         self.module, self.optimizer = module, optimizer
         self.world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         remember_groups(optimizer)
 
     @property
     def strategy(self) -> str:
-        """As `CheckpointReader.strategy` names it."""
+        """See `CheckpointReader.strategy`."""
         return "ddp" if self.world > 1 else "single"
 
-    def holders(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        """The tensors that the optimizer has state of, each with the trained parameters that lie in it; the same
-        names in the same order in every process."""
+    def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        """The tensors that the optimizer updates, each with the names of the parameters it contains; the same names in
+        the same order on all ranks."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield parameter, [name]
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece this process owns, parameters in the model's order, tied ones once, then buffers."""
+        """Of all parameters on this rank, in the model's order, tied ones once; then of the buffers."""
         for name, parameter in self.module.named_parameters():
-            fragment = self.trained(name, parameter) if parameter.requires_grad else self.frozen(name, parameter)
-            if fragment is not None:
+            make_fragment = self.trained_fragment if parameter.requires_grad else self.frozen_fragment
+            if fragment := make_fragment(name, parameter):
                 yield fragment
         for name, buffer in persistent_buffers(self.module):
             yield Fragment(name, 0, buffer.data.view(-1))
 
-    def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        fragment = self.frozen(name, parameter)
+    def trained_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
+        """None where this rank has no element of the parameter."""
+        fragment = self.frozen_fragment(name, parameter)
         if fragment is not None:
-            state = state_of(self.optimizer, parameter)
-            fragment.state = {key: _local(value)[1].view(-1) for key, value in state.elements.items()}
+            state = split_state(self.optimizer, parameter)
+            fragment.state = {key: _local_shard(value)[1].view(-1) for key, value in state.elements.items()}
             fragment.factors, fragment.scalars = state.factors, state.scalars
         return fragment
 
-    def frozen(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        """The piece without the optimizer's state. Its values are a view: what is written into them must arrive."""
-        start, local = _local(parameter)
-        return Fragment(name, start, local.view(-1)) if local.numel() or not _is_sharded(parameter) else None
+    def frozen_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
+        start, local = _local_shard(parameter)
+        return Fragment(name, start, local.view(-1)) if local.numel() or not isinstance(parameter, DTensor) else None
 
     def gather_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Parameters (the fp32 masters, where they are trained) and persistent buffers, whole, in rank 0's host memory;
-        elsewhere an empty table. Collective; one parameter at a time is on `device`."""
+        """Unsharded parameters (fp32 masters of trained ones) and persistent buffers in rank 0's host memory; empty on
+        other ranks. Collective; one parameter at a time is on `device`."""
         fragments = {fragment.name: fragment for fragment in self.fragments()}
         weights, is_writer = {}, self.world == 1 or torch.distributed.get_rank() == 0
         for name, parameter in self.module.named_parameters():
-            whole = torch.zeros(whole_shape(parameter), dtype=torch.float32, device=device)
+            full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=device)
             if fragment := fragments.get(name):
-                whole.view(-1).narrow(0, fragment.start, fragment.values.numel()).copy_(fragment.values)
-            if self.world > 1:  # the largest of a byte and zeros is that byte, however many processes have it
-                torch.distributed.reduce(whole.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
+                full.view(-1).narrow(0, fragment.start, fragment.values.numel()).copy_(fragment.values)
+            if self.world > 1:  # the maximum of a byte and zeros is that byte, however many ranks have it
+                torch.distributed.reduce(full.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
             if is_writer:
-                weights[name] = whole.cpu()
+                weights[name] = full.cpu()
         return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if is_writer}
 
     def before_loading(self) -> None:
         """Collective: prepares the parameters for writing into fragments."""
 
     def after_loading(self, steps: int) -> None:
-        """Collective: the weights the model computes with follow the masters. `steps`: taken so far."""
+        """Collective: copies the masters into the model's weights. `steps`: taken so far."""
 
 
 class ShardedState(LiveState):
-    """FSDP2: each process has some rows of every parameter, as a DTensor."""
+    """FSDP2: each rank has some rows of each parameter, as a DTensor."""
 
-    strategy_files = "slices"
+    file_format = "slices"
     strategy = "fsdp2"
 
 
 class ZeroState(LiveState):
-    """What ZeRO's stages have in common: the optimizer's parameters are flat masters, each of many parameters."""
+    """ZeRO 1 to 3: the optimizer updates flat fp32 masters, each of many parameters."""
 
-    strategy_files = "deepspeed"
+    file_format = "deepspeed"
 
-    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
+    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any, masters: str, groups: str) -> None:
+        """`masters`, `groups`: DeepSpeed's names for the flat masters, and for the parameters in each."""
         super().__init__(module, zero.optimizer)
         self.zero, self.engine = zero, engine
+        self.masters, self.groups = (require(zero, name, "deepspeed") for name in (masters, groups))
 
     @property
     def strategy(self) -> str:
         return f"zero{self.engine.zero_optimization_stage()}"
 
-    def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
-        """Each flat master, with its parameters."""
-        raise NotImplementedError
-
-    def holders(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+    def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        for master, parameters in self.flattened():
+        for master, parameters in zip(self.masters, self.groups, strict=True):
             yield master, [names[id(parameter)] for parameter in parameters]
 
-    def fragment(self, name: str, start: int, master: torch.Tensor, here: int, count: int) -> Fragment:
-        """`count` elements from `start` on of a parameter, which lie at `here` in a flat master."""
+    def fragment(self, name: str, start: int, master: torch.Tensor, offset: int, count: int) -> Fragment:
+        """Elements [start, start + count) of a parameter, which begin at `offset` in a flat master."""
 
-        def cut(flat: torch.Tensor) -> torch.Tensor:
-            return flat.data.view(-1).narrow(0, here, count)
+        def narrow(flat: torch.Tensor) -> torch.Tensor:
+            return flat.data.view(-1).narrow(0, offset, count)
 
-        state = state_of(self.optimizer, master)
-        elements = {key: cut(value) for key, value in state.elements.items()}
-        return Fragment(name, start, cut(master), elements, state.factors, state.scalars)
+        state = split_state(self.optimizer, master)
+        elements = {key: narrow(value) for key, value in state.elements.items()}
+        return Fragment(name, start, narrow(master), elements, state.factors, state.scalars)
 
     def after_loading(self, steps: int) -> None:
         self.engine.global_steps = steps
@@ -184,31 +184,26 @@ class ZeroState(LiveState):
 
 
 class FlatState(ZeroState):
-    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: per parameter group one flat fp32 master, of which
-    each process owns a range that begins and ends anywhere inside parameters."""
+    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: one flat fp32 master per parameter group. Each rank has a range of
+    it, which begins and ends anywhere inside parameters."""
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
-        super().__init__(module, zero, engine)
         names = ("single_partition_of_fp32_groups", "round_robin_bit16_groups")
         if hasattr(zero, "bf16_groups"):  # BF16_Optimizer
             names = ("fp32_groups_flat_partition", "bf16_groups")
-        self.masters, self.groups = (require(zero, name, "deepspeed") for name in names)
-        self.places: dict[int, tuple[int, int]] = {}
+        super().__init__(module, zero, engine, *names)
+        self.offsets: dict[int, tuple[int, int]] = {}
         """id of a parameter -> (group, its first element in the group's flat buffer)."""
         for number, group in enumerate(self.groups):
             # BF16_Optimizer leaves no gaps
-            one_by_one = itertools.accumulate((each.numel() for each in group), initial=0)
-            offsets = getattr(zero, "round_robin_bit16_offsets", {number: list(one_by_one)[:-1]})[number]
-            self.places |= {id(each): (number, offset) for each, offset in zip(group, offsets, strict=True)}
+            without_gaps = itertools.accumulate((each.numel() for each in group), initial=0)
+            offsets = getattr(zero, "round_robin_bit16_offsets", {number: list(without_gaps)[:-1]})[number]
+            self.offsets |= {id(each): (number, offset) for each, offset in zip(group, offsets, strict=True)}
 
-    def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
-        yield from zip(self.masters, self.groups, strict=True)
-
-    def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        """None where other processes own all of it."""
+    def trained_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
         if not parameter.numel():
             return None  # DeepSpeed leaves it out of its groups
-        number, offset = self.places[id(parameter)]
+        number, offset = self.offsets[id(parameter)]
         master = self.masters[number]
         begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * master.numel()
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + master.numel())
@@ -220,59 +215,54 @@ class FlatState(ZeroState):
 
 
 class Stage3State(ZeroState):
-    """ZeRO-3: each process owns a shard of every parameter; the last ones are padded."""
+    """ZeRO-3: each rank has a shard of each parameter; the last ranks' shards are padded."""
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
         if getattr(zero, "swap_optimizer", False):
             raise UserError(
-                "an optimizer offloaded to NVMe is not in DeepSpeed's checkpoints, and cannot be resumed: set "
-                "offload_optimizer.device to cpu in the DeepSpeed config"
+                "DeepSpeed does not save an optimizer offloaded to NVMe: set offload_optimizer.device to cpu in the "
+                "DeepSpeed config"
             )
-        for name in ("fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_groups", "grad_position"):
+        for name in ("fp16_partitioned_groups_flat", "grad_position"):
             require(zero, name, "deepspeed")
-        super().__init__(module, zero, engine)
+        super().__init__(module, zero, engine, "fp32_partitioned_groups_flat", "fp16_groups")
 
-    def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
-        yield from zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True)
+    def trained_fragment(self, name: str, parameter: Any) -> Fragment | None:
+        group, offset, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
+        start, count = self._shard_range(parameter, padded)
+        return self.fragment(name, start, self.masters[group], offset, count) if count else None
 
-    def trained(self, name: str, parameter: Any) -> Fragment | None:
-        group, offset, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        start, owned = self._owned(parameter, count)
-        master = self.zero.fp32_partitioned_groups_flat[group]
-        return self.fragment(name, start, master, offset, owned) if owned else None
-
-    def frozen(self, name: str, parameter: Any) -> Fragment | None:
+    def frozen_fragment(self, name: str, parameter: Any) -> Fragment | None:
         if not hasattr(parameter, "ds_tensor"):
-            return super().frozen(name, parameter)
-        start, owned = self._owned(parameter, parameter.ds_tensor.numel())
-        return Fragment(name, start, parameter.ds_tensor.data.view(-1).narrow(0, 0, owned)) if owned else None
+            return super().frozen_fragment(name, parameter)
+        start, count = self._shard_range(parameter, parameter.ds_tensor.numel())
+        return Fragment(name, start, parameter.ds_tensor.data.view(-1).narrow(0, 0, count)) if count else None
 
-    def _owned(self, parameter: Any, shard: int) -> tuple[int, int]:
-        """(first element, number of elements) of this process's shard, without its padding."""
-        start = torch.distributed.get_rank(parameter.ds_process_group) * shard
-        return start, max(0, min(shard, parameter.ds_numel - start))
+    def _shard_range(self, parameter: Any, padded: int) -> tuple[int, int]:
+        """(first element, number of elements) of this rank's shard; `padded`: its elements with padding."""
+        start = torch.distributed.get_rank(parameter.ds_process_group) * padded
+        return start, max(0, min(padded, parameter.ds_numel - start))
 
     def before_loading(self) -> None:
-        # also releases small parameters that are unsharded between steps
+        # also reshards the small parameters that DeepSpeed keeps gathered between steps
         self.zero.checkpoint_event_prologue()
 
     def after_loading(self, steps: int) -> None:
-        """As DeepSpeed's own loading ends: its compute copies are remade from the masters."""
+        """As at the end of DeepSpeed's load_checkpoint."""
         zero = self.zero
         for master, compute, group in zip(
-            zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups,
-            strict=True,
-        ):  # fmt: skip
+            self.masters, zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True
+        ):
             if master.numel():
                 compute.data.copy_(master.data)
-            for parameter, piece in zip(group, zero.unflatten(compute, group), strict=True):
-                parameter.data = piece.data
+            for parameter, shard in zip(group, zero.unflatten(compute, group), strict=True):
+                parameter.data = shard.data
         zero.checkpoint_event_epilogue()
         super().after_loading(steps)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of a state_dict, shared ones once."""
+    """The buffers that are in the state_dict, shared ones once."""
     seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -284,27 +274,19 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
     """Another name of a parameter -> the name under which it is saved."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
-    everything = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in everything if first[id(parameter)] != name}
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in parameters if first[id(parameter)] != name}
 
 
-def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Of a parameter that may be sharded."""
-    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """The unsharded shape of a parameter."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
-
-
-def _local(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, local part) of a DTensor sharded by rows, or of a plain tensor."""
-    if not _is_sharded(parameter):
+def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
+    """(first element, local tensor) of a DTensor that is sharded by rows; a plain tensor is its own shard."""
+    if not isinstance(parameter, DTensor):
         return 0, parameter.data
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if any(offsets[1:]):
         raise RuntimeError(f"a parameter sharded by columns cannot be saved: {parameter.placements}")

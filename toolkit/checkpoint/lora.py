@@ -39,7 +39,7 @@ _HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def is_adapters(name: str) -> bool:
+def in_adapter(name: str) -> bool:
     """Whether a parameter of a live model belongs to the adapter: the rest is the base model's."""
     return ".lora_" in name or _TRAINED_HEAD.search(name) is not None
 
@@ -178,7 +178,7 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
     trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
     adapters: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
-        if is_adapters(name):
+        if in_adapter(name):
             adapters[saved_name(name)] = tensor
         elif name in trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):

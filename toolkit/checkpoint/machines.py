@@ -1,4 +1,4 @@
-"""Machines that share no disk: checkpoints lie whole on rank 0's, and what other machines read or write is sent."""
+"""Nodes that share no disk: checkpoints are complete on rank 0's disk, and files are sent from and to other nodes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CHUNK = 16 << 20
 """Bytes sent at a time."""
 
 
-def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
-    """The ranks that do not share rank 0's disk at `folder` -> the lowest rank of their machine. All processes call
-    this. It makes the folder."""
+def remote_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
+    """The ranks that do not share rank 0's disk at `folder` -> the lowest rank of their node. Collective; creates the
+    folder."""
     nodes: list[str] = gather_object([node_id()])
     if len(set(nodes)) == 1:
         return {}
@@ -43,32 +43,32 @@ def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
     shared: list[bool] = gather_object([os.access(probe, os.F_OK)])
     if accelerator.is_main_process:
         probe.unlink()
-    near = {node for node, shares in zip(nodes, shared, strict=True) if shares}
-    return {rank: nodes.index(node) for rank, node in enumerate(nodes) if node not in near}
+    sharing = {node for node, shares in zip(nodes, shared, strict=True) if shares}
+    return {rank: nodes.index(node) for rank, node in enumerate(nodes) if node not in sharing}
 
 
-def collect(
-    accelerator: Accelerator, far: Mapping[int, int], folder: Path, written: Sequence[Mapping[str, Mapping[str, Any]]]
+def collect_files(
+    accelerator: Accelerator, remote: Mapping[int, int], folder: Path, written: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Sends rank 0 the files that far ranks have written, into the same folder there. `written`: by rank, the
-    manifest's entries. All processes call this."""
-    for rank in far:
+    """Sends the files of `remote_ranks` to the same folder on rank 0's disk. `written`: by rank, the manifest entries.
+    Collective."""
+    for rank in remote:
         for name, entry in written[rank].items():
             _send(accelerator, folder / name, int(entry["bytes"]), rank, [0])
     accelerator.wait_for_everyone()
-    if far.get(accelerator.process_index) == accelerator.process_index:
-        folders.prune(folder.parent, sys.maxsize)  # this one, and those that were being sent when a run was killed
+    if remote.get(accelerator.process_index) == accelerator.process_index:
+        folders.prune(folder.parent, sys.maxsize)  # this copy, and those of killed runs: they have no manifest
 
 
 @contextlib.contextmanager
 def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Path]:
-    """Gives this process's path of a checkpoint that lies whole on rank 0's disk. A machine that has not the same there
-    receives a copy, under `copies`, which is removed afterwards. All processes call this."""
+    """Gives this rank's path of a checkpoint on rank 0's disk. A node that does not have the same checkpoint at that
+    path receives a copy under `copies`, removed afterwards. Collective."""
     manifest = broadcast_object_list([folders.read_manifest(folder) if accelerator.is_main_process else None])[0]
-    is_there = not folders.fault_of(folder) and folders.read_manifest(folder) == manifest
-    processes: list[Any] = gather_object([(node_id(), socket.gethostname(), is_there)])
-    near = {node for node, _, has_it in processes if has_it}
-    writers = {node: rank for rank, (node, *_) in reversed(list(enumerate(processes))) if node not in near}
+    has_checkpoint = not folders.find_fault(folder) and folders.read_manifest(folder) == manifest
+    processes: list[Any] = gather_object([(node_id(), socket.gethostname(), has_checkpoint)])
+    nodes_with_it = {node for node, _, has_it in processes if has_it}
+    writers = {node: rank for rank, (node, *_) in reversed(list(enumerate(processes))) if node not in nodes_with_it}
     writer = writers.get(node_id())
     path = folder if writer is None else copies / f"{folders.SENT}{writer}" / folder.name
     is_writer = accelerator.process_index == writer
@@ -77,7 +77,7 @@ def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator
         hosts = ", ".join(processes[rank][1] for rank in writers.values())
         launch.log_on_main(accelerator, f"sending {folder.name} ({size}) to {hosts}")
         if is_writer:
-            folders.begin(path)
+            folders.create_empty(path)
         for name, entry in manifest["files"].items():
             _send(accelerator, (path if is_writer else folder) / name, int(entry["bytes"]), 0, list(writers.values()))
         if is_writer:
@@ -88,11 +88,11 @@ def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator
     if is_writer:
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            path.parent.rmdir()  # unless another checkpoint is still read there
+            path.parent.rmdir()  # unless another checkpoint is in use there
 
 
 def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers: Sequence[int]) -> None:
-    """A file's bytes from one rank to others, which write them under the same name; all processes call this."""
+    """Broadcasts a file of `size` bytes from rank `reader` to `writers`, which write it at `path`. Collective."""
     rank = accelerator.process_index
     buffer = torch.empty(min(_CHUNK, size), dtype=torch.uint8)
     try:
@@ -112,4 +112,4 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
             flush_path(path)
     except OSError as error:
         fault = f"{path} cannot be sent between machines: {error.strerror or error}"
-        raise UserError(f"{fault}. Make room on that disk, and start the same command again") from error
+        raise UserError(f"{fault}. Free some space on that disk, and run the same command again") from error

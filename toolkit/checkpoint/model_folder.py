@@ -1,7 +1,7 @@
-"""A Hugging Face folder from a model under any strategy, and its weights back into one.
+"""Saves a model under any strategy as a Hugging Face folder, and loads the folder's weights into a model.
 
-With LoRA the folder is the merged model's, and adapter/ beside it has the adapter alone. What LoRA calls its
-parameters is in `lora`; nothing here imports peft, so that the folder needs it as little as its readers do.
+With LoRA the folder has the merged model, and the sibling folder adapter/ the adapter. Nothing here imports peft; the
+names of LoRA's parameters are in `lora`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import live_state, reshard, tied_names
-from toolkit.checkpoint.lora import in_merged_model, is_adapters, merged_name, saved_name
+from toolkit.checkpoint.lora import in_adapter, in_merged_model, merged_name, saved_name
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.compat import require
@@ -30,7 +30,7 @@ from toolkit.utils.modules import unwrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
-_STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
+_STATE = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
 _BASE, _LORA_A, _LORA_B = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
@@ -44,17 +44,19 @@ def save_model(
 ) -> None:
     """Saves config, weights and tokenizer; all processes must call it, the main one writes.
 
-    The weights are the optimizer's fp32 masters, whatever the model computes in, as `dtype` (a key of `DTYPES`).
-
-    Each folder appears whole: a reader finds the old one or the new one, never a half. A model that is not from
-    `transformers` is saved as model.safetensors, and by its own `save(folder, state_dict)` where it has one. `step`,
-    the optimizer steps taken, is written into the folder: see `step_of`.
+    The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of `DTYPES`). Each folder
+    is replaced atomically. A model that is not from `transformers` is saved as model.safetensors, and by its own
+    `save(folder, state_dict)` where it has one. `step`: optimizer steps taken, for `read_step`.
     """
     module = unwrapped(model)
     state = _gather_state(accelerator, model, module)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
         tied = tied_names(module)
-        state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in state.items() if name not in tied}
+        state = {
+            name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+            for name, tensor in state.items()
+            if name not in tied
+        }
         state |= {other: state[name] for other, name in tied.items()}
         lora = lora_config(module)
         plain = module.get_base_model() if lora else module
@@ -67,7 +69,7 @@ def save_model(
             if step is not None:
                 write_new(draft / _STATE, json.dumps({"global_step": step}))
             make_readable(draft)
-        if lora:  # after the model, by whose step a resumed run sees that both are of one step
+        if lora:  # after the model: a resumed run compares the model's step alone
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 write_adapter(module, state, draft)
                 make_readable(draft)
@@ -75,7 +77,7 @@ def save_model(
 
 
 def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name, on the main process; a tied parameter under one name, or all."""
+    """The state dict, on the main process; tied parameters under one name or all their names."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED and model.zero_optimization_stage():
         with contextlib.suppress(UserError):  # an optimizer on NVMe
             state = live_state(accelerator, model).gather_weights(accelerator.device)
@@ -84,12 +86,8 @@ def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module)
     return dict(accelerator.get_state_dict(model) if sharded else module.state_dict())
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Into a config of transformers, which would load the weights in the dtype of the computation otherwise."""
+    """Sets the dtype in a transformers config: else `from_pretrained` would load the dtype the model computed in."""
     if path.is_file():
         config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
         path.write_text(json.dumps(config, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -97,20 +95,20 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
 
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(module, "save_pretrained"):
-        # under the model's names: transformers would write those of an older format (GTE, NomicBERT)
-        with _never_wrapped():
+        # by the model's names: transformers would write those of an older format (GTE, NomicBERT)
+        with _skip_unwrapping():
             module.save_pretrained(folder, state_dict=state, save_original_format=False)
         return
     tied = tied_names(module)
-    once = {name: tensor for name, tensor in state.items() if name not in tied}
-    save_file(once, folder / "model.safetensors", metadata={"format": "pt"})
+    untied = {name: tensor for name, tensor in state.items() if name not in tied}
+    save_file(untied, folder / "model.safetensors", metadata={"format": "pt"})
     if hasattr(module, "save"):
         module.save(folder, state)
 
 
 @contextlib.contextmanager
-def _never_wrapped() -> Iterator[None]:
-    """transformers would import DeepSpeed (0.4 s) to see whether a module is wrapped by it."""
+def _skip_unwrapping() -> Iterator[None]:
+    """Keeps transformers from importing DeepSpeed (0.4 s) to unwrap a module that is not wrapped."""
     from transformers import modeling_utils
 
     unwrap = require(modeling_utils, "unwrap_model", "transformers")
@@ -121,15 +119,12 @@ def _never_wrapped() -> Iterator[None]:
         modeling_utils.unwrap_model = unwrap
 
 
-def step_of(folder: Path) -> int | None:
-    """The optimizer step whose weights a model folder holds, where it is recorded."""
+def read_step(folder: Path) -> int | None:
+    """The optimizer step of the weights in a model folder, where it is recorded."""
     try:
         return int(json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-# LoRA
 
 
 def lora_config(model: torch.nn.Module) -> Any | None:
@@ -139,11 +134,11 @@ def lora_config(model: torch.nn.Module) -> Any | None:
 
 
 def merge_lora(state: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-    """A whole state dict with LoRA -> the plain model's: W + scaling * B A (Hu et al., 2021, section 4.1).
+    """A full state dict with LoRA -> the merged model's: W + scaling * B A (Hu et al., 2021, section 4.1).
 
-    `scaling` is lora_alpha / r. The sum is made in float32, the result has the base weight's type.
+    `scaling`: lora_alpha / r. Added in float32, returned in the base weight's dtype.
     """
-    plain: dict[str, torch.Tensor] = {}
+    merged: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not in_merged_model(name):
             continue
@@ -151,32 +146,28 @@ def merge_lora(state: Mapping[str, torch.Tensor], scaling: float) -> dict[str, t
         if layer != name and layer + _LORA_A in state:
             delta = scaling * (state[layer + _LORA_B].float() @ state[layer + _LORA_A].float())
             tensor = (tensor.float() + delta).to(tensor.dtype)
-        plain[merged_name(name)] = tensor
-    return plain
+        merged[merged_name(name)] = tensor
+    return merged
 
 
 def write_adapter(model: torch.nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes the adapter alone, as `PeftModel.from_pretrained(base_model, folder)` reads it."""
-    trained = {saved_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
-    save_file(trained, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    """Writes the adapter for `PeftModel.from_pretrained(base_model, folder)`."""
+    adapter = {saved_name(name): tensor.contiguous() for name, tensor in state.items() if in_adapter(name)}
+    save_file(adapter, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     write_adapter_config(model, folder)
 
 
 def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
-    """adapter_config.json of a model with LoRA: rank, scaling and layers, as they are used, not trained on."""
+    """Writes adapter_config.json, for inference."""
     config: Any = copy.copy(lora_config(model))
     config.inference_mode = True
     config.save_pretrained(folder)
 
 
-# back into a model
-
-
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
     """Copies a saved folder's weights into a prepared model, for evaluation; all processes must call it.
 
-    Only the main process reads the folder: other machines need not have it. With LoRA it reads the adapter beside
-    that folder.
+    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling adapter/ is read.
     """
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.distributed_type != DistributedType.DEEPSPEED or plugin.zero_stage != 3:
@@ -185,13 +176,13 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     import deepspeed
 
     engine: Any = model
-    engine.empty_partition_cache()  # a pass outside of the engine (FGM) may leave a weight that is being prefetched
+    engine.empty_partition_cache()  # a forward pass outside the engine (FGM) may have left a prefetched weight
     module = unwrapped(model)
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:
-        tensors = _tensors(module, folder, stack) if accelerator.is_main_process else {}
+        tensors = _tensor_readers(module, folder, stack) if accelerator.is_main_process else {}
         for name in broadcast_object_list([[name for name in targets if name in tensors]])[0]:
-            # what the main process writes into it reaches the others on leaving
+            # on exit DeepSpeed broadcasts what the main process wrote
             with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
                 if accelerator.is_main_process:
                     targets[name].copy_(tensors[name]())
@@ -199,33 +190,33 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
 
 
 def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> None:
-    """Copies a saved folder's weights into parameters that are whole, or that FSDP2 shards; one process reads them."""
+    """Copies a saved folder's weights into unsharded or FSDP2's parameters; one rank reads and broadcasts them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     reshard(model)
     state: dict[str, Any] = {}
     if is_reader:
         with contextlib.ExitStack() as stack:
-            state = {name: read() for name, read in _tensors(model, folder, stack).items()}
+            state = {name: read() for name, read in _tensor_readers(model, folder, stack).items()}
     distributed = torch.distributed.is_initialized()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
     set_model_state_dict(model, state, options=options)
 
 
-def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
-    """A tensor's name in the model -> what reads it from the folder; with LoRA from the adapter beside it, since the
-    base weights are as they were."""
+def _tensor_readers(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
+    """A tensor's name in the model -> a function that reads it from the folder; with LoRA from the sibling adapter/,
+    since the base weights are unchanged."""
     names: dict[str, str] = {}
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
     if lora_config(model) is not None:
         folder = folder.with_name(ADAPTER_FOLDER)
-        names = {saved_name(name): name for name in model.state_dict() if is_adapters(name)}
+        names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
     tensors: dict[str, Callable[[], Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         refuse_link_out(path, folder)
         file = stack.enter_context(safe_open(path, framework="pt"))
         tensors |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
     if missing := sorted(expected - tensors.keys()):
-        raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model anew")
+        raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
     return tensors

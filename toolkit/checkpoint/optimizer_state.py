@@ -1,4 +1,4 @@
-"""The state of an optimizer of any class: per element of its parameters, in other shapes, and in its groups."""
+"""The state of an optimizer of any class: of its parameters, and in its parameter groups."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import torch
 
 from toolkit.utils.files import as_json
 
-# By the names safetensors uses, as in `TensorIndex.dtype`.
+# By safetensors' names, as in `TensorIndex.dtype`.
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_PLAIN = (bool, int, float, str, type(None))
+_JSON_SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class State:
-    """An optimizer's state of one tensor, by its own keys."""
+    """An optimizer's state of one tensor, by the optimizer's keys (`exp_avg`, `step`)."""
 
     elements: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the tensor's shape."""
+    """Tensors of the same shape."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of another shape, such as the rows and columns of Adafactor (Shazeer and Stern, 2018)."""
+    """Tensors of another shape, such as Adafactor's rows and columns (Shazeer and Stern, 2018)."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """Tensors without dimensions, numbers, bools, texts, None."""
+    """0-dimensional tensors, numbers, bools, strings, None."""
     unknown: dict[str, Any] = field(default_factory=dict)
-    """Anything else, which no checkpoint holds."""
+    """Anything else: it cannot be saved."""
 
 
-def state_of(optimizer: Any, tensor: torch.Tensor) -> State:
-    """Empty where the tensor has taken no step."""
+def split_state(optimizer: Any, tensor: torch.Tensor) -> State:
+    """An optimizer's state of a tensor, by kind; empty before the first step."""
     state = State()
     for key, value in optimizer.state.get(tensor, {}).items():
         if not isinstance(key, str) or "." in key:
             state.unknown[str(key)] = value
         elif not isinstance(value, torch.Tensor):
-            (state.scalars if isinstance(value, _PLAIN) else state.unknown)[key] = value
+            (state.scalars if isinstance(value, _JSON_SCALARS) else state.unknown)[key] = value
         elif value.dtype not in DTYPE_NAMES:
             state.unknown[key] = value
         elif value.shape == tensor.shape and (value.dim() or key != "step"):
@@ -52,26 +52,25 @@ def state_of(optimizer: Any, tensor: torch.Tensor) -> State:
     return state
 
 
-# Not an attribute of the optimizer, which torch would pickle, and DeepSpeed and accelerate wrap. Read for saving alone.
-_FIRST_GROUPS: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+# Not an attribute of the optimizer: torch would pickle it, and DeepSpeed and accelerate wrap the optimizer.
+_INITIAL_GROUPS: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def remember_groups(optimizer: Any) -> None:
-    """Remembers the hyperparameters that an optimizer, and what it wraps, begin with: what `changed_groups` compares
-    with."""
+    """Remembers the current hyperparameters of an optimizer and those it wraps, for `changed_hyperparameters`."""
     while optimizer is not None:
-        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _FIRST_GROUPS:
-            stepped = optimizer.defaults if optimizer.state else {}
-            _FIRST_GROUPS[optimizer] = [_hyperparameters({**group, **stepped}) for group in optimizer.param_groups]
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _INITIAL_GROUPS:
+            defaults = optimizer.defaults if optimizer.state else {}  # its groups may have changed already
+            _INITIAL_GROUPS[optimizer] = [_hyperparameters({**group, **defaults}) for group in optimizer.param_groups]
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def changed_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Of each parameter group the hyperparameters that are not those it began with."""
-    pairs: Any = itertools.zip_longest(optimizer.param_groups, _FIRST_GROUPS.get(optimizer, []), fillvalue={})
+def changed_hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each parameter group the hyperparameters that the optimizer has changed since `remember_groups`."""
+    pairs: Any = itertools.zip_longest(optimizer.param_groups, _INITIAL_GROUPS.get(optimizer, []), fillvalue={})
     return [
-        {key: value for key, value in _hyperparameters(group).items() if key not in first or value != first[key]}
-        for group, first in pairs
+        {key: value for key, value in _hyperparameters(group).items() if key not in initial or value != initial[key]}
+        for group, initial in pairs
     ]
 
 
@@ -79,7 +78,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: as_json(value) for key, value in group.items() if key not in ("params", "initial_lr")}
 
 
-def is_plain(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Whether JSON can hold the value and give it back."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
-    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)
+        return all(isinstance(key, str) and is_json(item) for key, item in value.items())
+    return all(map(is_json, value)) if isinstance(value, list) else isinstance(value, _JSON_SCALARS)

@@ -1,7 +1,7 @@
-"""A saved state into the live one, whatever strategy and number of processes saved it.
+"""Restores a checkpoint into a prepared model and optimizer, whatever strategy and world size saved it.
 
-Each process reads the elements it owns, block by block: nobody holds more of the optimizer's state than its own shard
-and one block. What cannot be restored is refused before anything is changed.
+Each rank reads only its own elements, block by block: beside its shard it needs memory for one block. What cannot be
+restored raises before anything is changed.
 """
 
 from __future__ import annotations
@@ -13,47 +13,45 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.live import Fragment, LiveState, persistent_buffers, whole_shape
+from toolkit.checkpoint.live import Fragment, LiveState, full_shape, persistent_buffers
 from toolkit.checkpoint.optimizer_state import TORCH_DTYPES
 from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex
 from toolkit.errors import Faults, UserError, listing
 
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
-# They keep the same state for the same algorithm.
-_SAME_AS = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW"}
-_OTHER_RUN = "use the same {} again, or change --output_dir"
+# Other implementations of an optimizer, with the same state.
+_EQUIVALENT = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW"}
 
 
 def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
-    """Fills weights, the optimizer's state and buffers. All processes call this.
+    """Restores weights, buffers and optimizer state; all ranks must call it. `steps`: taken so far.
 
-    Raises UserError, before anything is changed, when the checkpoint is not of this model, or of an optimizer
-    whose state cannot be restored here.
+    Raises UserError, before anything is changed, when the checkpoint does not fit the model or the optimizer.
     """
-    _refuse_other_model(state, reader)
-    _refuse_other_optimizer(state, reader)
+    _check_model(state, reader)
+    _check_optimizer(state, reader)
     state.before_loading()
     with torch.no_grad():
         _make_optimizer_state(state, reader)
         _load_groups(state, reader)
         for fragment in state.fragments():
-            _fill_fragment(fragment, reader)
+            _restore_fragment(fragment, reader)
     state.after_loading(steps)
 
 
-def _fill_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
+def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
     tensor = _tensor(reader, fragment.name)
     if tensor is None:
-        return  # left out on purpose: it has the base model's values
-    fill(fragment.values, tensor, fragment.start)
+        return  # excluded from the checkpoint: it has the base model's values
+    _copy_elements(fragment.values, tensor, fragment.start)
     state = reader.optimizer_state.get(_saved_name(reader, fragment.name), {})
     for key, values in fragment.state.items():
-        fill(values, state[key], fragment.start)
+        _copy_elements(values, state[key], fragment.start)
     for key, values in fragment.factors.items():
-        fill(values.view(-1), state[key], 0)
+        _copy_elements(values.view(-1), state[key], 0)
 
 
-def fill(target: torch.Tensor, tensor: TensorIndex, start: int) -> None:
+def _copy_elements(target: torch.Tensor, tensor: TensorIndex, start: int) -> None:
     """Copies elements [start, start + n) of a saved tensor into a (n,) tensor, block by block."""
     for first in range(0, target.numel(), _BLOCK):
         count = min(_BLOCK, target.numel() - first)
@@ -71,74 +69,75 @@ def _tensor(reader: CheckpointReader, name: str) -> TensorIndex | None:
 
 
 def _saved_names(reader: CheckpointReader, names: list[str]) -> list[str]:
-    """The names in the checkpoint of those parameters that are there."""
+    """The checkpoint's names of the parameters that it has."""
     return [name for name in (_saved_name(reader, name) for name in names) if name in reader.weights]
 
 
-# what is refused
-
-
-def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
+def _check_model(state: LiveState, reader: CheckpointReader) -> None:
     tensors = [*state.module.named_parameters(), *persistent_buffers(state.module)]
-    expected = {name: (whole_shape(tensor), tensor.requires_grad) for name, tensor in tensors}
+    expected = {name: (full_shape(tensor), tensor.requires_grad) for name, tensor in tensors}
     names = {*expected, *(name for name, _ in state.module.named_parameters(remove_duplicate=False))}
     faults = Faults()
     missing = [name for name in expected if _tensor(reader, name) is None and name not in reader.excluded]
     if missing:
         faults.add(f"{reader.path} lacks {listing(missing, 4)}, which the model has")
     if surplus := [name for name in reader.weights if name not in names]:
-        faults.add(f"{reader.path} holds {listing(surplus, 4)}, which the model has not")
+        faults.add(f"{reader.path} has {listing(surplus, 4)}, which the model lacks")
     for name, (shape, trained) in expected.items():
         tensor = _tensor(reader, name)
         if tensor is not None and tensor.shape != shape:
             faults.add(f"{reader.path}: {name} has shape {list(tensor.shape)}, and {list(shape)} in the model")
         elif trained and math.prod(shape) > 0 and _saved_name(reader, name) in reader.frozen:
-            faults.add(f"{reader.path} has no optimizer state for {name}, which is trained here and was not there")
+            faults.add(f"{reader.path} has no optimizer state for {name}, which was frozen and is trained now")
     if len(faults.faults) > 4:
-        faults.faults[4:] = [f"and {len(faults.faults) - 4} more of the kind"]
+        faults.faults[4:] = [f"and {len(faults.faults) - 4} more such differences"]
     faults.raise_if_any()
 
 
-def _refuse_other_optimizer(state: LiveState, reader: CheckpointReader) -> None:
-    saved, now = str(reader.optimizer.get("class", "")), type(state.optimizer).__name__
-    if saved and _SAME_AS.get(saved, saved) != _SAME_AS.get(now, now):
-        raise UserError(f"{reader.path} was saved by {saved}, and this run has {now}: {_OTHER_RUN.format('optimizer')}")
+def _check_optimizer(state: LiveState, reader: CheckpointReader) -> None:
+    saved, current = str(reader.optimizer.get("class", "")), type(state.optimizer).__name__
+    if saved and _EQUIVALENT.get(saved, saved) != _EQUIVALENT.get(current, current):
+        raise UserError(
+            f"{reader.path} was saved by {saved}, and this run has {current}: use the same again, or "
+            "another --output_dir"
+        )
     if (reader.strategy, reader.world) != (state.strategy, state.world):
-        _refuse_strategy_dependent(state, reader)
+        _check_strategy_dependent_state(state, reader)
     groups = _optimizer_facts(reader).get("groups", [])
-    keys = ", ".join(dict.fromkeys(key for group in groups for key in group if key != "lr"))  # the schedule sets that
+    keys = ", ".join(dict.fromkeys(key for group in groups for key in group if key != "lr"))  # the schedule sets lr
     if keys and len(groups) != len(state.optimizer.param_groups):
         raise UserError(
-            f"{reader.path}: {now} had {len(groups)} groups of parameters, in which it changed {keys}, and has "
-            f"{len(state.optimizer.param_groups)} in this run: {_OTHER_RUN.format('groups')}"
+            f"{reader.path}: {current} had {len(groups)} parameter groups, in which it changed {keys}, and has "
+            f"{len(state.optimizer.param_groups)} in this run: use the same again, or another --output_dir"
         )
-    if state.strategy_files == "deepspeed":
-        for _, names in state.holders():
-            _refuse_uneven(reader, names)
+    if state.file_format == "deepspeed":
+        for _, names in state.optimizer_tensors():
+            _check_equal_steps(reader, names)
 
 
-def _refuse_strategy_dependent(state: LiveState, reader: CheckpointReader) -> None:
-    """Rows and columns of a parameter, which ZeRO flattens and FSDP2 shards, and values that differ by process."""
-    parts = []
-    if not (state.strategy_files == "whole" and reader.strategy in ("single", "ddp")):
+def _check_strategy_dependent_state(state: LiveState, reader: CheckpointReader) -> None:
+    """Raises UserError for state of a parameter's rows or columns, which ZeRO and FSDP2 shard, and for values that
+    differ by rank."""
+    fixed = []
+    if not (state.file_format == "whole" and reader.strategy in ("single", "ddp")):
         for name, tensors in reader.optimizer_state.items():
             factors = [key for key, tensor in tensors.items() if tensor.shape != reader.weights[name].shape]
-            parts += [f"{', '.join(sorted(factors))} of {name} as a whole"] if factors else []
+            fixed += [f"{', '.join(sorted(factors))} of the unsharded {name}"] if factors else []
     for name, scalars in reader.optimizer_scalars.items():
         keys = [key for key, scalar in scalars.items() if isinstance(scalar.value, tuple)]
-        parts += [f"another {key} of {name} in each process" for key in keys]
+        fixed += [f"another {key} of {name} on each rank" for key in keys]
     for table in reader.optimizer.get("ranks", [])[:1]:
         keys = [key for group in table["groups"] for key in group] + list(table["state"])
-        parts += [f"another {key} in each process" for key in keys]
-    if parts:
+        fixed += [f"another {key} on each rank" for key in keys]
+    if fixed:
         raise UserError(
-            f"{reader.path}: {type(state.optimizer).__name__} has {parts[0]}, which {state.strategy} on {state.world} "
-            f"cannot restore: resume under {reader.strategy} with {reader.world} processes, or change --output_dir"
+            f"{reader.path}: {type(state.optimizer).__name__} has {fixed[0]}, which {state.strategy} on {state.world} "
+            f"cannot restore: resume under {reader.strategy} with {reader.world} processes or change --output_dir"
         )
 
 
-def _refuse_uneven(reader: CheckpointReader, names: list[str]) -> None:
-    """Parameters that are flattened together share one count of steps, and the keys of their state."""
+def _check_equal_steps(reader: CheckpointReader, names: list[str]) -> None:
+    """Raises UserError unless these parameters, which share a flat master, have the same steps and state keys."""
     first: tuple[str, dict[str, str]] | None = None
     for name in _saved_names(reader, names):
         if not reader.weights[name].count:
@@ -152,15 +151,12 @@ def _refuse_uneven(reader: CheckpointReader, names: list[str]) -> None:
                 what = "taken the same number of steps" if key == "step" else f"the same {key}"
                 raise UserError(
                     f"{reader.path}: not all parameters have {what} ({other} {expected.get(key, 'none')} and {name} "
-                    f"{values.get(key, 'none')}): only one process or data parallel can resume from that"
+                    f"{values.get(key, 'none')}): resume with one process or DDP"
                 )
 
 
-# the optimizer's state
-
-
 def _optimizer_facts(reader: CheckpointReader) -> Mapping[str, Any]:
-    """What the optimizer of this process had changed in its groups, and its state of no parameter."""
+    """This rank's entry of `save.optimizer_facts`."""
     ranks = reader.optimizer.get("ranks")
     return ranks[_rank()] if ranks else reader.optimizer
 
@@ -170,53 +166,54 @@ def _rank() -> int:
 
 
 def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
-    """Gives the optimizer a tensor for all that the checkpoint has of each parameter, removes what it has not, and
-    sets the values that all elements share."""
-    for holder, names in state.holders():
-        now = state.optimizer.state.pop(holder, {})
+    """Makes the tensors that `_restore_fragment` fills, drops state that the checkpoint lacks, and restores scalars."""
+    for parameter, names in state.optimizer_tensors():
+        current = state.optimizer.state.pop(parameter, {})
         restored: dict[str, Any] = {}
         for name in _saved_names(reader, names):
             for key, tensor in reader.optimizer_state.get(name, {}).items():
-                restored[key] = _tensor_for(restored.get(key, now.get(key)), holder, reader.weights[name], tensor)
+                existing = restored.get(key, current.get(key))
+                restored[key] = _state_tensor(existing, parameter, reader.weights[name], tensor)
             for key, scalar in reader.optimizer_scalars.get(name, {}).items():
-                restored[key] = _scalar_for(restored.get(key, now.get(key)), key, scalar, holder, state.optimizer)
+                existing = restored.get(key, current.get(key))
+                restored[key] = _state_scalar(existing, key, scalar, parameter, state.optimizer)
         if restored:
-            state.optimizer.state[holder] = restored
+            state.optimizer.state[parameter] = restored
 
 
-def _tensor_for(now: Any, holder: torch.Tensor, weight: TensorIndex, tensor: TensorIndex) -> torch.Tensor:
-    """The tensor there is, where others may refer to it, or one of zeros. Its type is the holder's where it was that
-    of the weight."""
-    dtype = holder.dtype if tensor.dtype == weight.dtype else TORCH_DTYPES[tensor.dtype]
+def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, tensor: TensorIndex) -> torch.Tensor:
+    """The existing tensor where it fits, since others may refer to it, or zeros. State saved in the weight's dtype
+    gets the parameter's."""
+    dtype = parameter.dtype if tensor.dtype == weight.dtype else TORCH_DTYPES[tensor.dtype]
     elementwise = tensor.shape == weight.shape
-    shape = holder.shape if elementwise else tensor.shape
-    if isinstance(now, torch.Tensor) and now.shape == shape and now.dtype == dtype:
-        return now
+    shape = parameter.shape if elementwise else tensor.shape
+    if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
+        return existing
     if elementwise:
-        return torch.zeros_like(holder.data, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=holder.device)
+        return torch.zeros_like(parameter.data, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
-def _scalar_for(now: Any, key: str, scalar: Scalar, holder: torch.Tensor, optimizer: Any) -> Any:
-    """A number as it was saved, in the tensor that is there for it."""
+def _state_scalar(existing: Any, key: str, scalar: Scalar, parameter: torch.Tensor, optimizer: Any) -> Any:
+    """The saved value, in the existing tensor where there is one."""
     value = scalar.value[_rank()] if isinstance(scalar.value, tuple) else scalar.value
-    if isinstance(now, torch.Tensor) and now.numel() == 1 and value is not None:
-        return now.fill_(value)
+    if isinstance(existing, torch.Tensor) and existing.numel() == 1 and value is not None:
+        return existing.fill_(value)
     if not scalar.dtype:
         return value
-    # PyTorch's own choice: fused kernels read the count where the parameter lies
+    # as PyTorch does: fused kernels read the step on the parameter's device
     on_device = key != "step" or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
-    return torch.tensor(value, dtype=TORCH_DTYPES[scalar.dtype], device=holder.device if on_device else "cpu")
+    return torch.tensor(value, dtype=TORCH_DTYPES[scalar.dtype], device=parameter.device if on_device else "cpu")
 
 
 def _load_groups(state: LiveState, reader: CheckpointReader) -> None:
-    """What the optimizer had changed itself in its groups, and its state of no parameter."""
+    """Restores the hyperparameters that the optimizer had changed, and its state that belongs to no parameter."""
     facts = _optimizer_facts(reader)
     targets = [*zip(state.optimizer.param_groups, facts.get("groups", []), strict=False)]
     for target, values in [*targets, (state.optimizer.state, facts.get("state", {}))]:
         for key, value in values.items():
-            now = target.get(key)
-            if isinstance(now, torch.Tensor):
-                now.copy_(torch.tensor(value, dtype=now.dtype))
+            existing = target.get(key)
+            if isinstance(existing, torch.Tensor):
+                existing.copy_(torch.tensor(value, dtype=existing.dtype))
             else:
-                target[key] = tuple(value) if isinstance(now, tuple) else copy.deepcopy(value)
+                target[key] = tuple(value) if isinstance(existing, tuple) else copy.deepcopy(value)

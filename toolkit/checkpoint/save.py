@@ -1,4 +1,4 @@
-"""Writing the training state: our safetensors files where PyTorch holds it, DeepSpeed's own where it does."""
+"""Writes the training state as safetensors files; under DeepSpeed the engine writes its own files instead."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ import torch
 from accelerate import Accelerator
 
 from toolkit.checkpoint.checksums import crc32, crc32_combine
-from toolkit.checkpoint.live import LiveState, whole_shape
-from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, state_of
+from toolkit.checkpoint.folder import OPTIMIZER_FILE, WEIGHTS_FILE
+from toolkit.checkpoint.live import LiveState, full_shape
+from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_hyperparameters, is_json, split_state
 from toolkit.checkpoint.safetensors_header import Layout, lay_out
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json, create_file
 
-WEIGHTS_FILE = "weights.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-
 
 @dataclass(frozen=True)
 class Draft:
-    """One safetensors file to be written."""
+    """A safetensors file to write."""
 
     name: str
-    """In the checkpoint's folder."""
+    """Its name in the checkpoint's folder."""
     tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]
     """Name -> (values, shape)."""
     metadata: Mapping[str, str]
@@ -43,26 +41,26 @@ class Draft:
         tensors = {name: (DTYPE_NAMES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
         return lay_out(tensors, self.metadata, checksums=True)
 
-    def copied(self) -> Draft:
-        """With copies of the values in host memory, which training does not change."""
+    def copy_to_host(self) -> Draft:
+        """A draft with copies of the tensors in host memory, which training does not change."""
         copies = {name: (values.detach().to("cpu", copy=True), shape) for name, (values, shape) in self.tensors.items()}
         return Draft(self.name, copies, self.metadata)
 
 
-def drafts_of(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
-    """The files this process writes of a state that PyTorch holds; `excluded` parameters are left out.
+def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
+    """The files that this rank writes, without the `excluded` parameters: unsharded state is written by rank 0 alone.
 
-    Whole states are written by rank 0 alone. Nothing is copied: the drafts refer to the live tensors.
+    The drafts refer to the live tensors: nothing is copied.
     """
-    sharded = state.strategy_files == "slices"
+    sharded = state.file_format == "slices"
     parameters, buffers = dict(state.module.named_parameters()), dict(state.module.named_buffers())
-    shapes = {name: whole_shape(tensor) for name, tensor in (parameters | buffers).items()}
+    shapes = {name: full_shape(tensor) for name, tensor in (parameters | buffers).items()}
     weights, states = {}, {}
     places: dict[str, dict[str, Any]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for fragment in state.fragments():
         name, shape = fragment.name, shapes[fragment.name]
-        # buffers, and what is not sharded, are whole in every process
+        # buffers and unsharded tensors are the same on all ranks
         replicated = not sharded or fragment.values.numel() == math.prod(shape)
         if name in excluded or (replicated and rank != 0):
             continue
@@ -87,77 +85,77 @@ def drafts_of(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
 
 
 def optimizer_facts(state: LiveState) -> dict[str, Any]:
-    """For the manifest: the optimizer's class, what it has changed in its groups, and its state of no parameter.
-    Where the processes differ in that, `ranks` has each one's. All processes call this.
+    """For the manifest: the optimizer's class, the hyperparameters it has changed in its groups, and its state that
+    belongs to no parameter; with `ranks`, by rank, where they differ. All ranks must call it.
 
-    Raises UserError that names what the optimizer stores and no checkpoint can hold.
+    Raises UserError naming state that cannot be saved.
     """
     optimizer = state.optimizer
-    _refuse_unsavable(state)
-    groups = changed_groups(optimizer)
-    loose = {key: as_json(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    for key, value in [entry for table in (*groups, loose) for entry in table.items()]:
-        if not isinstance(key, str) or not is_plain(value):
-            raise _cannot_be_saved(optimizer, key, value, "beside its parameters")
-    ranks: list[Any] = [{"groups": groups, "state": loose}] * state.world
+    _check_savable(state)
+    groups = changed_hyperparameters(optimizer)
+    others = {key: as_json(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    for key, value in [entry for table in (*groups, others) for entry in table.items()]:
+        if not isinstance(key, str) or not is_json(value):
+            raise _unsavable_error(optimizer, key, value, "outside its parameters' state")
+    ranks: list[Any] = [{"groups": groups, "state": others}] * state.world
     if state.world > 1:
         torch.distributed.all_gather_object(ranks, ranks[0])
     facts = ranks[0] if all(other == ranks[0] for other in ranks) else {"ranks": ranks}
     return {"class": type(optimizer).__name__, **facts}
 
 
-def _refuse_unsavable(state: LiveState) -> None:
-    optimizer, holders = state.optimizer, list(state.holders())
-    for holder, names in holders:
-        kinds = state_of(optimizer, holder)
-        flattened = kinds.factors if state.strategy_files != "whole" else {}
-        for key, value in {**kinds.unknown, **flattened}.items():
-            raise _cannot_be_saved(optimizer, key, value, f"of {names[0]} under {state.strategy}")
-    known = {id(holder) for holder, _ in holders}
-    strangers = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
-    if strangers and state.strategy_files != "deepspeed":
-        fault = f"{type(optimizer).__name__} trains a parameter of shape {list(strangers[0].shape)}"
-        raise UserError(f"{fault} that is not the model's, and would not be saved: make it a parameter of the model")
+def _check_savable(state: LiveState) -> None:
+    optimizer, tensors = state.optimizer, list(state.optimizer_tensors())
+    for tensor, names in tensors:
+        kinds = split_state(optimizer, tensor)
+        factors = kinds.factors if state.file_format != "whole" else {}
+        for key, value in {**kinds.unknown, **factors}.items():
+            raise _unsavable_error(optimizer, key, value, f"of {names[0]} under {state.strategy}")
+    known = {id(tensor) for tensor, _ in tensors}
+    foreign = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
+    if foreign and state.file_format != "deepspeed":
+        fault = f"{type(optimizer).__name__} trains a tensor of shape {list(foreign[0].shape)}"
+        raise UserError(f"{fault} that is no parameter of the model and would not be saved: register it in the model")
 
 
-def _cannot_be_saved(optimizer: Any, key: object, value: Any, where: str) -> UserError:
+def _unsavable_error(optimizer: Any, key: object, value: Any, where: str) -> UserError:
     kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    fault = f"{type(optimizer).__name__} keeps {key} ({kind}) {where}, which no checkpoint can hold"
+    fault = f"{type(optimizer).__name__} has {key} ({kind}) {where}, which cannot be saved"
     return UserError(f"{fault}: choose another optimizer, or train without checkpoints")
 
 
 def write(draft: Draft, folder: Path) -> dict[str, Any]:
-    """Streams the tensors from memory to the disk, each with its CRC32, and flushes the file.
+    """Streams the tensors to the disk, each with its CRC32, and flushes the file.
 
-    Returns the file's entry for the manifest: the bytes are not read again for it.
+    Returns the file's manifest entry, without reading the file again.
     """
     layout = draft.layout
     checksums: dict[str, int] = {}
-    of_data = 0
+    data_crc32 = 0
     with create_file(folder / draft.name) as file:
-        file.write(layout.header())  # in the place of the true one, which is as long
+        file.write(layout.header())  # a placeholder of the final header's length
         for name in layout.tensors:
             content = bytes_of(draft.tensors[name][0])
             checksums[name] = crc32(content)
-            of_data = crc32_combine(of_data, checksums[name], len(content))
+            data_crc32 = crc32_combine(data_crc32, checksums[name], len(content))
             file.write(content)
         header = layout.header(checksums)
         file.seek(0)
         file.write(header)
         file.flush()
         os.fsync(file.fileno())
-    of_file = crc32_combine(crc32(header), of_data, layout.size - len(header))
-    return {"bytes": layout.size, "crc32": f"{of_file:08x}"}
+    file_crc32 = crc32_combine(crc32(header), data_crc32, layout.size - len(header))
+    return {"bytes": layout.size, "crc32": f"{file_crc32:08x}"}
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """Of a tensor, without a copy where it lies in host memory."""
+    """A tensor's bytes, without a copy where it is contiguous in host memory."""
     content: Any = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(content)
 
 
 def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """The files of the folder that this process wrote, by their names; those without a rank are rank 0's."""
+    """The files that a rank wrote, by the rank in their names; those without one are rank 0's."""
     names = []
     for path in sorted(folder.rglob("*")):
         match = re.search(r"(?:zero_pp_rank_|-rank-)(\d+)", path.name)
@@ -167,12 +165,12 @@ def files_of_rank(folder: Path, rank: int) -> list[str]:
 
 
 def random_file(rank: int) -> str:
-    """The name, in a checkpoint's folder, of a process's random states."""
+    """The name of a rank's file of random states."""
     return f"rng-rank-{rank:05d}.json"
 
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
-    """Of every generator that training draws from, fit for JSON."""
+    """The states of all random generators that training uses, as JSON can hold them."""
     kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -189,7 +187,7 @@ def _base64(state: torch.Tensor) -> str:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Raises TypeError, ValueError, LookupError, OverflowError or RuntimeError where they are none."""
+    """Raises TypeError, ValueError, LookupError, OverflowError or RuntimeError for invalid states."""
 
     def tensor(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -165,7 +165,7 @@ def mixed_saves(one: Path, other: Path, what: str) -> UserError:
     return UserError(f"{one} and {other} differ in {what}: they are of different saves; copy the checkpoint again")
 
 
-def incomplete(folder: Path, fault: str) -> UserError:
+def missing_files(folder: Path, fault: str) -> UserError:
     """The error for files of some processes that are missing in a folder."""
     path = shlex.quote(str(folder.resolve()))
     hint = f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folder import newest_first, remove
+from toolkit.checkpoint.folder import list_newest_first, remove
 from toolkit.errors import UserError, listing
 from toolkit.utils.features import Command
 from toolkit.utils.files import read_table
@@ -34,7 +34,7 @@ def clean(path: Path) -> str:
         if why := _unfinished(path, config):
             raise UserError(f"{path} {why}: the same command resumes it from its checkpoints")
         checkpoints = path / "checkpoints"
-        folders = newest_first(checkpoints)
+        folders = list_newest_first(checkpoints)
         size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
         try:
             for folder in folders:

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit import __version__, demo
-from toolkit.checkpoint.model_folder import step_of
+from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import read_lines, write_whole
@@ -40,7 +40,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
     """
     record = Record.load(run_folder, last)
     settings, architecture = record.settings, _architecture(model_folder)
-    step = step_of(model_folder) or record.last_step or 0
+    step = read_step(model_folder) or record.last_step or 0
     context = {
         "record": record,
         "last": last,

@@ -30,14 +30,14 @@ class Average:
         TensorFlow's `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates)."""
         if self._trained is None:  # once: maps of all parameters are made for it
             live = self._live()
-            self._trained = [holder for holder, _ in live.holders()], live.optimizer
-        holders, optimizer = self._trained
-        for holder in holders:
-            if _KEY not in (state := optimizer.state[holder]):
-                state[_KEY] = holder.detach().clone()
-        if holders:
-            averages = [optimizer.state[holder][_KEY] for holder in holders]
-            torch._foreach_lerp_(averages, holders, 1 - min(self._decay, (1 + updates) / (10 + updates)))
+            self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
+        tensors, optimizer = self._trained
+        for tensor in tensors:
+            if _KEY not in (state := optimizer.state[tensor]):
+                state[_KEY] = tensor.detach().clone()
+        if tensors:
+            averages = [optimizer.state[tensor][_KEY] for tensor in tensors]
+            torch._foreach_lerp_(averages, tensors, 1 - min(self._decay, (1 + updates) / (10 + updates)))
 
     @contextlib.contextmanager
     def as_weights(self, steps: int) -> Iterator[None]:
@@ -53,9 +53,9 @@ class Average:
         """Swaps the weights and their average, bit for bit."""
         live = self._live()
         live.before_loading()
-        for holder, _ in live.holders():
-            if _KEY in (state := live.optimizer.state[holder]):
-                weights = holder.detach().clone()
-                holder.detach().copy_(state[_KEY])
+        for tensor, _ in live.optimizer_tensors():
+            if _KEY in (state := live.optimizer.state[tensor]):
+                weights = tensor.detach().clone()
+                tensor.detach().copy_(state[_KEY])
                 state[_KEY].copy_(weights)
         live.after_loading(steps)

@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, and what it holds. `toolkit.training.resume` restores it."""
+"""When a run saves a checkpoint, and what is in it. `toolkit.training.resume` restores it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
-from toolkit.checkpoint.machines import collect, far_ranks
+from toolkit.checkpoint.live import LiveState, full_shape, live_state, persistent_buffers, tied_names
+from toolkit.checkpoint.machines import collect_files, remote_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
 from toolkit.checkpoint.save import (
     Draft,
-    drafts_of,
     files_of_rank,
+    make_drafts,
     optimizer_facts,
     random_file,
     random_states,
@@ -43,10 +43,9 @@ from toolkit.utils.modules import unwrapped
 
 
 class Checkpoints:
-    """The checkpoints of one run; every process calls every method.
+    """The checkpoints of one run; all ranks must call every method.
 
-    `facts` go into each manifest as they are: settings, versions, and `identity`, what a resumed run must
-    have in common with it.
+    `facts` go into each manifest: settings, versions, and `identity`, which must be equal in a run that resumes it.
     """
 
     def __init__(
@@ -71,19 +70,18 @@ class Checkpoints:
         remember_groups(optimizer)
 
     def live(self) -> LiveState:
-        """Weights and optimizer state where this strategy keeps them."""
+        """The weights and the optimizer state in memory."""
         return live_state(self.accelerator, self.model, self.optimizer)
 
     @functools.cached_property
-    def _far(self) -> dict[int, int]:
-        """See `far_ranks`; all processes call this."""
-        return far_ranks(self.accelerator, self.path)
+    def _remote_ranks(self) -> dict[int, int]:
+        return remote_ranks(self.accelerator, self.path)
 
-    def save_if_due(self, metrics: StepMetrics, evaluation_left: bool = False) -> dict[str, Any]:
-        """Saves where a checkpoint is due after this step: every `checkpoint_every` steps, at the best and the last
-        one, and where a stop signal came. Returns its entries of the step's line.
+    def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False) -> dict[str, Any]:
+        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal. Returns the
+        entries for the step's line in metrics.jsonl.
 
-        `evaluation_left`: a resumed run begins with an evaluation.
+        `evaluation_due`: this step's evaluation was skipped; a resumed run begins with it.
         """
         if self._pending is not None and self._pending.done():
             self.wait()
@@ -93,45 +91,46 @@ class Checkpoints:
             return {}
         started = time.perf_counter()
         self.wait()
-        size = self._save(folders.step_folder(self.path, step), metrics, {"evaluation_left": evaluation_left})
+        size = self._save(folders.step_folder(self.path, step), metrics, evaluation_due)
         return {"checkpoint_seconds": round(time.perf_counter() - started, 3), "checkpoint_bytes": size}
 
-    def _save(self, folder: Path, metrics: StepMetrics, more: dict[str, Any]) -> int:
-        """Returns the bytes of the checkpoint, over all processes."""
+    def _save(self, folder: Path, metrics: StepMetrics, evaluation_due: bool) -> int:
+        """Returns the bytes of the checkpoint, over all ranks."""
         with _writing(folder):
             manifest, written, drafts = self._write(folder, metrics)
-            manifest |= more
-            collect(self.accelerator, self._far, folder, written)
-            manifest["files"] = {name: entry for part in written for name, entry in part.items()}
+            manifest["evaluation_left"] = evaluation_due
+            collect_files(self.accelerator, self._remote_ranks, folder, written)
+            manifest["files"] = {name: entry for entries in written for name, entry in entries.items()}
             size = sum(draft.layout.size for draft in drafts)
             if drafts and self._in_background(manifest["state"]):
-                drafts = [draft.copied() for draft in drafts]
+                drafts = [draft.copy_to_host() for draft in drafts]
                 self._pending = self._background.submit(self._complete, folder, manifest, drafts)
             elif self.accelerator.is_main_process:
                 self._complete(folder, manifest, drafts)
         self.accelerator.wait_for_everyone()
-        size += sum(entry["bytes"] for part in written for entry in part.values())
+        size += sum(entry["bytes"] for entries in written for entry in entries.values())
         return int(broadcast_object_list([size])[0])
 
     def _write(
         self, folder: Path, metrics: StepMetrics
     ) -> tuple[dict[str, Any], list[dict[str, dict[str, Any]]], list[Draft]]:
-        """(the manifest, the entries of what each process has written, what this one has yet to write)."""
+        """(the manifest, by rank the entries of the files it has written, the files that this rank has yet to
+        write)."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
-        if rank in (0, self._far.get(rank)):
-            folders.begin(folder)
+        if rank in (0, self._remote_ranks.get(rank)):
+            folders.create_empty(folder)
         accelerator.wait_for_everyone()
         state = self.live()
         manifest = self._manifest(state, metrics)
         drafts: list[Draft] = []
         entries: dict[str, dict[str, Any]] = {}
-        if state.strategy_files == "deepspeed":
-            engine: Any = self.model  # writes its own files, with `latest`, which its own tools read
+        if state.file_format == "deepspeed":
+            engine: Any = self.model  # writes `latest` too, for DeepSpeed's tools
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
             engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
-            drafts = drafts_of(state, set(manifest["excluded"]), rank)
-        if state.strategy_files == "slices":
+            drafts = make_drafts(state, set(manifest["excluded"]), rank)
+        if state.file_format == "slices":
             entries = {draft.name: write(draft, folder) for draft in drafts}
             drafts = []
         write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
@@ -143,17 +142,17 @@ class Checkpoints:
         return manifest, gather_object([entries]), drafts
 
     def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:
-        """Writes the rest, on rank 0; from then on the checkpoint counts."""
+        """Writes the remaining files and the manifest, on rank 0."""
         with _writing(folder):
             manifest["files"] |= {draft.name: write(draft, folder) for draft in drafts}
             folders.publish(folder, manifest)
-        folders.point(self.path, "last", folder)
+        folders.set_link(self.path, "last", folder)
         if manifest["step"] == manifest["best"]["step"]:
-            folders.point(self.path, "best", folder)
+            folders.set_link(self.path, "best", folder)
         folders.prune(self.path, self.settings.keep_checkpoints)
 
-    def _in_background(self, strategy_files: str) -> bool:
-        return self.settings.checkpoint_in_background and strategy_files == "whole"
+    def _in_background(self, file_format: str) -> bool:
+        return self.settings.checkpoint_in_background and file_format == "whole"
 
     def _write_model_folder(self, folder: Path) -> None:
         """Config and tokenizer, for a conversion."""
@@ -161,7 +160,7 @@ class Checkpoints:
         config: Any = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):  # a user's model class may have none
             config.save_pretrained(folder)
-        if getattr(config, "is_encoder_decoder", False):  # how long its texts are, and how they are searched for
+        if getattr(config, "is_encoder_decoder", False):  # the lengths and the beam search of generated texts
             module.generation_config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if lora_config(module):
@@ -169,7 +168,7 @@ class Checkpoints:
 
     def _manifest(self, state: LiveState, metrics: StepMetrics) -> dict[str, Any]:
         steps, accelerator = self.steps, self.accelerator
-        frozen = {n: list(whole_shape(p)) for n, p in state.module.named_parameters() if not p.requires_grad}
+        frozen = {n: list(full_shape(p)) for n, p in state.module.named_parameters() if not p.requires_grad}
         with_adapter = lora_config(state.module) is not None
         epoch, position = divmod(metrics.step, steps.schedule.steps_per_epoch)
         return {
@@ -177,9 +176,9 @@ class Checkpoints:
             "step": metrics.step,
             "epoch": epoch,
             "position": position,
-            "saved_at": folders.later_than_all(self.path),
+            "saved_at": folders.next_save_time(self.path),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
-            "state": state.strategy_files,
+            "state": state.file_format,
             "strategy": state.strategy,
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
@@ -187,7 +186,7 @@ class Checkpoints:
             "optimizer": optimizer_facts(state),
             "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
-            # an adapter's base weights are not trained, large, and lie where they came from
+            # LoRA's base weights are large and unchanged
             "excluded": frozen if with_adapter else {},
             "base_model": self.facts["settings"].get("model_name_or_path"),
             "seeds": {"seed": self.settings.seed},
@@ -200,7 +199,7 @@ class Checkpoints:
         }
 
     def _flush_log(self) -> dict[str, int]:
-        """Flushes the run's own files to the disk before a checkpoint counts. Returns how many lines each has."""
+        """Flushes the run's log files to the disk before the checkpoint is complete. Returns their numbers of lines."""
         config, *lines = (self.path.with_name(name) for name in ("config.json", "metrics.jsonl", "eval.jsonl"))
         files = [path for path in (config, *lines) if path.is_file()]
         for path in files:
@@ -208,51 +207,49 @@ class Checkpoints:
         flush_path(self.path.parent)
         return {path.name: path.read_bytes().count(b"\n") if path in files else 0 for path in lines}
 
-    def point_best(self) -> None:
-        """Points `best` to the checkpoint of the best step, where there is one."""
+    def set_best_link(self) -> None:
+        """Points the link `best` to the checkpoint of the best step."""
         if self.accelerator.is_main_process:
-            folders.point_best(self.path, self.best.step)
+            folders.set_best_link(self.path, self.best.step)
 
     def notes(self) -> list[str]:
-        """Settings without effect, and where checkpoints lie: a line each. Raises UserError, at the start and not at
-        the first save, where this strategy's state cannot be saved."""
+        """Lines for the log: settings without effect, the size of checkpoints, nodes without a shared disk. Raises
+        UserError where this strategy's state cannot be saved: at the start, not at the first save."""
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
         state, lines = self.live(), []
-        if self.settings.checkpoint_in_background and not self._in_background(state.strategy_files):
+        if self.settings.checkpoint_in_background and not self._in_background(state.file_format):
             lines = [
-                f"--checkpoint_in_background is for one process or data parallel, and this is {state.strategy}: "
-                "training waits for saves"
+                f"--checkpoint_in_background works with one process or DDP only, and this is {state.strategy}: "
+                "training waits for each save"
             ]
         lines.append(self._size_note(state))
         hosts: list[str] = gather_object([socket.gethostname()])
-        if far := list(dict.fromkeys(hosts[rank] for rank in self._far)):
+        if others := list(dict.fromkeys(hosts[rank] for rank in self._remote_ranks)):
             lines.append(
-                f"{hosts[0]} and {', '.join(far)} do not share {self.path}: checkpoints lie whole on {hosts[0]}, and "
-                "what other machines write or read of them is sent over the network"
+                f"{hosts[0]} and {', '.join(others)} do not share {self.path}: checkpoints are stored on {hosts[0]}, "
+                "and other machines send and receive them over the network"
             )
         return lines
 
     def _size_note(self, state: LiveState) -> str:
-        """Compares what checkpoints will take with the free disk of rank 0."""
-        there, free = broadcast_object_list(
-            [folders.disk_usage(self.path) if self.accelerator.is_main_process else None]
-        )[0]
+        """Compares the disk space that checkpoints need with what is free on rank 0's disk."""
+        usage = folders.disk_usage(self.path) if self.accelerator.is_main_process else None
+        existing, free = broadcast_object_list([usage])[0]
         trained, frozen = (
-            sum(math.prod(whole_shape(each)) for each in state.module.parameters() if each.requires_grad is trains)
+            sum(math.prod(full_shape(each)) for each in state.module.parameters() if each.requires_grad is trains)
             for trains in (True, False)
         )
         frozen = 0 if lora_config(state.module) else frozen
-        size = there[0] if there else 12 * trained + 4 * frozen  # the weights, and AdamW's two moments
-        if not there and state.strategy_files == "deepspeed":  # which saves the weights in the computing precision, too
+        size = existing[0] if existing else 12 * trained + 4 * frozen  # the weights, and AdamW's two moments
+        if not existing and state.file_format == "deepspeed":  # also saves the weights in the dtype of computation
             size += next(state.module.parameters()).element_size() * (trained + frozen)
         # the newest ones, the best one, and the next before the oldest is removed
         most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
-        return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(there))
+        return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(existing))
 
     def wait(self) -> None:
-        """Waits until the checkpoint that is written in the background is on the disk. Raises UserError where it cannot
-        be."""
+        """Waits for a checkpoint in the background. Raises UserError where it cannot be written."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -260,13 +257,13 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where a checkpoint cannot be written, after removing what there is of it."""
-    state = (
-        "those before it are untouched. Make room (is the disk full?), or keep fewer (--keep_checkpoints), and start "
+    """Raises UserError where a checkpoint cannot be written, after removing the incomplete one."""
+    remedy = (
+        "earlier checkpoints are untouched. Free some space (is the disk full?) or lower --keep_checkpoints, and run "
         "the same command again"
     )
     try:
-        with explain_write_errors(folder, state):
+        with explain_write_errors(folder, remedy):
             yield
     except UserError:
         shutil.rmtree(folder, ignore_errors=True)

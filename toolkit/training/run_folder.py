@@ -27,13 +27,13 @@ _FILES = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "mo
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The opened folder of a run."""
+    """A run's folder, opened."""
 
     path: Path
     origin: Origin
     """The checkpoints from which the run may resume."""
     lock: FileLock | None = None
-    """On the main process, for as long as this object lives: two runs in one folder would undo each other."""
+    """Of the main process, held while this object exists, against a second run in the same folder."""
 
     @property
     def model(self) -> Path:
@@ -43,9 +43,9 @@ class RunFolder:
 def open_run_folder(
     accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
 ) -> RunFolder:
-    """Opens `--output_dir`; all processes call this. `facts`: what a checkpoint must have in common with this run.
+    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`.
 
-    Raises UserError where the folder holds a run that is not to be resumed, or cannot be.
+    Raises UserError where the folder holds a run that `--resume` excludes, or that cannot be resumed.
     """
     folder, fault = None, ""
     if accelerator.is_main_process:
@@ -60,40 +60,38 @@ def open_run_folder(
 
 
 def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any]) -> RunFolder:
-    """The run's folder, created and locked, on the main process. Raises UserError."""
+    """Creates and locks the run's folder, on the main process. Raises UserError."""
     if restarts.max_restarts() and not settings.checkpoint_every:
-        raise UserError(
-            "--max_restarts resumes from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
-        )
-    started = launch_request().get("started")  # by our own launcher, before all attempts
+        raise UserError("--max_restarts resumes from checkpoints: pass --checkpoint_every STEPS")
+    started = launch_request().get("started")  # set by our launcher before the first attempt
     if restarts.max_restarts() and not settings.output_dir and not started:
         raise UserError("torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
     if not settings.output_dir and not restarts.attempt():
-        path = _unused(path)
-    if restarts.attempt() and complete(path / "checkpoints"):  # of the previous attempt, whatever --resume says
+        path = _unused_path(path)
+    if restarts.attempt() and complete(path / "checkpoints"):  # of the previous attempt, despite --resume no
         settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")
     lock = _lock(path)
     for name in _FILES:
-        if not (path / name).is_dir():  # a folder may lie on another disk
+        if not (path / name).is_dir():  # a folder may be a link to another disk
             refuse_link_out(path / name, path)
     content = [name for name in _FILES if (path / name).exists()]
     if content == ["config.json"] and "identity" in _config_of(path):
-        content = []  # of a run that failed before its first step: nothing of it is lost
+        content = []  # a run failed before its first step
     moves_aside = bool(content) and settings.overwrite_output_dir
-    # a checkpoint inside a folder that is moved aside is still found
+    # --resume may name a checkpoint in the folder that is moved aside
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
     origin = choose_origin(resume, path / "checkpoints", facts)
-    if content and not moves_aside and not _continues(path, settings, origin, facts):
-        raise UserError(_why_refused(path, content, settings.resume, origin))
+    if content and not moves_aside and not _can_continue(path, settings, origin, facts):
+        raise UserError(_refusal(path, content, settings.resume, origin))
     try:
         if moves_aside:
-            aside = _unused(path.with_name(f"{path.name}.old-{stamp}"))
+            aside = _unused_path(path.with_name(f"{path.name}.old-{stamp}"))
             path.rename(aside)
-            origin = origin.within(path, aside)
+            origin = origin.moved(path, aside)
         path.mkdir(parents=True, exist_ok=True)
         if lock is None or moves_aside:
             lock = _lock(path)
@@ -107,7 +105,7 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
 
 
 def _lock(path: Path) -> FileLock | None:
-    """A lock on an existing folder, or None. Raises UserError where a running process holds it."""
+    """Locks the folder, if it exists. Raises UserError where another process has locked it."""
     if not path.is_dir():
         return None
     lock = FileLock(path / ".lock", timeout=0)
@@ -120,12 +118,12 @@ def _lock(path: Path) -> FileLock | None:
             f"--output_dir {path}: another run is writing to it{holder}: choose another folder, or stop that run first"
         ) from None
     except (OSError, NotImplementedError):
-        return None  # a file system without locks; one that cannot be written is reported by `create_run_folder`
+        return None  # a file system without locks; `create_run_folder` reports one that is read-only
     return lock
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """The sections of config.json of the run that is in the folder; none where it cannot be read."""
+    """The sections of the config.json in the folder; none where it cannot be read."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -133,31 +131,31 @@ def _config_of(path: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if isinstance(value, dict)} if isinstance(config, dict) else {}
 
 
-def _why_refused(path: Path, content: list[str], resume: str, origin: Origin) -> str:
+def _refusal(path: Path, content: list[str], resume: str, origin: Origin) -> str:
     start = f"--output_dir {path} already holds a run ({', '.join(content)})"
-    aside = "choose another folder, or pass --overwrite_output_dir to move that run aside"
+    aside = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
     if resume == "no" and complete(path / "checkpoints"):
         return f"{start} with checkpoints: drop --resume no to continue from them, {aside}"
     if origin.skipped:
         return f"{start} with no intact checkpoint: {'; '.join(origin.skipped)}. Repair one, {aside}"
     if origin.candidates:
-        return f"{start} and --resume names none of its checkpoints: {aside}"
+        return f"{start}, and --resume names none of its checkpoints: {aside}"
     return f"{start} without a checkpoint: {aside}"
 
 
-def _continues(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
-    """Whether the run in this folder continues: from a checkpoint of its own, or from the beginning where it ended
-    before its first one was complete."""
+def _can_continue(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
+    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 where it has none yet."""
     if origin.candidates:
         return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
         return False
     if complete(path / "checkpoints"):
-        return False  # a damaged one, which somebody may want to repair
+        return False  # a damaged one, which the user may repair
     before = _config_of(path)
     return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
 
 
-def _unused(path: Path) -> Path:
+def _unused_path(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`, ..."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())

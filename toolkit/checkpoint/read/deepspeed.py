@@ -20,7 +20,14 @@ from typing import Any
 
 from toolkit.checkpoint.read.torch_archive import TorchArchive, open_torch_archive
 from toolkit.checkpoint.read.unpickle import Tensor
-from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, incomplete, join_shards, mixed_saves
+from toolkit.checkpoint.tensor_index import (
+    CheckpointReader,
+    Scalar,
+    TensorIndex,
+    join_shards,
+    missing_files,
+    mixed_saves,
+)
 from toolkit.errors import UserError, listing
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -189,7 +196,7 @@ def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[s
     lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
     if lines:
         processes = f"{max(counts.values())} processes saved it"
-        raise incomplete(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")
+        raise missing_files(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")
 
 
 def _check_same(files: Collection[TorchArchive], key: str) -> None:

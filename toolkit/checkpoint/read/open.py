@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.checksums import crc32_combine
-from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, read_manifest, step_number
+from toolkit.checkpoint.folder import (
+    MANIFEST,
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    complete,
+    find_fault,
+    read_manifest,
+    step_number,
+)
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
 from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
 from toolkit.checkpoint.safetensors_header import read_header
@@ -37,7 +45,6 @@ _EXPECTED = (
 )
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # what Trainer and accelerate put beside one
-_WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 _ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 _DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
 
@@ -168,15 +175,15 @@ def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     Raises UserError where a file is missing, damaged, or of another size than in the manifest.
     """
     manifest = read_manifest(folder)
-    if fault := fault_of(folder):
+    if fault := find_fault(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
     state, world, model = manifest.get("state"), manifest.get("world"), folder / "model"
     slices = sorted(folder.glob("slices-rank-*.safetensors"))
     if state == "deepspeed" and (tag := find_tag_folder(folder)):
         reader = open_deepspeed(path, tag)
     elif state == "whole":
-        files = [folder / _WEIGHTS, folder / _OPTIMIZER]
-        reader = _open_ours(path, [file for file in files if file.name == _WEIGHTS or file.is_file()], manifest)
+        files = [folder / WEIGHTS_FILE, folder / OPTIMIZER_FILE]
+        reader = _open_ours(path, [file for file in files if file.name == WEIGHTS_FILE or file.is_file()], manifest)
     elif state == "slices" and len(slices) == world:
         reader = _open_ours(path, slices, manifest)
     else:
@@ -209,7 +216,7 @@ def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> Ch
             scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
         for name, tensor in header.tensors.items():
             key, _, parameter = name.partition(".")
-            if file.name == _WEIGHTS:
+            if file.name == WEIGHTS_FILE:
                 key, parameter = "buffer" if name in (manifest.get("buffers") or ()) else "weight", name
             place = places.get(name, {"shape": () if places else tensor.shape, "start": 0})
             shape, others = tuple(map(int, place["shape"])), shards[key, parameter]

@@ -23,7 +23,7 @@ from toolkit.checkpoint.lora import live_name
 from toolkit.checkpoint.read.torch_archive import open_torch_archive
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.safetensors_header import read_header
-from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, incomplete, join_shards
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, join_shards, missing_files
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
@@ -230,7 +230,7 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
         key = index.state["fqn"], tuple(index.state.get("offset") or ())
         chunks[key] = folder / name, info.state["offset"], info.state["length"]
     if missing := sorted({file for file, _, _ in chunks.values() if not file.is_file()}):
-        raise incomplete(folder, f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing")
+        raise missing_files(folder, f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing")
     return chunks
 
 
