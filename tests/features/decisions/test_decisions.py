@@ -1,4 +1,4 @@
-"""Tuned decisions in whole runs: the same under every launch, kept with the model, followed by whatever reads it."""
+"""Tuned decisions in whole runs: equal under every launch, saved with the model, applied by all that loads it."""
 
 from __future__ import annotations
 
@@ -34,24 +34,21 @@ def jobs(folder: Path, model: Path, reviews: Path) -> list[list[Any]]:
     table[:70].to_csv(folder / "train.csv", index=False)
     table[70:].to_csv(folder / "test.csv", index=False)
     several = write_rows(folder / "several.jsonl", "multi-label")
-    found = []
-    for name, settings in JOBS.items():
-        data = ["--train_file", several] if name == "several" else ["--train_file", folder / "train.csv"]
-        data += [] if name == "several" else ["--test_file", folder / "test.csv"]
-        found.append(["recipes.cls", "--model_name_or_path", model, *data, *COMMON, *settings, "--output_dir",
-                      folder / name])  # fmt: skip
-    return found
+    two = ["--train_file", folder / "train.csv", "--test_file", folder / "test.csv"]
+    return [
+        ["recipes.cls", "--model_name_or_path", model, *(["--train_file", several] if name == "several" else two),
+         *COMMON, *settings, "--output_dir", folder / name]
+        for name, settings in JOBS.items()
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> dict[str, Path]:
-    """The folder of each way; under two processes each job is typed a second time, when it has finished."""
+    """Way -> folder of its runs; under two processes each finished job is started a second time."""
     root = tmp_path_factory.mktemp("decisions")
-    found = {}
-    for way, again in (("single", 1), ("ddp x2", 2)):
-        folder = found[way] = root / way
-        run_jobs(root / f"{way} jobs", WAYS[way], again * jobs(folder, tiny_model, reviews), pages=True)
-    return found
+    for way, times in (("single", 1), ("ddp x2", 2)):
+        run_jobs(root / f"{way} jobs", WAYS[way], times * jobs(root / way, tiny_model, reviews), pages=True)
+    return {way: root / way for way in ("single", "ddp x2")}
 
 
 def saved(run: Path) -> dict[str, Any]:
@@ -68,35 +65,34 @@ def test_the_same_under_every_launch_and_when_resumed_at_the_end(name: str, runs
     assert saved(two)["step"] == saved(one)["step"]
     mine, theirs = (lines_of(run / "predictions.jsonl") for run in (two, one))
     assert [line["prediction"] for line in mine] == [line["prediction"] for line in theirs]
-    for step in ("loss", "accuracy", "f1_macro"):
-        assert lines_of(two / "eval.jsonl")[-1][step] == pytest.approx(lines_of(one / "eval.jsonl")[-1][step], rel=1e-5)
+    last, expected = (lines_of(run / "eval.jsonl")[-1] for run in (two, one))
+    for name in ("loss", "accuracy", "f1_macro"):
+        assert last[name] == pytest.approx(expected[name], rel=1e-5)
 
 
 @pytest.mark.multiprocess
-def test_the_test_rows_are_judged_with_and_without(runs: dict[str, Path]) -> None:
+def test_the_test_rows_are_evaluated_with_and_without_decisions(runs: dict[str, Path]) -> None:
     run, plain = runs["single"] / "two", runs["single"] / "plain"
     last, without = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, plain))
     assert (last["split"], last["num_samples"]) == ("test", 141)
     assert "decisions" not in without
     assert not (plain / "model" / "decisions.json").exists()
-    found = last.pop("decisions")
+    effect = last.pop("decisions")
+    before, after = effect["before"], effect["after"]
     assert last["loss"] == without["loss"]
-    assert found["before"] | without == without | {name: found["before"][name] for name in ("ece", "brier", "bins")}
-    assert {name: last[name] for name in ("accuracy", "f1_macro")} == {
-        name: found["after"][name] for name in ("accuracy", "f1_macro")
-    }
+    assert before | without == without | {name: before[name] for name in ("ece", "brier", "bins")}
+    assert [last[name] for name in ("accuracy", "f1_macro")] == [after[name] for name in ("accuracy", "f1_macro")]
     lines, names = lines_of(run / "predictions.jsonl"), ("neg", "pos")
     chances = np.array([line["probabilities"] for line in lines])
-    guess = np.where(chances[:, 0] > found["thresholds"]["neg"], 0, 1)
-    right = np.array([names[place] == line["label"] for place, line in zip(guess, lines, strict=True)])
-    assert last["accuracy"] == pytest.approx(right.mean())
+    guess = np.where(chances[:, 0] > effect["thresholds"]["neg"], 0, 1)
+    correct = np.array([names[c] == line["label"] for c, line in zip(guess, lines, strict=True)])
+    assert last["accuracy"] == pytest.approx(correct.mean())
     sure = chances[np.arange(141), guess] >= 0.55
-    assert [line["prediction"] for line in lines] == [
-        names[place] if known else None for place, known in zip(guess, sure, strict=True)
-    ]
-    assert 0 < found["answered"] == sure.sum() < 141
-    assert found["accuracy_of_answered"] == pytest.approx(right[sure].mean())
-    assert sum(count for count, _, _ in found["after"]["bins"]) == 141
+    expected = [names[c] if is_sure else None for c, is_sure in zip(guess, sure, strict=True)]
+    assert [line["prediction"] for line in lines] == expected
+    assert 0 < effect["answered"] == sure.sum() < 141
+    assert effect["accuracy_of_answered"] == pytest.approx(correct[sure].mean())
+    assert sum(count for count, _, _ in after["bins"]) == 141
     for page in ("report.html", "model/README.md"):
         text = " ".join((run / page).read_text().split())
         assert f"below 0.55, none is given: {sure.sum()} of 141 are answered" in text
@@ -106,51 +102,47 @@ def test_the_test_rows_are_judged_with_and_without(runs: dict[str, Path]) -> Non
 
 
 @pytest.mark.multiprocess
-def test_whatever_reads_the_model_follows_it(runs: dict[str, Path], tmp_path: Path, no_launcher: None) -> None:
+def test_all_that_loads_the_model_applies_decisions(runs: dict[str, Path], tmp_path: Path, no_launcher: None) -> None:
     root = runs["ddp x2"]
     run, rows = root / "two", pd.read_csv(root / "test.csv")
-    known = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
-    assert None in known
+    expected = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
+    assert None in expected
     start(["toolkit", "predict", run / "model", root / "test.csv", "--output", tmp_path / "out.csv"]).succeeded()
     written = pd.read_csv(tmp_path / "out.csv")["prediction"]
-    assert [None if pd.isna(cell) else cell for cell in written] == known
-    found = toolkit.predict(run / "model", rows["text"])
-    assert [line["prediction"] for line in found] == known
+    assert [None if pd.isna(cell) else cell for cell in written] == expected
+    assert [line["prediction"] for line in toolkit.predict(run / "model", rows["text"])] == expected
     numbers, last = toolkit.evaluate(run / "model", rows["text"], rows["label"]), lines_of(run / "eval.jsonl")[-1]
     assert numbers["accuracy"] == pytest.approx(last["accuracy"])
-    # a conversion keeps the file of the same weights, and of no others
-    for name, there in (("best", True), ("model", True), ("step-00000004", saved(run)["step"] == 4)):
+    # a conversion copies decisions.json only if it was tuned on the converted weights
+    for name, has_file in (("best", True), ("model", True), ("step-00000004", saved(run)["step"] == 4)):
         source = run / "model" if name == "model" else run / "checkpoints" / name
         toolkit.convert(source, tmp_path / name)
         labels = labels_of(load_config(toolkit.settings(model_name_or_path=str(tmp_path / name)).model))
-        assert (saved_decisions(str(tmp_path / name), labels) is None) is not there
+        assert (saved_decisions(str(tmp_path / name), labels) is None) is not has_file
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["two", "several"])
-def test_evaluate_judges_a_file_as_the_run_judged_it(
-    name: str, runs: dict[str, Path], tmp_path: Path, no_launcher: None
-) -> None:
-    """The same numbers and predictions, in two processes too, whose rows do not divide by two."""
+def test_evaluate_agrees_with_the_run(name: str, runs: dict[str, Path], tmp_path: Path, no_launcher: None) -> None:
+    """The same metrics and predictions, also in two processes with an odd number of rows."""
     run = runs["single"] / name
     if name == "two":
         rows = run.parent / "test.csv"
-    else:  # the run held some rows back: those
+    else:  # the validation rows
         every = (run.parent / "several.jsonl").read_text().splitlines()
         rows = tmp_path / "rows.jsonl"
         rows.write_text("\n".join(every[line["id"]] for line in lines_of(run / "predictions.jsonl")))
-    last, mine = lines_of(run / "eval.jsonl")[-1], lines_of(run / "predictions.jsonl")
+    last = lines_of(run / "eval.jsonl")[-1]
     for way in ("single", "ddp x2"):
         out = tmp_path / way
         start(["toolkit", "evaluate", run / "model", rows, "--output_dir", out, *WAYS[way]]).succeeded()
-        found, theirs = lines_of(out / "eval.jsonl"), lines_of(out / "predictions.jsonl")
-        assert len(found) == 1
-        assert found[0]["num_samples"] == last["num_samples"]
-        for metric in ("accuracy", "f1_macro"):
-            assert found[0][metric] == pytest.approx(last[metric])
-        for own, other in zip(mine, theirs, strict=True):
-            assert (own["label"], own["prediction"]) == (other["label"], other["prediction"])
-        assert f"on the {len(mine)} samples of {rows.name}" in (out / "report.html").read_text()
+        (numbers,) = lines_of(out / "eval.jsonl")
+        for metric in ("num_samples", "accuracy", "f1_macro"):
+            assert numbers[metric] == pytest.approx(last[metric])
+        mine, theirs = ([(line["label"], line["prediction"]) for line in lines_of(folder / "predictions.jsonl")]
+                        for folder in (out, run))  # fmt: skip
+        assert mine == theirs
+        assert f"on the {last['num_samples']} samples of {rows.name}" in (out / "report.html").read_text()
     assert start(["toolkit", "evaluate", run / "model", rows, "--output_dir", out]).code == 1
     (out / "mine.txt").touch()
     again = start(["toolkit", "evaluate", run / "model", rows, "--output_dir", out, "--overwrite"])
@@ -159,38 +151,31 @@ def test_evaluate_judges_a_file_as_the_run_judged_it(
 
 
 @pytest.mark.multiprocess
-def test_a_run_is_set_beside_baselines(runs: dict[str, Path]) -> None:
+def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:
     for name in JOBS:
         run = runs["ddp x2"] / name
-        found, last = json.loads((run / "baselines.json").read_text()), lines_of(run / "eval.jsonl")[-1]
-        models = found["models"]
+        baselines, last = json.loads((run / "baselines.json").read_text()), lines_of(run / "eval.jsonl")[-1]
+        models, samples = baselines["models"], json.loads((run / "config.json").read_text())["data"]["samples"]
         assert list(models) == ["largest class", "tf-idf + logistic regression", "this model"]
-        assert (
-            found["train"]
-            == found["trained_on"]
-            == json.loads((run / "config.json").read_text())["data"]["samples"]["train"]
-        )
+        assert baselines["train"] == baselines["trained_on"] == samples["train"]
         for metric in ("accuracy", "f1_macro"):
             assert models["this model"][metric]["value"] == pytest.approx(last[metric])
-            for own in models.values():
-                assert own[metric]["low"] <= own[metric]["value"] <= own[metric]["high"]
+            for model in models.values():
+                assert model[metric]["low"] <= model[metric]["value"] <= model[metric]["high"]
         assert "tf-idf + logistic regression" in (run / "report.html").read_text()
 
 
 @pytest.mark.multiprocess
-def test_a_finished_run_is_tuned_otherwise_by_the_same_command(
-    runs: dict[str, Path], tiny_model: Path, reviews: Path
-) -> None:
+def test_a_finished_run_is_tuned_again_with_other_settings(runs: dict[str, Path], tiny_model: Path) -> None:
     folder = runs["ddp x2"]
-    *plain, where, _ = next(job[1:] for job in jobs(folder / "more", tiny_model, reviews) if job[-1].name == "two")
-    plain = [str(word).replace(str(folder / "more"), str(folder)) for word in plain]
-    weights = (folder / "two" / "model" / "model.safetensors").read_bytes()
-    plain[plain.index("cost=1:4")] = "f1"
-    said = train(*plain, where, folder / "two")
-    assert "thresholds from the validation rows: neg 0." in said
-    assert saved(folder / "two")["asked"]["tune_thresholds"] == "f1"
-    assert (folder / "two" / "model" / "model.safetensors").read_bytes() == weights
-    start_of = plain.index("--tune_thresholds")
-    train(*plain[:start_of], where, folder / "two")
-    assert not (folder / "two" / "model" / "decisions.json").exists()
-    assert None not in [line["prediction"] for line in lines_of(folder / "two" / "predictions.jsonl")]
+    run = folder / "two"
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    command = ["--model_name_or_path", tiny_model, "--train_file", folder / "train.csv", "--test_file",
+               folder / "test.csv", *COMMON, "--output_dir", run]  # fmt: skip
+    screen = train(*command, *JOBS["two"], "--tune_thresholds", "f1")
+    assert "thresholds from the validation rows: neg 0." in screen
+    assert saved(run)["asked"]["tune_thresholds"] == "f1"
+    assert (run / "model" / "model.safetensors").read_bytes() == weights
+    train(*command)
+    assert not (run / "model" / "decisions.json").exists()
+    assert None not in [line["prediction"] for line in lines_of(run / "predictions.jsonl")]

@@ -1,4 +1,4 @@
-"""Thresholds, temperature and abstaining, by hand and by brute force; decisions.json as it is read."""
+"""Thresholds, temperature and abstention against brute force and by hand; reading decisions.json."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from toolkit.features.decisions.decisions import (
     Decisions,
     best_threshold,
     best_thresholds,
+    calibration_error,
     check,
     coverage,
+    fit_temperature,
     saved_decisions,
-    temperature_of,
-    truthfulness,
     tune,
 )
 from toolkit.features.decisions.settings import DecisionSettings
@@ -34,15 +34,15 @@ SEVERAL = Labels("multi_label_classification", ("x", "y", "z"), ("label",))
 NUMBER = Labels("regression", ("score",), ("score",))
 
 
-def worth(criterion: str, truth: np.ndarray, guess: np.ndarray) -> float:
+def value(criterion: str, truth: np.ndarray, guess: np.ndarray) -> float:
     hits, alarms, misses = (truth & guess).sum(), (~truth & guess).sum(), (truth & ~guess).sum()
     if criterion == "f1":
         return float(2 * hits / (2 * hits + alarms + misses))
     if criterion.startswith("cost"):
-        of_alarm, of_miss = map(float, criterion[5:].split(":"))
-        return float(-(of_alarm * alarms + of_miss * misses))
-    found = hits / truth.sum() >= float(criterion.partition("=")[2])
-    return float(hits / max(hits + alarms, 1)) if found else -1.0
+        alarm_cost, miss_cost = map(float, criterion[5:].split(":"))
+        return float(-(alarm_cost * alarms + miss_cost * misses))
+    enough = hits / truth.sum() >= float(criterion.partition("=")[2])
+    return float(hits / max(hits + alarms, 1)) if enough else -1.0
 
 
 @pytest.mark.parametrize(
@@ -52,60 +52,58 @@ def test_no_threshold_is_better(criterion: str) -> None:
     generator = np.random.default_rng(3)
     truth = generator.random(200) < 0.3
     chances = np.round(np.clip(generator.normal(0.3 + 0.3 * truth, 0.2), 0.01, 0.99), 2)  # with many ties
-    found = best_threshold(truth, chances, criterion)
-    every = [worth(criterion, truth, chances > threshold) for threshold in np.arange(-0.005, 1, 0.01)]
-    assert worth(criterion, truth, chances > found) == max(every)
-    assert worth(criterion, truth, chances > 0.5) < max(every)
+    tuned = best_threshold(truth, chances, criterion)
+    best = max(value(criterion, truth, chances > threshold) for threshold in np.arange(-0.005, 1, 0.01))
+    assert value(criterion, truth, chances > tuned) == best
+    assert value(criterion, truth, chances > 0.5) < best
     assert best_threshold(np.zeros(9, bool), np.linspace(0.1, 0.9, 9), criterion) == 0.5
 
 
-def test_a_temperature_is_found_again_and_mends_the_error() -> None:
+def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
     generator = np.random.default_rng(4)
-    true = generator.normal(0, 1.5, (4000, 3))
-    chances = np.exp(true) / np.exp(true).sum(axis=1, keepdims=True)
-    truth = np.array([generator.choice(3, p=row) for row in chances])
-    sure = (3 * true).astype(np.float32)
-    assert temperature_of(sure, truth) == pytest.approx(3, rel=0.05)
-    several = (generator.random(true.shape) < 1 / (1 + np.exp(-true))).astype(np.float32)
-    assert temperature_of(sure, several) == pytest.approx(3, rel=0.05)
-    for labels, labelled in ((THREE, truth), (SEVERAL, several)):
-        before = truthfulness(Decisions(labels).probabilities(sure), labelled)
-        after = truthfulness(Decisions(labels, 3.0).probabilities(sure), labelled)
+    scores = generator.normal(0, 1.5, (4000, 3))
+    chances = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    one = np.array([generator.choice(3, p=row) for row in chances])
+    several = (generator.random(scores.shape) < 1 / (1 + np.exp(-scores))).astype(np.float32)
+    logits = (3 * scores).astype(np.float32)
+    for labels, truth in ((THREE, one), (SEVERAL, several)):
+        assert fit_temperature(logits, truth) == pytest.approx(3, rel=0.05)
+        before = calibration_error(Decisions(labels).probabilities(logits), truth)
+        after = calibration_error(Decisions(labels, 3.0).probabilities(logits), truth)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
         assert after["brier"] < before["brier"]
 
 
-def test_probabilities_that_say_nothing_are_told_of() -> None:
+def test_the_highest_temperature_is_a_warning() -> None:
     logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
     rows = np.arange(len(truth))
     split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    found, said = tune(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
-    assert found.temperature > 19
-    assert ["say next to nothing" in line for line in said] == [True]
+    tuned, notes = tune(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
+    assert tuned.temperature > 19
+    assert ["temperature 20" in line for line in notes] == [True]
 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:
-    found = truthfulness(np.array([[0.9, 0.1], [0.2, 0.8], [0.84, 0.16]]), np.array([0, 0, 0]))
-    assert found["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)  # 0.8 and 0.84 share a bin of 1/15
-    assert found["brier"] == pytest.approx((0.02 + 1.28 + 2 * 0.16**2) / 3)
-    assert found["bins"] == [[2, pytest.approx(0.82), 0.5], [1, pytest.approx(0.9), 1.0]]
+    error = calibration_error(np.array([[0.9, 0.1], [0.2, 0.8], [0.84, 0.16]]), np.array([0, 0, 0]))
+    assert error["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)  # 0.8 and 0.84 share a bin of 1/15
+    assert error["brier"] == pytest.approx((0.02 + 1.28 + 2 * 0.16**2) / 3)
+    assert error["bins"] == [[2, pytest.approx(0.82), 0.5], [1, pytest.approx(0.9), 1.0]]
     points = coverage(np.array([0.9, 0.6, 0.8, 0.7]), np.array([True, False, True, False]))
     assert points == [[1.0, 0.5, 0.6], [0.75, pytest.approx(2 / 3), 0.7], [0.5, 1.0, 0.8], [0.25, 1.0, 0.9]]
 
 
-def test_answers_follow_what_metrics_are_made_of() -> None:
+def test_answers_follow_the_thresholds() -> None:
     logits = np.random.default_rng(5).normal(0, 2, (500, 2)).astype(np.float32)
     decisions = Decisions(TWO, 1.7, {"pos": 0.3}, 0.6)
     chances, guess = decisions.probabilities(logits), decisions.adjusted(logits).argmax(axis=1)
     assert (guess == (chances[:, 1] > 0.3)).all()
-    for place, line in enumerate(decisions.answers(logits)):
-        sure = chances[place, guess[place]] >= 0.6
-        assert line["prediction"] == (TWO.names[guess[place]] if sure else None)
+    expected = [TWO.names[c] if row[c] >= 0.6 else None for c, row in zip(guess, chances, strict=True)]
+    assert [line["prediction"] for line in decisions.answers(logits)] == expected
     logits = np.random.default_rng(6).normal(0, 2, (500, 3)).astype(np.float32)
     decisions = Decisions(SEVERAL, 0.8, {"x": 0.9, "z": 0.1})
-    given = [line["prediction"] for line in decisions.answers(logits)]
-    expected = decisions.probabilities(logits) > np.array([0.9, 0.5, 0.1])
-    assert given == [[name for name, there in zip("xyz", row, strict=True) if there] for row in expected]
+    above = decisions.probabilities(logits) > np.array([0.9, 0.5, 0.1])
+    several = [[name for name, is_above in zip("xyz", row, strict=True) if is_above] for row in above]
+    assert [line["prediction"] for line in decisions.answers(logits)] == several
 
 
 def written(folder: Path, **changed: Any) -> str:
@@ -121,22 +119,23 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
     truth = generator.choice(4, 600, p=[0.7, 0.2, 0.07, 0.03])
     logits = generator.normal(size=(600, 4)) + 1.2 * np.eye(4)[truth] + np.log([0.7, 0.2, 0.07, 0.03])
     labels = Labels("single_label_classification", ("a", "b", "c", "d"), ("label",))
-    found = dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
-    tuned_guess = Decisions(labels, thresholds=found).adjusted(logits.astype(np.float32)).argmax(axis=1)
-    before = f1_score(truth, logits.argmax(axis=1), average="macro")
-    best = f1_score(truth, tuned_guess, average="macro")
-    assert best > before + 0.05
-    for name in labels.names:  # no class's threshold alone brings more
+    tuned = dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
+
+    def f1(thresholds: dict[str, float]) -> float:
+        guess = Decisions(labels, thresholds=thresholds).adjusted(logits.astype(np.float32)).argmax(axis=1)
+        return float(f1_score(truth, guess, average="macro"))
+
+    best = f1(tuned)
+    assert best > f1({}) + 0.05
+    for name in labels.names:  # no change of a single threshold is better
         for odds in np.geomspace(1e-3, 1e3, 200):
-            tried = Decisions(labels, thresholds=found | {name: odds / (1 + odds)})
-            guess = tried.adjusted(logits.astype(np.float32)).argmax(axis=1)
-            assert f1_score(truth, guess, average="macro") <= best + 1e-6
+            assert f1(tuned | {name: odds / (1 + odds)}) <= best + 1e-6
     alike = Decisions(labels, thresholds=dict.fromkeys(labels.names, 0.2))
     assert (alike.adjusted(logits).argmax(axis=1) == logits.argmax(axis=1)).all()
-    assert (best_thresholds(truth % 3, np.zeros((600, 4))) > 0).all()  # nothing to go by
+    assert (best_thresholds(truth % 3, np.zeros((600, 4))) > 0).all()
 
 
-def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
+def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
     assert saved_decisions(str(tmp_path), TWO) is None
     assert saved_decisions(written(tmp_path), TWO) == Decisions(TWO, 2.0, {"pos": 0.3})
     assert saved_decisions(written(tmp_path, abstain_below=0.75), TWO).abstain_below == 0.75
@@ -144,7 +143,7 @@ def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"temperature": 0}, "temperature is 0 and should be a number from 0.05 to 20"),
         ({"temperature": 1e-300}, "temperature is 1e-300 and"),  # whose answers were nan
@@ -153,41 +152,43 @@ def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
         ({"temperature": "hot"}, 'temperature is "hot" and'),
         ({"thresholds": {"pos": 1.5}}, "thresholds is "),
         ({"thresholds": [0.5]}, "thresholds is "),
-        ({"thresholds": {"good": 0.5}}, "thresholds name good, and the labels are neg, pos"),
-        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "thresholds are for classes, and for one of two"),
-        ({"labels": ["bad", "good"]}, "is of a model with other labels than neg, pos"),
+        ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
+        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
+        ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
         ({"labels": "pos"}, "labels is "),
         ({"abstain_below": True}, "abstain_below is true"),
     ],
 )
-def test_a_damaged_file_is_refused(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
-    refusal(saved_decisions, written(tmp_path, **changed), TWO, says=["decisions.json", told])
+def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refusal(saved_decisions, written(tmp_path, **changed), TWO, says=["decisions.json", message])
 
 
 @pytest.mark.parametrize(
-    ("asked", "labels", "told"),
+    ("settings", "labels", "message"),
     [
-        ({"tune_thresholds": "cost=1:5"}, THREE, "these are 3 classes: for them there is --tune_thresholds f1"),
+        ({"tune_thresholds": "cost=1:5"}, THREE, "with 3 classes use --tune_thresholds f1"),
         ({"tune_thresholds": "f1", "positive_class": "a"}, THREE, "name one of two classes"),
-        ({"tune_thresholds": "f1"}, NUMBER, "which have no probabilities"),
+        ({"tune_thresholds": "f1"}, NUMBER, "regression"),
         ({"tune_thresholds": "f1", "positive_class": "poss"}, TWO, "did you mean pos"),
         ({"tune_thresholds": "f1", "positive_class": "x"}, SEVERAL, "name one of two classes"),
-        ({"calibrate": True}, NUMBER, "which have no probabilities"),
-        ({"abstain_below": 0.7}, SEVERAL, "a set of labels has no one probability"),
+        ({"calibrate": True}, NUMBER, "regression"),
+        ({"abstain_below": 0.7}, SEVERAL, "several labels per text"),
     ],
 )
-def test_what_labels_cannot_have_is_refused(asked: dict[str, Any], labels: Labels, told: str) -> None:
-    refusal(check, DecisionSettings(**asked), labels, says=[list(asked)[-1], told])
+def test_settings_that_do_not_fit_the_labels_are_refused(
+    settings: dict[str, Any], labels: Labels, message: str
+) -> None:
+    refusal(check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
 
 
-def test_the_hub_is_not_asked_for_what_its_cache_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_model_needs_no_request_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(decisions_module, "hf_hub_download", None)  # which would fail
     for name, folder in (("without", ".no_exist"), ("with", "snapshots")):
-        kept = tmp_path / f"models--nobody--{name}"
-        for place in (kept / "refs", kept / "snapshots" / "abc", kept / folder / "abc"):
+        cache = tmp_path / f"models--nobody--{name}"
+        for place in (cache / "refs", cache / "snapshots" / "abc", cache / folder / "abc"):
             place.mkdir(parents=True, exist_ok=True)
-        (kept / "refs" / "main").write_text("abc")
-        written(kept / folder / "abc")
+        (cache / "refs" / "main").write_text("abc")
+        written(cache / folder / "abc")
     assert saved_decisions("nobody/without", TWO) is None
     assert saved_decisions("nobody/with", TWO) == Decisions(TWO, 2.0, {"pos": 0.3})

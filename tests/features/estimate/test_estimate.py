@@ -1,4 +1,4 @@
-"""toolkit/training/estimate.py and `toolkit estimate`: memory counted before it is taken, and the batch that fits."""
+"""toolkit/training/estimate.py and `toolkit estimate`: estimated memory, and the micro-batch size that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 
-from tests.runs import lines_of, train
+from tests.runs import WAYS, lines_of, train
 from tests.splits import of_lengths
 from toolkit import cli
 from toolkit.config import TrainingSettings
@@ -67,7 +67,7 @@ def test_half_precision_frozen_layers_and_recomputation_take_less(model: Any) ->
 
 
 def sharded(model: Any, settings: TrainingSettings, device: str = "cuda", **zero: Any) -> dict[str, Memory]:
-    """Of each strategy, on 4 processes in bf16."""
+    """Strategy -> memory of each of 4 processes in bf16."""
     section = {"reduce_bucket_size": 1000, "overlap_comm": True, **zero}
     return {name: memory_of(name, 4, model, settings, section, "bf16", 7, device) for name in STRATEGIES}
 
@@ -80,11 +80,11 @@ def test_what_the_strategies_shard(model: Any) -> None:
     assert memory["zero1"] == Memory(2 * total, 2 * total, 3 * total, 6000, 7)
     assert memory["zero2"] == Memory(2 * total, total, 3 * total, 6000, 7)
     assert memory["zero2_offload"] == Memory(2 * total, 0, 0, 6000, 7)
-    assert memory["zero3"] == Memory(total / 2, total / 2, 3 * total, 2 * total, 7)  # gathered weights in a step
+    assert memory["zero3"] == Memory(total / 2, total / 2, 3 * total, 2 * total, 7)  # gathered weights
     assert memory["zero3_offload"] == Memory(0, 0, 0, 2 * total, 7)
     assert sharded(model, coarse, "cpu")["zero3_offload"] == memory["zero3"]
     assert memory["fsdp2"].weights == total
-    assert memory["fsdp2"].gradients == 5 * total  # its shard, and whole ones until the last micro-batch
+    assert memory["fsdp2"].gradients == 5 * total  # a shard, and unsharded ones until the last micro-batch
     assert sharded(model, coarse, stage3_max_reuse_distance=total)["zero3"].buffers == 0
 
 
@@ -95,7 +95,7 @@ def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: 
     assert memory["zero2"] == Memory(4 * total, total, 3 * total, 12000, 7)
     assert memory["zero3"] == Memory(total, total, 2 * total, 4 * total, 7)
     assert memory["fsdp2"].weights == memory["fsdp2"].gradients == total
-    for each, gradients in ((None, 5 * total), (True, total)):  # with accumulation, whole ones until the last
+    for each, gradients in ((None, 5 * total), (True, total)):  # accumulated unsharded
         memory = sharded(model, TrainingSettings(per_device_batch_size=4, sync_each_batch=each))
         assert memory["zero2"].gradients == memory["zero3"].gradients == gradients
 
@@ -106,7 +106,7 @@ def fit(model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch
     return fit_batch_size(Accelerator(cpu=True), model, of_lengths(LENGTHS), tokenizer, TrainingSettings(**settings))
 
 
-def test_auto_takes_what_fits_and_leaves_the_global_batch(
+def test_auto_takes_what_fits_and_keeps_the_global_batch(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [fit(model, tokenizer, megabytes * 10**6, monkeypatch) for megabytes in (8, 16, 1000)]
@@ -117,25 +117,28 @@ def test_auto_takes_what_fits_and_leaves_the_global_batch(
     schedules = [make_schedule(each, of_lengths(LENGTHS), 1) for each in settings]
     assert [schedule.accumulation for schedule in schedules] == [-(-50 // size) for size in sizes]
     assert {schedule.total_steps for schedule in schedules} == {schedules[0].total_steps}
-    # tokens limit the micro-batch already: no more samples need fit
+    # limited by max_tokens_per_batch
     assert fit(model, tokenizer, 8 * 10**6, monkeypatch, max_tokens_per_batch=131).micro_batch_size == 50
     with pytest.raises(UserError, match=r"not even one text of 131 tokens fits .*--gradient_checkpointing true"):
         fit(model, tokenizer, 10**5, monkeypatch)
 
 
-def test_a_number_stays_and_an_auto_that_nobody_resolves_is_told(tokenizer: Any) -> None:
+def test_a_number_is_kept_and_an_unresolved_auto_is_an_error(tokenizer: Any) -> None:
     settings = TrainingSettings(per_device_batch_size=3)
     assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings
     with pytest.raises(UserError, match="auto: this recipe does not find out what fits"):
         make_schedule(TrainingSettings(per_device_batch_size="auto"), of_lengths(LENGTHS), 1)
 
 
-def test_a_run_with_auto(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize("way", ["single", *(
+    pytest.param(way, marks=[pytest.mark.slow, pytest.mark.multiprocess])
+    for way in ("ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"))])  # fmt: skip
+def test_a_run_with_auto(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    size, run = 20 if way == "single" else 10, tmp_path / "run"
     screen = train("--model_name_or_path", tiny_model, "--train_file", reviews, "--per_device_batch_size", "auto",
-                      "--global_batch_size", 20, "--max_steps", 2, "--output_dir", run)  # fmt: skip
-    assert "--per_device_batch_size auto: 20 (" in screen
-    assert json.loads((run / "config.json").read_text())["data"]["micro_batch_size"] == 20
+                   "--global_batch_size", 20, "--max_steps", 1, "--output_dir", run, *WAYS[way])  # fmt: skip
+    assert f"--per_device_batch_size auto: {size} (" in screen
+    assert json.loads((run / "config.json").read_text())["data"]["micro_batch_size"] == size
     lines = lines_of(run / "metrics.jsonl")
     assert all(0 <= line["padding"] < 1 and "mfu" not in line for line in lines)
     assert re.search(r"training: \d+\.\d% of all tokens were padding\n", screen)
@@ -154,13 +157,3 @@ def test_the_command(
     rows = {line.split()[0]: line for line in screen.splitlines() if line}
     assert set(STRATEGIES) < set(rows)
     assert all(rows[name].endswith("yes") for name in STRATEGIES)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_auto_under_every_strategy(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    train("--model_name_or_path", tiny_model, "--train_file", reviews, "--per_device_batch_size", "auto",
-          "--global_batch_size", 20, "--max_steps", 1, "--output_dir", tmp_path / "run",
-          "--config_file", f"accelerate_configs/{way}.yaml")  # fmt: skip
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["micro_batch_size"] == 10

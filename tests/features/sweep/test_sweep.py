@@ -1,4 +1,4 @@
-"""`toolkit sweep`: real runs, continued where it was stopped, pruned where they are worse, and compared."""
+"""`toolkit sweep`: trials run, are pruned, compared, and continued after a stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.features.sweep import command as sweep
 
-# A recipe without a model: its metric is 1 / x, it takes its time, and it goes on from where it was stopped.
+Sweep = Callable[..., str]
+# A recipe without a model: its metric is 1 / x; it sleeps in each step, and resumes.
 RECIPE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -65,8 +66,8 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def swept(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a sweep of `recipe` in this process: what it printed."""
+def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Sweep:
+    """Sweeps `recipe` in this process; returns what it printed."""
 
     def run(*words: Any) -> str:
         arguments = ["sweep", str(recipe), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
@@ -80,54 +81,50 @@ def swept(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
     return run
 
 
-def test_a_range_is_searched_and_the_same_command_repeats_nothing(swept: Callable[..., str], tmp_path: Path) -> None:
+def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Sweep, tmp_path: Path) -> None:
     words = ("--search", "x=0.5:8:log", "--trials", 3, "--takes", 0)
-    first = swept(*words)
-    values = {folder.name: 1 / lines_of(folder / "metrics.jsonl")[0]["loss"]
-              for folder in sorted((tmp_path / "sweep").glob("trial-*")) if folder.is_dir()}  # fmt: skip
-    assert list(values) == ["trial-000", "trial-001", "trial-002"]
-    assert len(set(values.values())) == 3
-    assert f"best settings: x={1 / max(values.values()):.4g}" in first
+    first = run_sweep(*words)
+    values = [lines_of(tmp_path / f"sweep/trial-00{number}/metrics.jsonl")[0]["loss"] for number in range(3)]
+    assert len(set(values)) == 3
+    assert f"best settings: x={min(values):.4g}" in first
     assert "best by f1_macro first" in first
-    again = swept(*words)
+    again = run_sweep(*words)
     assert "trial-000: x" not in again
     assert first.endswith(again.lstrip())
-    more = swept(*words[:2], "--trials", 4, "--takes", 0)
+    more = run_sweep(*words[:2], "--trials", 4, "--takes", 0)
     assert "trial-003: x" in more
     assert len({lines_of(path)[0]["loss"] for path in (tmp_path / "sweep").glob("*/metrics.jsonl")}) == 4
-    with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep writes to it"):
-        swept(*words)
+    with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep is writing"):
+        run_sweep(*words)
     with pytest.raises(UserError, match="holds a sweep with another search"):
-        swept("--search", "x=0.5:9:log", "--takes", 0)
+        run_sweep("--search", "x=0.5:9:log", "--takes", 0)
 
 
-def test_a_list_is_tried_whole_and_a_failed_run_is_recorded(swept: Callable[..., str], tmp_path: Path) -> None:
+def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(run_sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
-    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # it had begun
-    printed = swept("--search", "x=4,2,1", "--fails", 2)
+    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed in an earlier sweep
+    printed = run_sweep("--search", "x=4,2,1", "--fails", 2)
     assert "trial-001: x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
     assert "best settings: x=1\n" in printed
 
 
-def test_a_run_without_a_first_step_ends_the_sweep(swept: Callable[..., str]) -> None:
+def test_a_run_without_a_first_step_ends_the_sweep(run_sweep: Sweep) -> None:
     with pytest.raises(UserError, match=r"first step trial-000 failed: there is no file n.csv \(.*000.log\)"):
-        swept("--search", "x=4,2", "--nowhere", "n.csv")
+        run_sweep("--search", "x=4,2", "--nowhere", "n.csv")
 
 
 @pytest.mark.parametrize(("values", "others"), [("2,2.0,2e0", "trial-001, trial-002"), ("4,2,2.0", "trial-002")])
-def test_trials_that_are_as_good_as_the_best_are_named(values: str, others: str, swept: Callable[..., str]) -> None:
-    printed = swept("--search", f"x={values}", "--takes", 0)
+def test_trials_equal_to_the_best_are_listed(values: str, others: str, run_sweep: Sweep) -> None:
+    printed = run_sweep("--search", f"x={values}", "--takes", 0)
     assert "best settings: x=2\n" in printed
     assert f"as good: {others}\n" in printed
 
 
-def test_a_trial_below_the_median_is_pruned(
-    swept: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
-    printed = swept("--search", "x=1,2,3,4,50", "--takes", 0.4)
+    printed = run_sweep("--search", "x=1,2,3,4,50", "--takes", 0.4)
     assert "trial-004: x=50\n  pruned after step" in printed
-    assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]  # as an ordinary stop
+    assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]
     assert len(lines_of(tmp_path / "sweep/trial-004/metrics.jsonl")) < 4
     assert not any(line.startswith("trial-004 ") for line in printed.split("best settings")[1].splitlines())
 
@@ -136,8 +133,8 @@ def test_a_trial_below_the_median_is_pruned(
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_stopped_sweep_continues_the_run_it_was_in(
-    number: int, code: int, recipe: Path, tmp_path: Path, swept: Callable[..., str]
+def test_a_stopped_sweep_continues_its_unfinished_run(
+    number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep
 ) -> None:
     words = ["--search", "x=4,2,1", "--takes", "0.4"]
     run = tmp_path / "sweep" / "trial-001"
@@ -149,16 +146,16 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     assert done.code == code, done.err
     until = time.monotonic() + 20
     while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
-        time.sleep(0.05)  # the child of a killed sweep gets a stop signal, too
+        time.sleep(0.05)  # the child of a killed sweep gets a stop signal
     steps = len(lines_of(run / "metrics.jsonl"))
     assert 0 < steps < 4
-    again = swept(*words)
+    again = run_sweep(*words)
     assert "trial-000" not in again.split("best settings")[0]
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert "best settings: x=1\n" in again
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("words", "expected"), [
     (["--search", "learnin_rate=1e-5:1e-4"], "--learnin_rate (did you mean learning_rate?)"),
     (["--search", "learning_rate=1e-4:1e-5"], "learning_rate=1e-4:1e-5: "),
     (["--search", "learning_rate=0:1e-5:log"], "log"),
@@ -174,11 +171,11 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     (["--seeds", "0"], "--seeds 0: give 1 or more"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
-def test_faults_are_named_before_anything_runs(words: list[str], message: str, tmp_path: Path) -> None:
+def test_faults_are_named_before_anything_runs(words: list[str], expected: str, tmp_path: Path) -> None:
     options, rest = cli.build_parser().parse_known_args(
         ["sweep", str(ROOT / "recipes" / "cls.py"), "--output_dir", str(tmp_path / "s"), *words]
     )
-    refusal(sweep.run, options, rest, says=[message])
+    refusal(sweep.run, options, rest, says=[expected])
     assert not (tmp_path / "s").exists()
 
 

@@ -1,1 +1,1 @@
-"""Thresholds, temperature and answers held back."""
+"""Thresholds, temperature and abstention."""

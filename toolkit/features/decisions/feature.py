@@ -1,4 +1,4 @@
-"""Thresholds, a temperature, no answer where the model is not sure: the hooks."""
+"""`--tune_thresholds`, `--calibrate`, `--abstain_below`: the hooks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from toolkit.utils.features import Feature, PagePart
 
 
 class DecisionsFeature(Feature):
-    """Decisions, tuned on the validation rows by the best model."""
+    """Decisions, tuned on the validation rows with the best model."""
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"decisions": DecisionSettings} if issubclass(settings_class, TaskSettings) else {}
 
     def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
         if values.get("positive_class") is not None and values.get("tune_thresholds") is None:
-            yield "--positive_class is given without --tune_thresholds, which it is for"
+            yield "--positive_class needs --tune_thresholds"
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         decisions = section_in(settings, DecisionSettings)

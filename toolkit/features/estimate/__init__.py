@@ -1,1 +1,1 @@
-"""What a job takes of the memory."""
+"""Estimates the memory of a job."""

@@ -1,4 +1,4 @@
-"""`toolkit estimate`: the memory that a job takes on each process, by strategy."""
+"""`toolkit estimate`: the memory of a job on each process, by strategy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ from toolkit.utils.units import size_text
 
 
 def run(settings: Any, processes: int) -> None:
-    """Prints the memory of each process by strategy."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     precision, usable = _precision(settings, device), usable_memory(device, processes)
-    of_feature = first(feature.untrained_model(settings) for feature in features())
-    model, lengths = of_feature or load_untrained_classifier(settings)
+    other_model = first(feature.untrained_model(settings) for feature in features())
+    model, lengths = other_model or load_untrained_classifier(settings)
     training, length = settings.training, lengths["input_ids"]
     samples, limit = -(-training.global_batch_size // processes), training.per_device_batch_size
     samples = micro_batch_size(training, samples if limit == "auto" else min(samples, limit), length)
@@ -57,6 +56,7 @@ def by_strategy(
     model: torch.nn.Module, training: TrainingSettings, processes: int, shapes: Mapping[str, tuple[int, ...]],
     device: str, precision: str,
 ) -> dict[str, Memory]:  # fmt: skip
+    """`shapes`: name of an input -> shape in a micro-batch."""
     casts = {uses_autocast(strategy, training) for strategy in STRATEGIES}
     activations = {cast: count_activations(model, shapes, device, precision, cast) for cast in casts}
     return {
@@ -67,14 +67,13 @@ def by_strategy(
 
 
 def load_untrained_classifier(settings: Any) -> tuple[Any, dict[str, int]]:
-    """(a classifier, the tokens of a text in each of its inputs). The size of a head of few classes does not matter.
-    Raises UserError for the settings of another recipe."""
+    """(a classifier, name of an input -> tokens of a sample in it). Raises UserError for settings of another recipe."""
     if not isinstance(settings, TaskSettings):
-        raise UserError("toolkit estimate does not know the model of this recipe: name cls, bigbird or title")
+        raise UserError("toolkit estimate cannot build the model of this recipe: name cls, bigbird or title")
     is_long, pretrained = isinstance(settings, LongTaskSettings), settings.model
     pretrained = long_model(pretrained, settings.data.max_length) if is_long else pretrained
     length = choose_max_length(settings.data.max_length, load_tokenizer(pretrained), load_config(pretrained))
-    labels: Any = SimpleNamespace(names=("a", "b"), problem_type="single_label_classification")
+    labels: Any = SimpleNamespace(names=("a", "b"), problem_type="single_label_classification")  # the head is small
     return load_classifier(pretrained, labels, settings.training.seed), {"input_ids": length}
 
 
@@ -86,7 +85,7 @@ def _precision(settings: Any, device: str) -> str:
 
 
 def _zero_section(strategy: str) -> dict[str, Any]:
-    """`zero_optimization` of the shipped DeepSpeed config; empty for other strategies."""
+    """`zero_optimization` of ds_configs/STRATEGY.json; empty for other strategies."""
     if not strategy.startswith("zero"):
         return {}
     config = json.loads((templates() / "ds_configs" / f"{strategy}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`toolkit estimate`: what a job would take of each process's memory."""
+"""`toolkit estimate`: arguments and command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.utils.files import templates
 
 
 def _run(arguments: list[str]) -> None:
-    """Of a recipe (`bigbird` or recipes/bigbird.py, and its settings), or of a model for recipes/cls.py."""
+    """`toolkit estimate bigbird ...`, `recipes/bigbird.py ...` or `MODEL ...` (then recipes/cls.py)."""
     task = "cls"
     if begins_with_name(arguments):
         name = arguments.pop(0)
@@ -25,8 +25,8 @@ def _run(arguments: list[str]) -> None:
     parser.add_argument("--num_processes", type=int, default=2)
     options, arguments = parser.parse_known_args(arguments)
     description = (
-        "Takes a recipe's name or a model's, and the settings of a recipe; prints what a run takes of the memory of "
-        "each of --num_processes N processes [2] under every strategy. Trains nothing."
+        "Takes the name of a recipe or a model, and the recipe's settings; prints the memory of each of "
+        "--num_processes N processes [2] under every strategy. Trains nothing."
     )
     settings = settings_of_recipe(task, arguments, "estimate", description)
     if settings.model.model_name_or_path is None:
@@ -37,6 +37,4 @@ def _run(arguments: list[str]) -> None:
     run(settings, options.num_processes)
 
 
-FEATURE = Feature(
-    Command("estimate", "the memory that a job takes on each process, by strategy", _run, relaunches=False)
-)
+FEATURE = Feature(Command("estimate", "the memory of a job on each process, by strategy", _run, relaunches=False))

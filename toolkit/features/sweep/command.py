@@ -1,7 +1,4 @@
-"""`toolkit sweep RECIPE`: real runs of a recipe with settings that are searched for, several seeds, or several configs.
-
-Each run is the recipe in a process of its own, started as a user would start it.
-"""
+"""`toolkit sweep RECIPE`: searches for settings, or runs several seeds or configs; each run is a child process."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ from toolkit.utils.log import logger
 _TRIALS = 20
 _POLL_SECONDS = 1.0
 _STUDY = "study.journal"
-_NEVER_PRUNED = 4
-"""The first trials, which the later ones are compared with."""
+_STARTUP_TRIALS = 4
+"""Trials before the first one that may be pruned."""
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
-    """`words` are the recipe's arguments. Raises UserError."""
+    """`words`: the recipe's arguments. Raises UserError."""
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
     sweep = Sweep(options.recipe, words, folder)
     for name, value in (("trials", options.trials), ("seeds", options.seeds)):
@@ -45,26 +42,26 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     if options.search:
         require_extra("--search", "sweep", "optuna")
     space = dict(sweep.distribution(text) for text in options.search)
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, _raise_exit)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             study = sweep.search(space, options.search, options.trials) if space else None
             best = study.best_params if study else {}
-            first = 1 if study and "seed" not in space else 0  # the search has run the first seed
+            first = 1 if study and "seed" not in space else 0  # the search ran the first seed
             for seed in range(sweep.seed + first, sweep.seed + (options.seeds or 0)):
                 sweep.run_recipe(folder / f"seed-{seed}", {**best, "seed": seed})
             for config in filter(None, (options.configs or "").split(",")):
                 sweep.run_recipe(folder / Path(config).stem, best, ["--config_file", config])
     except Timeout:
-        raise UserError(f"{folder}: another sweep writes to it: name another --output_dir, or stop that one") from None
+        raise UserError(f"another sweep is writing to {folder}: name another --output_dir, or stop that one") from None
     except (KeyboardInterrupt, SystemExit):
         logger.info(f"stopped: the same command continues in {folder}")
         raise
     sweep.print_report(study)
 
 
-def _exit(number: int, frame: object) -> NoReturn:
+def _raise_exit(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
@@ -72,26 +69,26 @@ class Sweep:
     """The runs of one folder."""
 
     def __init__(self, recipe: str, words: Sequence[str], folder: Path) -> None:
-        """Raises UserError for a recipe that does not exist, and settings that it does not have."""
+        """Raises UserError for a missing recipe or an unknown setting."""
         if not Path(recipe).is_file() or Path(recipe).suffix != ".py":
-            raise UserError(f"there is no recipe {recipe}: name recipes/cls.py, say")
+            raise UserError(f"there is no recipe {recipe}: name recipes/cls.py, for example")
         self.recipe, self.words, self.folder = recipe, list(words), folder
         self.runs: list[Path] = []
         self.settings = self._parse([])
         self.seed = int(self.settings.get("seed", 42))
-        # every run is evaluated on the same rows
-        seeded = self.settings and self.settings["data_seed"] is None and not self.settings["validation_file"]
-        self.data_seed = ["--data_seed", str(self.seed)] if seeded else []
+        # the same validation rows in every run
+        by_seed = self.settings and self.settings["data_seed"] is None and not self.settings["validation_file"]
+        self.data_seed = ["--data_seed", str(self.seed)] if by_seed else []
 
-    def _parse(self, more: Sequence[str]) -> dict[str, Any]:
-        """All settings of a recipe of ours; others check their own. Raises UserError."""
+    def _parse(self, extra: Sequence[str]) -> dict[str, Any]:
+        """Checked settings of a shipped recipe; {} for others, which check their own. Raises UserError."""
         from toolkit import config
 
         task = Path(self.recipe).stem
         if task not in config.tasks():
             return {}
         demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
-        arguments = [*split(self.words)[1], *more]
+        arguments = [*split(self.words)[1], *extra]
         parsed: Any = config.parse(config.tasks()[task], arguments, demo if demo.is_file() else None)
         return config.flat(parsed)
 
@@ -105,10 +102,10 @@ class Sweep:
         choices, (low, *high) = values.split(","), values.split(":")
         try:
             if name == "output_dir":
-                raise ValueError("each run has a folder of its own")
+                raise ValueError("each run needs another folder")
             if name in LOSS_SETTINGS and self.settings.get("metric_for_best_model") in ("loss", "eval_loss"):
-                raise ValueError("each value makes the loss another quantity, so the loss cannot choose among them: "
-                                 "pass --metric_for_best_model f1_macro, say")  # fmt: skip
+                raise ValueError("losses under different values cannot be compared: pass another "
+                                 "--metric_for_best_model, for example f1_macro")  # fmt: skip
             if (len(choices) == 1 and not high) or high[1:] not in ([], ["log"]):
                 raise ValueError("write NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C")
             for value in [low, high[0]] if high else choices:
@@ -125,67 +122,60 @@ class Sweep:
         self,
         folder: Path,
         settings: Mapping[str, Any],
-        more: Sequence[str] = (),
+        extra: Sequence[str] = (),
         is_pruned: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Runs the recipe with these settings, where `folder` does not hold the finished run yet: whether it came to
-        its end. A run that is pruned, or whose sweep is stopped, saves a checkpoint. Raises UserError."""
+        """Runs the recipe with these settings, unless `folder` holds the finished run. Returns False if it was pruned.
+        A run that is pruned, or whose sweep is stopped, saves a checkpoint. Raises UserError."""
         self.runs.append(folder)
-        if finished(folder):
+        if is_finished(folder):
             return True
         print(f"{folder.name}: {_text(settings)}", flush=True)
-        # a run that was killed before its first checkpoint begins anew
-        begun = (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/manifest.json"))
-        command = [sys.executable, *self._command(settings, [*more, *self.data_seed]), "--output_dir", str(folder)]
+        command = [sys.executable, *self._command(settings, [*extra, *self.data_seed]), "--output_dir", str(folder)]
+        if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/manifest.json")):
+            command.append("--overwrite_output_dir")  # it was killed before its first checkpoint
         log = folder.with_name(f"{folder.name}.log")
         with log.open("ab") as output:
-            child = Popen(
-                command + ["--overwrite_output_dir"] * begun,
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=STDOUT,
-                start_new_session=True,
-                preexec_fn=stop_with_parent,
-            )
+            child = Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True,
+                          preexec_fn=stop_with_parent)  # fmt: skip
             try:
                 while child.poll() is None and not is_pruned():
                     with contextlib.suppress(TimeoutExpired):
                         child.wait(_POLL_SECONDS)
                 pruned = child.poll() is None
             finally:
-                child.terminate()  # which does nothing where it has ended
+                child.terminate()
                 child.wait()
         if child.returncode and not pruned:
             error = last_error(log.read_text(encoding="utf-8", errors="replace"))
             raise UserError(f"{folder.name} failed: {error} ({log})")
         return not pruned
 
-    def _command(self, settings: Mapping[str, Any], more: Sequence[str] = ()) -> list[str]:
+    def _command(self, settings: Mapping[str, Any], extra: Sequence[str] = ()) -> list[str]:
         options = itertools.chain(*((f"--{name}", str(value)) for name, value in settings.items()))
-        return [self.recipe, *self.words, *more, *options]
+        return [self.recipe, *self.words, *extra, *options]
 
-    def search(self, space: Mapping[str, Any], texts: Sequence[str], most: int | None) -> Any:
-        """The optuna study after so many trials; one that was stopped continues."""
+    def search(self, space: Mapping[str, Any], texts: Sequence[str], num_trials: int | None) -> Any:
+        """The optuna study after `num_trials` trials, those of a stopped sweep included."""
         study = self._open_study(texts)
         if all(hasattr(values, "choices") for values in space.values()):
             grid = list(itertools.product(*(values.choices for values in space.values())))
-            most = min(most or len(grid), len(grid))
+            num_trials = min(num_trials or len(grid), len(grid))
             for choices in grid:
                 study.enqueue_trial(dict(zip(space, choices, strict=True)), skip_if_exists=True)
-        most = most or _TRIALS
         # not study.optimize(), which records a trial that Ctrl-C stops as failed
-        for _ in range(most - sum(trial.state.is_finished() for trial in study.trials)):
+        for _ in range((num_trials or _TRIALS) - sum(trial.state.is_finished() for trial in study.trials)):
             trial = study.ask(dict(space))
             state, value = self._run_trial(study, trial)
             study.tell(trial, value, state)
         complete = _complete(study)
         if not complete:
-            raise UserError(f"no trial came to its end: see {self.folder}/trial-*.log")
+            raise UserError(f"no trial finished: see {self.folder}/trial-*.log")
         self.runs = [self.folder / _name(trial) for trial in complete]
         return study
 
     def _open_study(self, texts: Sequence[str]) -> Any:
-        """Raises UserError for a broken file, and for that of another search."""
+        """Raises UserError for a damaged journal, and for that of another sweep."""
         import optuna
         from optuna.trial import TrialState
 
@@ -194,30 +184,29 @@ class Sweep:
         refuse_link_out(path, self.folder)
         try:
             storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
-            pruner = optuna.pruners.MedianPruner(n_startup_trials=_NEVER_PRUNED)
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=_STARTUP_TRIALS)
             study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", direction="maximize",
                                         load_if_exists=True)  # fmt: skip
-            # with another seed than before it was stopped, or it would draw the same values again
+            # a resumed sampler with the same seed would draw the same values again
             study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
-            for trial in study.get_trials(states=(TrialState.RUNNING,)):  # which the stopped sweep was in: it is next
+            for trial in study.get_trials(states=(TrialState.RUNNING,)):  # stopped with the sweep: run next
                 storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
-        except Exception as error:  # optuna raises many kinds where a line is broken
+        except Exception as error:  # optuna raises many kinds for a damaged line
             raise UserError(
-                f"{path} is no journal of a sweep ({first_line(error)[:200]}): name another --output_dir, or remove it"
+                f"{path} is not a readable journal ({first_line(error)[:200]}): name another --output_dir, or remove it"
             ) from error
         command = {"search": list(texts), "recipe": self.recipe, "settings": self.words}
         earlier = study.user_attrs.get("command", command)
         if changed := [name for name, value in command.items() if earlier.get(name) != value]:
             raise UserError(
                 f"{self.folder} holds a sweep with another {changed[0]}: {json.dumps(earlier.get(changed[0]))}; repeat "
-                "that to continue, or name another --output_dir"
+                "that command to continue it, or name another --output_dir"
             )
         study.set_user_attr("command", command)
         return study
 
     def _run_trial(self, study: Any, trial: Any) -> tuple[Any, float | None]:
-        """(optuna's state of the trial, the best value of its run). Raises UserError for a run without a single step:
-        the next ones would fail, too."""
+        """(optuna's state, the best value). Raises UserError for a run that failed before its first step: all would."""
         from optuna.trial import TrialState
 
         folder = self.folder / _name(trial)
@@ -230,7 +219,7 @@ class Sweep:
             return bool(trial.should_prune())
 
         try:
-            ended = self.run_recipe(folder, trial.params, is_pruned=is_pruned)
+            finished = self.run_recipe(folder, trial.params, is_pruned=is_pruned)
             metric, values = evaluations(folder)
             if not values:
                 raise UserError(f"{folder.name} failed: it was never evaluated")
@@ -240,7 +229,7 @@ class Sweep:
                 raise UserError(f"before its first step {error}") from error
             print(f"  {error}", flush=True)
             return TrialState.FAIL, None
-        if not ended:
+        if not finished:
             print(f"  pruned after step {max(values)}: worse than the median of the others", flush=True)
             return TrialState.PRUNED, None
         value = max(values.values())
@@ -262,7 +251,7 @@ class Sweep:
                 print(f"  as good: {', '.join(as_good)}")
             print()
         print(as_text(comparison))
-        print(f"\nonce more, with the curves: toolkit compare {shlex.quote(str(self.folder))}/*/ --output compare.html")
+        print(f"\nwith curves: toolkit compare {shlex.quote(str(self.folder))}/*/ --output compare.html")
 
 
 def _name(trial: Any) -> str:
@@ -280,8 +269,8 @@ def _complete(study: Any) -> list[Any]:
     return list(study.get_trials(states=(TrialState.COMPLETE,)))
 
 
-def finished(folder: Path) -> bool:
-    """Whether the run in a folder came to its end."""
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder has finished."""
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text("utf-8"))
         return (folder / "report.html").exists() and "stopped" not in config
@@ -289,7 +278,7 @@ def finished(folder: Path) -> bool:
 
 
 def evaluations(folder: Path) -> tuple[str, dict[int, float]]:
-    """(the metric that a run is judged by, its value by step on the validation rows so far); a greater one is better"""
+    """(--metric_for_best_model, step -> its value so far, negated where lower is better)."""
     from toolkit.report.record import Record
 
     if not (folder / "eval.jsonl").exists():

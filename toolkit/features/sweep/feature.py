@@ -29,8 +29,8 @@ FEATURE = Feature(
         "toolkit.features.sweep.command:run",
         _add_arguments,
         usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
-        description="Runs a recipe again and again. Everything else goes to the recipe: its settings, and "
-        "--config_file accelerate_configs/ddp.yaml. The same command continues a sweep that was stopped.",
+        description="Runs a recipe many times. All other options are passed to the recipe, --config_file "
+        "accelerate_configs/ddp.yaml too. The same command continues a sweep that was stopped.",
         relaunches=False,
         passes_rest=True,
     )
