@@ -103,7 +103,7 @@ def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], re
     kill_all(disks.hosts, "b")
     done = disks.finish(started)
     assert done["a"].code, done["a"].err[-3000:]
-    assert "rank 1 on hostB has ended without a word" in done["a"].err
+    assert "rank 1 on hostB exited without an error message" in done["a"].err
     assert disks.steps("a")
     done = disks.finish(disks.recipe(way, *settings))
     assert_done(done)

@@ -191,10 +191,10 @@ def test_a_machine_alone_names_the_missing_one_and_says_what_it_tried(hosts: Two
     command = [*WORKER, *FIRST, *SHORT, "--main_process_port"]
     done = both_within(60, hosts, {"a": [*command, "29600"], "b": [*command, "29700"]})
     first, second = error_of(done["a"]), error_of(done["b"])
-    assert "rank 1 (machine 1) of 2 did not come within 6 s to 10.77.0.1:29600" in first
+    assert "rank 1 (machine 1) of 2 did not connect to 10.77.0.1:29600 within 6 s" in first
     assert "with the same command" in first
     assert "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER" in first
-    assert "rank 1 on hostB found no rank 0 within 6 s" in second
+    assert "rank 1 on hostB could not reach rank 0 within 6 s" in second
     assert "10.77.0.1:29700: the machine answers, but nothing listens on this port" in second
     assert "toolkit doctor --peers 10.77.0.1,10.77.0.2" in second
     fault("the other machine does not come", first)
@@ -213,7 +213,7 @@ def test_two_machines_that_both_say_they_are_the_first(
     claims = {late: {"CLAIMS_LATE": "5"}}
     done = both_within(55, hosts, on_both(*WORKER, *words), claims)  # not the 60 s of a machine that does not come
     for host in ("a", "b"):
-        assert "two processes say that they are rank 0, on host" in error_of(done[host])
+        assert "two processes have rank 0, on host" in error_of(done[host])
         assert "--machine_rank to each machine" in error_of(done[host])
     fault("both machines are started as machine 0", error_of(done["b"]))
 
@@ -272,9 +272,9 @@ def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list
 
 
 BREAKS = {
-    "its rank is killed": ("2node", "rank 1 on hostB has ended without a word"),
-    "the network is silent": ("2node_zero2", "no contact with hostB (rank 1)"),
-    "the cable is pulled": ("2node", "no contact with hostB (rank 1)"),
+    "its rank is killed": ("2node", "rank 1 on hostB exited without an error message"),
+    "the network is silent": ("2node_zero2", "lost the connection to hostB (rank 1)"),
+    "the cable is pulled": ("2node", "lost the connection to hostB (rank 1)"),
 }
 
 
@@ -298,9 +298,9 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
     assert time.monotonic() - broken < 30
     assert expected in error_of(done["a"])
     if "killed" in what:
-        assert "rank 1 on hostB was ended by SIGKILL" in error_of(done["b"])
+        assert "rank 1 on hostB was killed by SIGKILL" in error_of(done["b"])
     else:
-        assert "no contact with hostA (rank 0)" in error_of(done["b"])
+        assert "lost the connection to hostA (rank 0)" in error_of(done["b"])
     again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
     assert "resuming from" in again["a"].succeeded().err
     assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
@@ -320,7 +320,7 @@ def test_a_rank_that_does_not_arrive_is_named(
     stopped = _worker(hosts, "b")
     stopped.send_signal(signal.SIGSTOP)
     words = error_of(started["a"].finish(60))
-    assert "a collective hangs: the others wait for rank 1 on hostB" in words
+    assert "a collective hangs: the other ranks wait for rank 1 on hostB" in words
     assert f"process {stopped.pid} there is stopped or stuck" in words
     stopped.kill()  # as the message says
     started["b"].finish(60)
@@ -342,7 +342,7 @@ def test_the_launchers_continue(
         while "error:" not in (line := started["a"].line("err")):
             assert line
         assert time.monotonic() - killed < 30
-        assert "rank 1 on hostB has ended without a word" in line
+        assert "rank 1 on hostB exited without an error message" in line
     else:
         hosts.silence()
         try:

@@ -83,7 +83,7 @@ def test_one_killed_ends_those_that_wait_for_it_and_exactly_one_line_names_its_r
         ended = started.end(SOON)
     assert codes(ended) == [1, -signal.SIGKILL, 1]
     (line,) = errors(ended)
-    assert f"rank 1 on {HOST} has ended without a word" in line
+    assert f"rank 1 on {HOST} exited without an error message" in line
     assert "killed" in line
     assert "Traceback" not in "".join(one.err for one in ended)
 
@@ -173,7 +173,7 @@ def test_a_run_without_the_detector_leaves_it_to_torch() -> None:
         started.ranks[1].kill()
         ended = started.end(SOON)
     assert codes(ended) == [1, -signal.SIGKILL]
-    assert "lost contact with another process" in ended[0].error_lines[-1]
+    assert "lost the connection to another process" in ended[0].error_lines[-1]
 
 
 @several_processes
@@ -189,7 +189,7 @@ def test_one_that_fails_since_another_was_killed_leaves_it_to_rank_0_to_name_tha
         ended = started.end(SOON)
     assert codes(ended) == [1, -signal.SIGKILL, 1]
     (line,) = of_machine(ended, range(3))
-    assert f"rank 1 on {HOST} has ended without a word" in line
+    assert f"rank 1 on {HOST} exited without an error message" in line
 
 
 # --- a good end

@@ -76,7 +76,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 def test_of_two_machines_each_knows_itself_by_the_first_ones_address(find: Find, own: str, rank: int) -> None:
     machines = find({"main_process_ip": FIRST}, own=[own])
     assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
-    assert FIRST in machines.how
+    assert FIRST in machines.rank_source
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
@@ -85,14 +85,14 @@ def test_of_a_list_each_knows_itself_by_its_own_address(find: Find, own: str, ra
     for given, config in (({"machines": ",".join(listed)}, {}), ({}, {"machines": listed})):
         machines = find(given, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
         assert (machines.rank, machines.addresses) == (rank, tuple(listed))
-        assert own in machines.how
+        assert own in machines.rank_source
 
 
 def test_what_is_not_sure_is_not_guessed(find: Find) -> None:
     """A machine that is not in the list; the other ones of three; a first one whose name nobody knows."""
-    assert "does not know which it is" in refusal(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])
+    assert "cannot tell its rank" in refusal(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])
     assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
-    says = ("does not know which it is", "--machine_rank", "up to 2 on the others", "--machines")
+    says = ("cannot tell its rank", "--machine_rank", "up to 2 on the others", "--machines")
     refusal(find, {"main_process_ip": FIRST}, own=[SECOND], num_machines=3, says=says)
     assert "the name gpu1 cannot be resolved here" in refusal(find, {"main_process_ip": "gpu1"}, own=[SECOND])
 
@@ -112,13 +112,13 @@ def test_what_is_said_goes_before_what_is_found(
 ) -> None:
     machines = find({"main_process_ip": FIRST, **given}, env, own=[SECOND])
     assert machines.rank == rank
-    assert how in machines.how
+    assert how in machines.rank_source
 
 
 def test_an_own_address_goes_before_the_files_machine_rank_which_is_the_same_on_all(find: Find) -> None:
     assert find({"main_process_ip": FIRST}, own=[FIRST], machine_rank=1).rank == 0
     elsewhere = find({"main_process_ip": FIRST}, own=[SECOND], machine_rank=0)
-    assert (elsewhere.rank, "config file" in elsewhere.how) == (0, True)
+    assert (elsewhere.rank, "config file" in elsewhere.rank_source) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_an_own_address_goes_before_the_files_machine_rank_which_is_the_same_on_
 def test_a_machine_rank_out_of_range_says_who_said_so_and_what_there_is(
     find: Find, given: dict[str, str], env: dict[str, str], source: str
 ) -> None:
-    says = (f"number {next(iter({**given, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
+    says = (f"rank {next(iter({**given, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
             "pass --machine_rank 0 on the first and up to 1")  # fmt: skip
     refusal(find, {"main_process_ip": FIRST, **given}, env, says=says)
 
@@ -170,7 +170,7 @@ def test_a_loopback_address_is_refused_but_where_it_is_said_which_machine_this_i
     """For machines that are processes of one, to practise; whoever means others hears that it calls itself."""
     for given, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
                           ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
-        refusal(find, given, **config, says=[f"{address} means each machine itself", "hostname -I"])
+        refusal(find, given, **config, says=[f"{address} is a loopback address", "hostname -I"])
     machines = find({"main_process_ip": address, "machine_rank": "1"})
     assert (machines.first, machines.rank) == (address, 1)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from toolkit.launch.precision import auto_precision, choose_matmul_precision
-from toolkit.launch.world import _launch_of
+from toolkit.launch.world import _parse_launch
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_a_config_that_says_it_is_obeyed(
 def test_what_accelerate_launch_was_given_is_seen(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
-    found = [_launch_of(f"python /bin/accelerate launch --config_file {own} {more} cls.py".split())
+    found = [_parse_launch(f"python /bin/accelerate launch --config_file {own} {more} cls.py".split())
              for more in ("", "--mixed_precision fp16")]  # fmt: skip
     assert [each and each["mixed_precision"] for each in found] == ["bf16", "fp16"]
 

@@ -162,13 +162,13 @@ def test_plan_of_two_machines(path: Path) -> None:
     assert arguments.deepspeed_multinode_launcher == ("standard" if stage else None)  # not pdsh
 
 
-@pytest.mark.parametrize(("now", "says"), [(7, "lack of memory"), (6, "a scheduler")])
+@pytest.mark.parametrize(("now", "says"), [(7, "by the kernel: out of memory"), (6, "a scheduler")])
 def test_a_kill_is_the_systems_where_it_counted_one(
     now: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launcher._kills_for_memory() >= 0
-    monkeypatch.setattr(launcher, "_kills_for_memory", lambda: now)
-    assert launcher._code_of(-9, "rank 3", 6) == 1
+    assert launcher._count_oom_kills() >= 0
+    monkeypatch.setattr(launcher, "_count_oom_kills", lambda: now)
+    assert launcher._report_exit(-9, "rank 3", 6) == 1
     assert says in capsys.readouterr().err
 
 
@@ -342,7 +342,7 @@ def test_accelerate_reads_the_file_without_the_list_of_machines(
     path = config_file(**values, **({"machines": [FIRST, SECOND]} if listed else {}))
     before = path.read_text()
     (tmp_path / "copies").mkdir()
-    handed = launcher._without_ours(path, tmp_path / "copies")
+    handed = launcher._drop_machines(path, tmp_path / "copies")
     assert yaml.safe_load(handed.read_text()) == values
     assert path.read_text() == before
     assert (handed == path) is not listed

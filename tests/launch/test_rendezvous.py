@@ -41,20 +41,21 @@ versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1",
 FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "a rank does not come": (
         {"hosts": "ABC", "seconds": 4, "before": {2: "sys.exit(0)"}}, [1, 1, 0],
-        ["rank 2 of 3 did not come within 4 s", f"{HERE}:PORT", "rank 0 on A", "rank 1 on B", "--rendezvous_timeout"],
+        ["rank 2 of 3 did not connect to", f"{HERE}:PORT within 4 s", "rank 0 on A", "rank 1 on B",
+         "--rendezvous_timeout"],
     ),
     "rank 0 is never there": (
         {"hosts": "B", "seconds": 1, "env": {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}}, [1],
-        ["rank 1 on B found no rank 0 within 1 s", f"{HERE}:PORT", "nothing listens on this port",
+        ["rank 1 on B could not reach rank 0 within 1 s", f"{HERE}:PORT", "nothing listens on this port",
          "toolkit doctor --peers"],
     ),
     "two processes of one rank": (
         {"hosts": "ABC", "env": [{"WORLD_SIZE": "3"}, TWIN, TWIN]}, [1, 1, 1],
-        ["two processes say that they are rank 1, on ", "--machine_rank"],
+        ["two processes have rank 1, on ", "--machine_rank"],
     ),
     "different world sizes": (
         {"hosts": "AB", "env": [{}, {"WORLD_SIZE": "4"}]}, [1, 1],
-        ["rank 0 on A counts 2 processes and rank 1 on B 4", "same number"],
+        ["world size is 2 for rank 0 on A and 4 for rank 1 on B", "--num_processes"],
     ),
     "another version of a library": (
         {"hosts": "AB", "before": {1: NEWER}}, [1, 1],
@@ -234,7 +235,7 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
     peers: Any = [SimpleNamespace(node=node, address=f"to {address}")
                   for node, address in zip(nodes, ["", *(own or [""])], strict=True)]  # fmt: skip
     ranks = SimpleNamespace(address="127.0.0.1", me=peers[0], peers=peers)
-    network.choose_interface(rendezvous._own_address(ranks))  # type: ignore[arg-type]
+    network.choose_interface(rendezvous._node_address(ranks))  # type: ignore[arg-type]
     found = [os.environ.get(name) for name in names]
     assert found == [chosen, f"={chosen}" if chosen and not given else chosen]
 

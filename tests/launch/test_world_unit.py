@@ -16,7 +16,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from toolkit.launch import require_equal, wait_for_all, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import _check_devices, _launch_of, launch_info, requested_processes, verify_world
+from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -48,7 +48,7 @@ def test_what_a_launchers_command_line_asks_for(
 ) -> None:
     """The user's own file counts where nothing is named."""
     monkeypatch.setattr(config_args, "default_config_file", own)
-    found = _launch_of(line.split()) or {}
+    found = _parse_launch(line.split()) or {}
     if own == DDP and "accelerate launch cls.py" in line:
         asked = 2, DDP
     assert (found.get("num_processes"), found.get("source")) == (asked or (None, None))

@@ -1,6 +1,6 @@
 """However a script was started: one verified process group, and one clear line when it fails."""
 
-from toolkit.launch import interrupted  # first: Ctrl-C is answered from here on
+from toolkit.launch import interrupted  # first: it handles Ctrl-C from here on
 
 # isort: split
 from toolkit.launch.exit_state import close_on_failure
@@ -12,7 +12,6 @@ from toolkit.utils import log
 __all__ = [
     "close_on_failure",
     "explain_failures",
-    "interrupted",
     "launch_info",
     "list_machines",
     "log_on_main",

@@ -1,4 +1,4 @@
-"""What a process does as it ends: what it closes, how it reports a failure, its exit code."""
+"""How this process exits: what it closes first, how it reports a failure, its exit code."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ from dataclasses import dataclass
 
 from toolkit.utils.timeouts import call_with_timeout
 
-# A tracker's server may not answer, and an end must not hang on it.
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0  # a tracker's server may not answer
 _closing = threading.Lock()
 
 
 @dataclass
 class ExitState:
-    """Set by a recipe on its way, through the functions of `toolkit.launch`."""
+    """Set through the functions of `toolkit.launch`."""
 
     close: Callable[[], object] | None = None
-    """Of what is open: an end by `os._exit` closes nothing by itself."""
+    """Closes trackers before `os._exit`, which closes nothing."""
     explain: Callable[[Exception], str | None] | None = None
-    """The message for an exception; None for a traceback."""
+    """Returns the message for an exception; None for a traceback."""
     exit_code: int = 0
-    """Where what was to be done is not finished."""
-    again: bool = False
-    """`main` is called once more."""
+    rerun: bool = False
+    """Call `main` again when it returns."""
 
 
-# The process's one: it may end from its main thread, from one of the failure detector or from a signal handler, and
-# nothing can be handed down to all of them.
+# A global: the main thread, the failure detector's threads and signal handlers can each exit the process.
 exit_state = ExitState()
 
 
 def close_on_failure(close: Callable[[], object] | None = None) -> None:
-    """From now on a failure, a peer's death and a second stop signal call `close` before the process ends, and wait for
-    it ten seconds at most. Without it nothing is open any more."""
+    """Registers `close`, to be called (10 s at most) before the process exits on a failure, a peer's death or a second
+    stop signal; None unregisters it."""
     exit_state.close = close
 
 
 def close_resources() -> None:
-    """Two threads may be about to end the process: the second one waits for the first."""
+    """Calls the registered `close` once; a second thread that is about to exit waits for the first."""
     with _closing:
         close, exit_state.close = exit_state.close, None
         if close is not None:

@@ -1,4 +1,4 @@
-"""One clear message from one process when something fails, whichever process meets it first."""
+"""Runs a recipe's `main` and turns a failure into one message from one process, whichever process meets it first."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from toolkit.launch.restarts import stop_launcher
 from toolkit.utils import collector
 from toolkit.utils.log import logger
 
-# A failed process that is not its node's first waits so long before it reports: its launcher ends it before that.
-_SILENCE_SECONDS = 25.0
-# How long a process that is done waits for the others: rank 0 still draws the report.
-LAST_WAIT_SECONDS = 600.0
-_LOST_CONTACT = (
+# A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
+_DUPLICATE_REPORT_SECONDS = 25.0
+# A process that is done waits this long for the others: rank 0 may still draw the report.
+_EXIT_BARRIER_SECONDS = 600.0
+# A rank that lost a connection waits this long for the report of who is gone, longer than a node may not answer.
+_PEER_REPORT_SECONDS = 20.0
+_CONNECTION_ERRORS = (
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -39,39 +41,34 @@ _LOST_CONTACT = (
     "connection was likely closed",
     "timed out waiting",
 )
-# A rank that lost contact waits so long for the report of who is gone: longer than for a node that does not answer.
-_REPORT_SECONDS = 20.0
-
-
-_NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
+_STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
-    """From now on `explain` is called first: it returns the message for an exception, or None for a traceback.
-    Without it no function is: what the last one explains is over."""
+    """Registers a function that returns the message for an exception, or None for a traceback; None unregisters it."""
     exit_state.explain = explain
 
 
 def set_exit_signal(number: int) -> None:
-    """From now on `run` ends with 128 + this signal's number: what was to be done is not finished."""
+    """Makes `run` end with exit code 128 + `number`: a stop signal ended the work early."""
     exit_state.exit_code = 128 + number
 
 
 def request_rerun() -> None:
-    """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
-    exit_state.again = True
+    """Makes `run` call `main` again when it returns, in the same processes: for the next of several models."""
+    exit_state.rerun = True
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Calls it, and again after `request_rerun`, with nothing left of the accelerator but the process group."""
+    """Calls `main`, and again after `request_rerun`; of accelerate's state only the process group stays."""
     while True:
-        exit_state.again = False
+        exit_state.rerun = False
         try:
             main()
         except BaseException:
-            _take_sigterm()  # from here on no step is left that would
+            _stop_deferring_sigterm()
             raise
-        if not exit_state.again:
+        if not exit_state.rerun:
             return
         from accelerate.state import AcceleratorState, GradientState
 
@@ -81,12 +78,13 @@ def _call(main: Callable[[], None]) -> None:
 
 
 def start(name: str) -> None:
-    """First in a script, with its `__name__`: `run` would honour `--config_file` too, after all that is imported."""
+    """Call it first in a script, with its `__name__`: it handles `--config_file` before the heavy imports, `run` after
+    them."""
     if name == "__main__":
         collector.before_imports()
         interrupted.exit_on_sigint()
         if any(re.match("--config[_-]file", word) for word in sys.argv):
-            _report(lambda: relaunch_if_requested(sys.argv))
+            _exit_on_failure(lambda: relaunch_if_requested(sys.argv))
 
 
 def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
@@ -104,58 +102,57 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
             if options.deepspeed_config:
                 os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
         _call(main)
-        _leave_group()
+        _exit_with_others()
 
-    _report(work)
+    _exit_on_failure(work)
 
 
-def _report(work: Callable[[], object]) -> None:
-    """Ends the process with one clear message where `work` fails."""
+def _exit_on_failure(work: Callable[[], object]) -> None:
+    """Ends the process with one clear message if `work` fails."""
     try:
         work()
     except KeyboardInterrupt:
         exit_process("interrupted", INTERRUPTED)
-    except SystemExit as leaving:
-        if not leaving.code:
-            _leave_group()
-        elif failure_detector.current is not None:  # the others would wait for it
-            code = leaving.code if isinstance(leaving.code, int) else 1
-            text = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
+    except SystemExit as error:
+        if not error.code:
+            _exit_with_others()
+        elif failure_detector.current is not None:  # the other ranks would wait for this one
+            code = error.code if isinstance(error.code, int) else 1
+            text = str(error.code) if code is not error.code else f"error: sys.exit({code}) was called"
             exit_process(text, code, text.removeprefix("error: "))
         raise
     except UserError as error:
-        exit_process(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
+        early = not isinstance(error, RendezvousError)
+        exit_process(f"error: {error}", 1, str(error), permanent=True, early=early)
     except Exception as error:
-        if _lost_contact(error) and failure_detector.current is not None:
-            failure_detector.current.wait_for_failure(_REPORT_SECONDS)
+        if _is_connection_error(error) and failure_detector.current is not None:
+            failure_detector.current.wait_for_failure(_PEER_REPORT_SECONDS)
         message = _describe(error)
-        exit_process(
-            message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1]
-        )
+        short = message.removeprefix("error: ").strip().split("\n")[-1]
+        exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short)
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; one line where a message explains it."""
+    """One line where a message explains the error; otherwise a traceback."""
     if explained := exit_state.explain and exit_state.explain(error):
         return f"error: {explained}"
-    if isinstance(error, BrokenPipeError) and _no_reader():
-        return _NO_READER
+    if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        return _STDOUT_CLOSED
     if line := system_error_line(error):
         return f"error: {line}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
-    if _lost_contact(error):
-        return f"{trace}\nerror: lost contact with another process, which has ended or been ended ({first[:200]})"
+    if _is_connection_error(error):
+        return f"{trace}\nerror: lost the connection to another process, which exited or was killed ({first[:200]})"
     return trace
 
 
-def _lost_contact(error: Exception) -> bool:
-    """Of torch with another process. What a tracker or a hub loses is an OSError, or the requests of one process."""
+def _is_connection_error(error: Exception) -> bool:
+    """Whether torch lost a connection to another rank. A tracker or a hub raises an OSError instead."""
     several = isinstance(error, RuntimeError) and _place().world_size > 1
-    return several and any(words in str(error).lower() for words in _LOST_CONTACT)
+    return several and any(words in str(error).lower() for words in _CONNECTION_ERRORS)
 
 
-def _no_reader() -> bool:
-    """Whether it is standard output that nobody reads any more (`| head`)."""
+def _stdout_is_closed() -> bool:
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -164,61 +161,61 @@ def _no_reader() -> bool:
     return False
 
 
-def exit_process(message: str, code: int, short: str = "", final: bool = False, early: bool = False) -> NoReturn:
-    """`short` is what the other nodes report; `final`: it would fail again; `early`: they may not have a report of it.
+def exit_process(message: str, code: int, short: str = "", permanent: bool = False, early: bool = False) -> NoReturn:
+    """Reports a failure and exits with `code`, without cleaning up the broken process group, which could hang.
 
-    There is no cleanup of a broken group: the exit code must reach the launcher at once.
+    `short` is what other nodes report; `permanent`: a restart would fail again; `early`: the rendezvous may not have
+    begun, so that the other nodes have no report yet.
     """
-    _take_sigterm()
-    with contextlib.suppress(ValueError):  # not of the main thread
-        # launchers pass on what their processes have had already
+    _stop_deferring_sigterm()
+    with contextlib.suppress(ValueError):  # not the main thread
+        # launchers forward a SIGINT that this process already got
         signal.signal(signal.SIGINT, signal.SIG_IGN if code == INTERRUPTED else signal.SIG_DFL)
     detector, place = failure_detector.current, _place()
     if detector is not None:
-        detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
+        detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], permanent)
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        time.sleep(_SILENCE_SECONDS)  # all usually fail alike, and the first of each node reports it
-    speaks = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
-    if speaks:
+        time.sleep(_DUPLICATE_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
+    prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
+    if prints:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
         logger.error(f"{who}{message}")
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if speaks and early:
+    if prints and early:
         announce_early_failure(place, short)
     close_resources()
     if detector is not None:
         detector.wait_for_readers()
-        final = detector.forbids_restart(final)
-    if final or (speaks and code == INTERRUPTED):
+        permanent = detector.forbids_restart(permanent)
+    if permanent or (prints and code == INTERRUPTED):
         stop_launcher(code)
     os._exit(code)
 
 
-def _take_sigterm() -> None:
-    """No step is left to finish: the launcher may end this process at once, or once all is closed."""
-    with contextlib.suppress(ValueError):  # not of the main thread
+def _stop_deferring_sigterm() -> None:
+    """No step is left to finish: SIGTERM ends this process, or is ignored until `close_resources` is done."""
+    with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN if exit_state.close else signal.SIG_DFL)
 
 
 def _place() -> Place:
     try:
         return place_of(os.environ)
-    except UserError:  # the launcher's variables are the fault that is being reported
+    except UserError:  # the launcher's variables are the error that is being reported
         return Place("python", 0, 1, 0, 1)
 
 
-def _leave_group() -> None:
-    """Ends a process whose work is done, once all the others are done too.
+def _exit_with_others() -> None:
+    """Exits when all ranks are done.
 
-    Nothing of a process group is taken down: the groups' threads, DeepSpeed's and gloo's, are torn down by the
-    interpreter in an order that now and then aborts a process (`terminate called without an active exception`), and
-    the launcher would report a failure of a run that succeeded.
+    The process group is not destroyed: the interpreter ends DeepSpeed's and gloo's threads in an order that sometimes
+    aborts the process (`terminate called without an active exception`), and the launcher would report a failure.
     """
     if failure_detector.current is not None:
-        failure_detector.current.wait_for_all(LAST_WAIT_SECONDS)
+        failure_detector.current.wait_for_all(_EXIT_BARRIER_SECONDS)
     if exit_state.exit_code:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
         stop_launcher(exit_state.exit_code)
     distributed = sys.modules.get("torch.distributed")
     grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,13 +1,13 @@
-"""Ends a run whose peer has failed, died, lost its network, or does not arrive in a collective: everywhere, in seconds.
+"""Ends a run on all nodes within seconds when a rank fails, dies, loses its network or does not join a collective.
 
-Each rank writes heartbeats into torch's store (how many collectives it has begun, where its main thread is) and reads
-the run's failure there: the first one that was written. A store does not report that a client is gone. So each rank has
-a connection to rank 0 on which nothing is sent but one byte, when its work is done: the kernel closes it when the
-process dies, however it dies, and reports a node that no longer answers. Every process ends, and one of each node says
-why.
+Each rank writes heartbeats to torch's store (how many collectives it has begun, where its main thread is) and reads the
+run's failure there: the first one written. A store does not report that a client is gone, so each rank also keeps a
+connection to rank 0 and sends nothing on it but one byte when its work is done. The kernel closes it when the process
+dies, however it dies, and reports a node that stops answering. Then every process exits, and one of each node reports
+the failure.
 
-Where a rank is killed, the collectives of the others fail, too, perhaps before rank 0 has looked at its connections. So
-a rank that fails waits until rank 0 has: only then is its failure the first.
+When a rank is killed, the collectives of the others fail too, perhaps before rank 0 has polled its connections. A rank
+that fails therefore waits until rank 0 has polled them: only then is its own failure the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from toolkit.errors import UserError
 from toolkit.launch import network
 from toolkit.launch.environment import timeout_seconds
 from toolkit.launch.exit_state import close_resources
-from toolkit.launch.interrupted import EXIT_CODE_FILE
+from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
 from toolkit.launch.restarts import max_restarts, stop_launcher
@@ -40,15 +40,15 @@ from toolkit.utils.log import logger
 from toolkit.utils.timeouts import call_with_timeout
 
 _HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 10.0
-# A failed rank waits for reports of earlier failures, so that the first cause is named: so long where no other rank's
-# end can have caused its own, else until rank 0 has looked, and so long at most.
-_REPORT_SECONDS, _LONGEST_REPORT_SECONDS = 0.5, 15.0
-# Waiting this long for a rank is worth a line.
-_MENTION_SECONDS = 60.0
-# Without a heartbeat for so long a rank is stopped, or stuck.
+# A failed rank waits for reports of earlier failures, so that the first cause is named: the shorter time if no other
+# rank can have caused its failure, otherwise until rank 0 has polled its connections, at most the longer time.
+_REPORT_SECONDS, _MAX_REPORT_SECONDS = 0.5, 15.0
+# Log a line after waiting this long for a rank.
+_LOG_SECONDS = 60.0
+# A rank without a heartbeat for this long is stopped or stuck.
 _SILENCE_SECONDS = 15.0
-# Rank 0, which may serve the store, stays so long for ranks that have still to read the end of the run.
-_LAST_SECONDS = 10.0
+# Rank 0, which may serve the store, waits this long for ranks that still have to read the failure.
+_LINGER_SECONDS = 10.0
 _DONE = b"d"
 
 
@@ -58,62 +58,62 @@ class Failure:
 
     rank: int
     kind: Literal["failed", "interrupted", "gone", "lost", "late"]
-    """It reported so itself; its process ended; its node does not answer; it does not arrive in a collective."""
+    """It reported so itself (two kinds); its process ended; its node does not answer; it does not join a collective."""
     message: str = ""
-    final: bool = False
-    """It would fail again."""
+    permanent: bool = False
+    """A restart would fail again."""
 
 
 @dataclass
 class _Progress:
-    """Of a rank, by its heartbeats."""
+    """A rank's progress, from its heartbeats."""
 
-    looks: int = 0
-    """How often it has looked at its connections."""
+    polls: int = 0
+    """How often it has polled its connections."""
     collectives: int = 0
     position: str = "its start"
     alive: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
 
-    def update(self, looks: int, collectives: int, position: str) -> None:
-        if looks != self.looks:
+    def update(self, polls: int, collectives: int, position: str) -> None:
+        if polls != self.polls:
             self.alive = time.monotonic()
         if collectives != self.collectives:
             self.moved = time.monotonic()
-        self.looks, self.collectives, self.position = looks, collectives, position
+        self.polls, self.collectives, self.position = polls, collectives, position
 
 
 class FailureDetector:
-    """A rank's part; rank 0 has a connection to every other one, the others have theirs to rank 0."""
+    """Runs in each rank. Rank 0 has a connection to every other rank; the others have one, to rank 0."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.peers, self.me = rendezvous.peers, rendezvous.me
         self.failure: Failure | None = None
         self.finished = False
-        """Work is done: from now on connections may close."""
-        self._store = self._own_store = rendezvous.store
+        """Connections may close: the work is done."""
+        self._store = self._main_store = rendezvous.store
         self._connections: dict[int, socket.socket] = {}
-        self._looks = 0
+        self._polls = 0
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
-        self._failed, self._all_done, self._ending = threading.Event(), threading.Event(), threading.Lock()
-        self._leaving = False  # the main thread ends the process, not one of the detector
+        self._failed, self._all_done, self._exiting = threading.Event(), threading.Event(), threading.Lock()
+        self._main_exits = False  # the main thread exits the process, not a thread of the detector
 
     def start(self, timeout: int) -> None:
-        """`timeout`: the seconds for which a node may not answer. Raises UserError where rank 0 cannot be reached."""
-        # the threads' own client, as a call that waits holds up all others of its client
+        """A node that does not answer for `timeout` seconds is lost. Raises UserError if rank 0 cannot be reached."""
+        # a second client for the threads: a call that waits blocks all other calls of its client
         self._store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         self._connections = {0: self._connect()} if self.me.rank else self._accept()
         for connection in self._connections.values():
             network.keep_alive(connection, timeout)
-            os.register_at_fork(after_in_child=connection.close)  # the copy would stay open when this process dies
+            os.register_at_fork(after_in_child=connection.close)  # or it stays open when this process dies
         for watch in (self._watch_connections, self._watch_store):
             threading.Thread(target=watch, daemon=True, name="failure detector").start()
-        atexit.register(self.done)
+        atexit.register(self.mark_done)
 
     def _accept(self) -> dict[int, socket.socket]:
-        """Rank 0's connections: all ranks connect now, as they have read the verdict."""
+        """Rank 0's connections: all ranks have read the verdict and connect now."""
         master = os.environ["MASTER_ADDR"]
         address = master if network.is_this_machine(master) else network.source_address_for(master) or master
         connections: dict[int, socket.socket] = {}
@@ -124,12 +124,12 @@ class FailureDetector:
                 try:
                     connection, _ = server.accept()
                 except TimeoutError:  # a rank that cannot connect reports why
-                    self._decide(Failure(min(absent), "gone"))
+                    self._declare(Failure(min(absent), "gone"))
                     continue
-                with contextlib.suppress(OSError, ValueError, TypeError):  # of a stranger
+                with contextlib.suppress(OSError, ValueError, TypeError):  # sent by another program
                     connection.settimeout(1.0)
                     hello = b""
-                    # to its end alone: a rank that is done at once has sent that, too
+                    # no byte further: a rank that is done already has sent that byte too
                     while not hello.endswith(b"]") and len(hello) < 256 and (byte := connection.recv(1)):
                         hello += byte
                     number, rank = json.loads(hello)
@@ -153,43 +153,43 @@ class FailureDetector:
 
     # --- for the main thread
 
-    def report(self, kind: Literal["failed", "interrupted"], message: str, final: bool) -> None:
-        """Reports this rank's own failure to all, and returns where it is the first; else the process ends here."""
-        self._leaving = True
-        if kind == "interrupted" or final:  # by a user, or by a setting: no other rank's end has caused it
+    def report(self, kind: Literal["failed", "interrupted"], message: str, permanent: bool) -> None:
+        """Reports this rank's failure. Returns if it is the run's first; otherwise reports the first one and exits."""
+        self._main_exits = True
+        if kind == "interrupted" or permanent:  # no other rank can have caused it
             self._failed.wait(_REPORT_SECONDS)
         else:
-            self._wait_for_rank_0()
-        self.failure = self.failure or self._write(Failure(self.me.rank, kind, message, final))
+            self._wait_for_poll()
+        self.failure = self.failure or self._write(Failure(self.me.rank, kind, message, permanent))
         if self.failure.rank != self.me.rank:
-            self.end(self.failure)
-        self._ending.acquire()  # for good
+            self.exit(self.failure)
+        self._exiting.acquire()  # and never released: no thread of the detector exits the process
 
-    def _wait_for_rank_0(self) -> None:
-        """Until a failure is known, or rank 0 has looked at all connections since this was called."""
-        with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has ended, or is stopped
-            looks, _, _ = call_with_timeout(_STORE_SECONDS, partial(read, self._own_store, "heartbeat 0"))
-            deadline = time.monotonic() + _LONGEST_REPORT_SECONDS
-            while self._progress[0].looks < looks + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
+    def _wait_for_poll(self) -> None:
+        """Returns when a failure is known, or when rank 0 has polled all its connections since the call."""
+        with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has exited, or is stopped
+            polls, _, _ = call_with_timeout(_STORE_SECONDS, partial(read, self._main_store, "heartbeat 0"))
+            deadline = time.monotonic() + _MAX_REPORT_SECONDS
+            while self._progress[0].polls < polls + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
                 pass
 
     def wait_for_failure(self, seconds: float) -> None:
-        """Of another rank, which ends this one."""
-        self._leaving = True
+        """Waits for another rank's failure, which ends this process."""
+        self._main_exits = True
         self._failed.wait(seconds)
 
-    def done(self) -> None:
-        """This rank may leave; when rank 0 does, all may."""
+    def mark_done(self) -> None:
+        """Tells rank 0 that this rank may exit; from rank 0, that all ranks may."""
         if not self.finished and self.failure is None:
             self.finished = True
             self._send_done()
 
     def wait_for_all(self, seconds: float) -> None:
-        """A barrier: returns when all are done."""
+        """A barrier: returns when all ranks are done, or after `seconds`."""
         if self.me.rank:
             self._send_done()
         self._all_done.wait(seconds)
-        self.done()
+        self.mark_done()
         self.wait_for_readers()
 
     def _send_done(self) -> None:
@@ -198,39 +198,39 @@ class FailureDetector:
                 connection.send(_DONE)
 
     def wait_for_readers(self) -> None:
-        """Rank 0 leaves last, a few seconds later at most."""
-        deadline = time.monotonic() + _LAST_SECONDS
+        """Rank 0 exits last: it waits until the others have closed their connections."""
+        deadline = time.monotonic() + _LINGER_SECONDS
         for connection in self._connections.values() if self.me.rank == 0 else ():
             with contextlib.suppress(OSError):
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 while connection.recv(64):
                     pass
 
-    def end(self, failure: Failure) -> NoReturn:
-        """Leaves at once: what a broken process group would still do can hang."""
-        self._ending.acquire()  # for good: the main thread and one of the detector may both be about to
-        with contextlib.suppress(OSError):  # nobody reads it any more
+    def exit(self, failure: Failure) -> NoReturn:
+        """Exits without cleaning up the broken process group, which could hang."""
+        self._exiting.acquire()  # and never released: the main thread may be about to exit as well
+        with contextlib.suppress(OSError):  # the output is closed
             if self.reports_for_node(failure):
                 logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
             sys.stdout.flush()
         close_resources()
         self.wait_for_readers()
-        code = 130 if failure.kind == "interrupted" else 1
-        if self.forbids_restart(failure.final):
+        code = INTERRUPTED if failure.kind == "interrupted" else 1
+        if self.forbids_restart(failure.permanent):
             stop_launcher(code)
         os._exit(code)
 
-    def forbids_restart(self, final: bool) -> bool:
-        """Also where one node has no restart left: the others would wait for it."""
-        return final or (max_restarts() > 0 and any(peer.restarts_left < 1 for peer in self.peers))
+    def forbids_restart(self, permanent: bool) -> bool:
+        """Also true if one node has no restart left: the others would wait for it."""
+        return permanent or (max_restarts() > 0 and any(peer.restarts_left < 1 for peer in self.peers))
 
     # --- who reports what
 
     def reports_for_node(self, failure: Failure) -> bool:
-        """Whether this process reports for its node what happened to another one."""
+        """Whether this process reports, for its node, the failure of another process."""
         culprit = self.peers[failure.rank]
         reports_itself = failure.kind == "failed" or (failure.kind == "gone" and EXIT_CODE_FILE in os.environ)
-        if culprit.node == self.me.node and reports_itself:  # or its launcher does
+        if culprit.node == self.me.node and reports_itself:  # gone: our launcher reports it
             return False
         if failure.kind == "interrupted":
             return self.me.rank == 0
@@ -238,23 +238,22 @@ class FailureDetector:
         return self.me.rank == min(others, default=self.me.rank)
 
     def describe(self, failure: Failure) -> str:
-        """One line."""
         culprit = self.peers[failure.rank]
         who = f"rank {failure.rank} on {culprit.host}"
-        again = "; the same command goes on from the newest checkpoint, if one was taken (--checkpoint_every)"
+        again = "; the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
         if failure.kind == "interrupted":
             return "interrupted"
         if failure.kind == "failed":
             return f"error: {who} failed: {failure.message}"
         if failure.kind == "late":
-            return f"error: a collective hangs: the others wait for {failure.message}"
+            return f"error: a collective hangs: the other ranks wait for {failure.message}"
         if failure.kind == "lost":
             machine = name_machine(culprit.host, nodes_of(self.peers)[culprit.node])
-            return f"error: no contact with {machine}: it, or the network between, is down ({failure.message}){again}"
-        return f"error: {who} has ended without a word: it was killed, or crashed; its own machine knows more{again}"
+            return f"error: lost the connection to {machine}: it or the network is down ({failure.message}){again}"
+        return f"error: {who} exited without an error message: it was killed or crashed; see the output there{again}"
 
     def _write(self, failure: Failure) -> Failure:
-        """The run's failure: the first that was written; this one where the store does not answer."""
+        """Returns the run's failure: the first that was written, or this one if the store does not answer."""
 
         def write() -> Failure:
             self._store.compare_set("failure", "", json.dumps(asdict(failure)))
@@ -265,18 +264,19 @@ class FailureDetector:
         except (RuntimeError, TimeoutError):
             return failure
 
-    def _decide(self, failure: Failure) -> None:
-        # behind a network that is down the store does not answer
-        self._learn(failure if failure.kind == "lost" and self.me.rank else self._write(failure))
+    def _declare(self, failure: Failure) -> None:
+        """Publishes a failure that this rank has detected."""
+        # a lost connection to rank 0: its store does not answer either
+        self._handle(failure if failure.kind == "lost" and self.me.rank else self._write(failure))
 
-    def _learn(self, failure: Failure) -> None:
-        """The end of this process, unless its main thread is about to end it."""
+    def _handle(self, failure: Failure) -> None:
+        """Exits, unless the main thread is about to."""
         if self.finished or self.failure is not None:
             return
         self.failure = failure
         self._failed.set()
-        if not self._leaving:
-            self.end(failure)
+        if not self._main_exits:
+            self.exit(failure)
 
     # --- who is gone: the connections
 
@@ -288,7 +288,7 @@ class FailureDetector:
                 for key, _ in selector.select(_HEARTBEAT_SECONDS):
                     if not self._receive(key.data):
                         selector.unregister(key.fileobj)
-                self._looks += 1
+                self._polls += 1
 
     def _receive(self, rank: int) -> bool:
         """Whether the connection is still open."""
@@ -305,58 +305,58 @@ class FailureDetector:
         except OSError as error:
             failure = Failure(rank, "lost", str(error.strerror or error))
         if rank not in self._done and not self.finished:
-            self._decide(failure)
+            self._declare(failure)
         return False
 
     # --- who does not arrive: the store
 
     def _watch_store(self) -> None:
-        # rank 0 names who does not arrive; where it is stopped itself, the others do
-        timeout, mentioned = timeout_seconds("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
+        # rank 0 names who does not join; if rank 0 itself is stopped, the others do, later
+        timeout, logged = timeout_seconds("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
         while not self.finished and self.failure is None:
             try:
                 call_with_timeout(timeout, self._exchange_heartbeats)
             except TimeoutError:  # rank 0, whose process serves the store, is stopped
-                self._learn(Failure(0, "late", self._account([0], timeout)))
-            except RuntimeError:  # the process that serves it has ended: the connection to rank 0 shows it
+                self._handle(Failure(0, "late", self._describe_late([0], timeout)))
+            except RuntimeError:  # the process that serves it has exited: the connection to rank 0 shows it
                 return
-            mentioned = self._check_progress(timeout, mentioned)
+            logged = self._check_progress(timeout, logged)
             time.sleep(_HEARTBEAT_SECONDS)
 
     def _exchange_heartbeats(self) -> None:
         if self._store.check(["failure"]):
-            self._learn(Failure(**read(self._store, "failure")))
-        heartbeat = [self._looks, collectives(), main_thread_position()]
+            self._handle(Failure(**read(self._store, "failure")))
+        heartbeat = [self._polls, count_collectives(), main_thread_position()]
         self._store.set(f"heartbeat {self.me.rank}", json.dumps(heartbeat))
         for rank, progress in self._progress.items():
             if self._store.check([f"heartbeat {rank}"]):
                 progress.update(*read(self._store, f"heartbeat {rank}"))
 
-    def _check_progress(self, timeout: float, mentioned: int) -> int:
-        """`mentioned`, and what is returned, is the collective for which a line has named who is waited for."""
+    def _check_progress(self, timeout: float, logged: int) -> int:
+        """Takes and returns the number of the last collective for which a line has named the late ranks."""
         now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())
         late = [
             rank
             for rank, progress in self._progress.items()
             if progress.collectives < furthest or (now - progress.alive > _SILENCE_SECONDS and rank not in self._done)
         ]
-        # nobody has moved since: neither those who wait nor those who are late
-        still = now - max(progress.moved for progress in self._progress.values())
-        if late and still > timeout:
-            self._decide(Failure(late[0], "late", self._account(late, still)))
-        elif late and still > min(_MENTION_SECONDS, timeout / 2) and mentioned != furthest and self.me.rank == 0:
-            logger.info(f"waiting for {self._account(late, still)}")
+        # no rank, waiting or late, has begun a collective for this long
+        idle = now - max(progress.moved for progress in self._progress.values())
+        if late and idle > timeout:
+            self._declare(Failure(late[0], "late", self._describe_late(late, idle)))
+        elif late and idle > min(_LOG_SECONDS, timeout / 2) and logged != furthest and self.me.rank == 0:
+            logger.info(f"waiting for {self._describe_late(late, idle)}")
             return furthest
-        return mentioned
+        return logged
 
-    def _account(self, late: Sequence[int], seconds: float) -> str:
+    def _describe_late(self, late: Sequence[int], seconds: float) -> str:
         """`rank 1 on B (it is at read.py:70 read_file < ...), for 60 s`."""
         accounts = []
         for peer in (self.peers[rank] for rank in late[:4]):
             progress = self._progress[peer.rank]
             position = f"it is at {progress.position}"
             if peer.rank in self._done:
-                position = "it has left already"
+                position = "it has exited"
             elif time.monotonic() - progress.alive > 6 * _HEARTBEAT_SECONDS:
                 position = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
             accounts.append(f"rank {peer.rank} on {peer.host} ({position})")
@@ -364,12 +364,12 @@ class FailureDetector:
         return f"{', '.join(accounts)}{rest}, for {seconds:.0f} s"
 
 
-# The process's own: its main thread, its signal handlers and its last lines report failures through it.
+# A global: the main thread, signal handlers and `failure.exit_process` report failures through it.
 current: FailureDetector | None = None
 
 
 def start(rendezvous: Rendezvous | None, timeout: int) -> None:
-    """From now on this process ends when another one of the run has failed, unless one has `--failure_detector off`."""
+    """Makes this process exit when another rank fails, unless any rank has `--failure_detector off`."""
     global current
     if current is not None or rendezvous is None or len(rendezvous.peers) == 1:
         return
@@ -378,12 +378,12 @@ def start(rendezvous: Rendezvous | None, timeout: int) -> None:
         current.start(timeout)
 
 
-def collectives() -> int:
-    """How many collectives this process has begun, over all groups in which all take part."""
+def count_collectives() -> int:
+    """How many collectives this process has begun, over all groups of all ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
-    with contextlib.suppress(RuntimeError):  # a group that is being made, or taken down
+    with contextlib.suppress(RuntimeError):  # a group is being created or destroyed
         world = distributed.get_world_size()
         groups = [group for group in list(distributed.distributed_c10d._world.pg_map) if group.size() == world]
         return sum(int(group._get_sequence_number_for_group()) for group in groups)
@@ -391,7 +391,7 @@ def collectives() -> int:
 
 
 def main_thread_position() -> str:
-    """`prepare.py:70 _prepared < cls.py:31 main`, innermost first."""
+    """`prepare.py:70 _tokenize < cls.py:31 main`, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=6, lookup_lines=False) if frame else []
     return " < ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in stack) or "its end"

@@ -1,4 +1,4 @@
-"""The addresses, interfaces and ports of this machine, by the kernel's account; why another one cannot be reached."""
+"""This machine's addresses, interfaces and ports, as the kernel reports them; why another machine cannot be reached."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class UnreachableError(OSError):
 
 
 def remedy_for(kind: str, address: str, port: int) -> str:
-    """What to look at and to type for a `kind` of UnreachableError; empty for one that is not known."""
+    """What to check for a `kind` of UnreachableError, with the commands; empty for unknown kinds."""
     here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
     remedies = {
         "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
-        "refused": "start the other machine too; or is another address of it meant (`hostname -I` there)?",
+        "refused": "start the other machine too, or use another address of it (`hostname -I` there)",
         "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
         f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
         f"between the machines, {port} among them)",
@@ -52,11 +52,11 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
     try:
         return socket.create_connection((address, port), seconds)
     except OSError as error:
-        raise UnreachableError(address, port, *_obstacle(error, seconds)) from error
+        raise UnreachableError(address, port, *_classify(error, seconds)) from error
 
 
-def _obstacle(error: OSError, seconds: float) -> tuple[str, str]:
-    """(kind, what it means)."""
+def _classify(error: OSError, seconds: float) -> tuple[str, str]:
+    """(kind, detail) of an UnreachableError."""
     if isinstance(error, socket.gaierror):
         return "name", "this name cannot be resolved here"
     if isinstance(error, ConnectionRefusedError):
@@ -66,19 +66,19 @@ def _obstacle(error: OSError, seconds: float) -> tuple[str, str]:
     if isinstance(error, PermissionError):
         return "local", f"a firewall rule of this machine forbids it ({error.strerror})"
     if error.errno == errno.EHOSTUNREACH:
-        return "no_route", "no machine answers to this address, or its firewall rejects the call"
+        return "no_route", "no machine has this address, or its firewall rejects the connection"
     return "no_route", f"there is no route to it from here ({error.strerror or error})"
 
 
 def listen(port: int, address: str = "") -> socket.socket:
-    """Listens on one address of this machine, or on all. Raises OSError where the port is taken."""
+    """Listens on one address of this machine, or on all (`""`). Raises OSError if the port is taken."""
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else _family(address)
     return socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=dual)
 
 
 def serve_store(address: str, server: socket.socket, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """torch's store, where this socket listens: by itself it listens on all addresses. `address` leads there."""
+    """Serves torch's store on a listening socket, which `address` leads to; by default it listens on all addresses."""
     from torch.distributed import TCPStore
 
     port, descriptor = server.getsockname()[1], server.detach()  # the store closes it
@@ -88,7 +88,7 @@ def serve_store(address: str, server: socket.socket, timeout: timedelta = timede
 
 
 def keep_alive(connection: socket.socket, seconds: int) -> None:
-    """The kernel closes it when the other machine has not answered for `seconds`, whatever Python is doing."""
+    """Makes the kernel close the connection when the other machine has not answered for `seconds`."""
     count, interval = 3, max(1, seconds // 5)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -102,13 +102,13 @@ def keep_alive(connection: socket.socket, seconds: int) -> None:
 
 
 def free_port() -> int:
-    """One that the system gives, for this machine's own use."""
+    """A free port on the loopback address."""
     with listen(0, LOOPBACK) as probe:
         return int(probe.getsockname()[1])
 
 
 def source_address_for(address: str) -> str | None:
-    """This machine's own address on the way to `address`, by the routing table."""
+    """This machine's source address for packets to `address`, from the routing table."""
     for target in resolve_addresses(address)[:1]:
         with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
@@ -121,7 +121,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def local_addresses() -> dict[str, str]:
-    """Address -> interface, of this machine; not those of IPv6 that are good on one link alone."""
+    """Address -> interface of this machine, without link-local IPv6 addresses."""
     return {
         entry.address: interface
         for interface, entries in psutil.net_if_addrs().items()
@@ -131,34 +131,33 @@ def local_addresses() -> dict[str, str]:
 
 
 def external_addresses() -> list[str]:
-    """This machine's addresses but the loopback; those of IPv6 where it has no other."""
-    return _of_one_family(address for address in local_addresses() if not is_loopback(address))
+    """This machine's addresses without loopback ones; IPv6 only if there is no IPv4."""
+    return _prefer_ipv4(address for address in local_addresses() if not is_loopback(address))
 
 
-def _of_one_family(addresses: Iterable[str]) -> list[str]:
-    listing = list(addresses)
-    return [address for address in listing if ":" not in address] or listing
+def _prefer_ipv4(addresses: Iterable[str]) -> list[str]:
+    both = list(addresses)
+    return [address for address in both if ":" not in address] or both
 
 
 def resolve_addresses(name: str) -> list[str]:
-    """The addresses of a host's name here, of IPv6 only where there is nothing else; empty where it cannot be
-    resolved."""
+    """The addresses of a host name, IPv6 only if there is no IPv4; empty if it cannot be resolved."""
     try:
-        return sorted(_of_one_family({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
+        return sorted(_prefer_ipv4({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
     except OSError:
         return []
 
 
 def address_to_bind(name: str, local: bool) -> str:
-    """Where those that call `name` are to be answered: that address alone, or all of this machine's (``""``) where it
-    is none of them. By Debian's /etc/hosts a machine's own name is a loopback address, good for `local` calls only."""
+    """The address to listen on for peers that connect to `name`; `""` (all) if `name` is no single address of this
+    machine. In Debian's /etc/hosts a machine's own name is a loopback address, which only `local` peers can reach."""
     candidates = resolve_addresses(name)
     is_certain = len(candidates) == 1 and (local if is_loopback(candidates[0]) else candidates[0] in local_addresses())
     return candidates[0] if is_certain else ""
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host's name or address is this machine's."""
+    """Whether a host name or an address is this machine's."""
     addresses = local_addresses()
     return any(address in addresses or address == "127.0.1.1" for address in resolve_addresses(name))
 
@@ -169,19 +168,19 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def choose_interface(own_address: str) -> None:
-    """gloo and NCCL use the interface that has this address, and no other, unless the user names one.
+def choose_interface(local_address: str) -> None:
+    """Makes gloo and NCCL use only the interface with this address, unless the user has set one.
 
-    gloo otherwise looks its own host name up, which on Debian is 127.0.1.1, and waits there for the other node; NCCL
-    uses the loopback only where it is named.
+    Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the other node; NCCL uses
+    the loopback only if it is named.
     """
-    if interface := local_addresses().get(own_address):
+    if interface := local_addresses().get(local_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
 
 
 def node_id() -> str:
-    """The same for all processes of one node (a machine, a container or a network namespace), and for them only."""
+    """Identifies a node: a machine, a container or a network namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -190,7 +189,7 @@ def node_id() -> str:
 
 
 def process_listening_on(port: int) -> tuple[int, str] | None:
-    """(process id, `process 4711 (python train.py)`) of whoever listens on a TCP port here, where that can be seen."""
+    """(pid, `process 4711 (python train.py)`) of the process that listens on a local TCP port; None if it is hidden."""
     try:
         listeners = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         pid = next((each.pid for each in listeners if each.laddr and each.laddr.port == port and each.pid), None)

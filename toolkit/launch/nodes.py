@@ -1,4 +1,4 @@
-"""Which of several nodes (machines) this is, where the first one is, and how that was found out."""
+"""This node's rank among the nodes (machines) of a run, the address of the first node, and where both come from."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from toolkit.launch.environment import first_host, launch_request, parse_int
 from toolkit.launch.network import external_addresses, is_loopback, is_this_machine, resolve_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
-# Of several machines it is not torch's: the `accelerate launch` that was typed holds that one meanwhile.
+# With several nodes not torch's default port, which the user's `accelerate launch` keeps open meanwhile.
 SINGLE_NODE_PORT, RENDEZVOUS_PORT = 29500, 29600
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, as far as this one can tell them apart."""
+    """The nodes of a run."""
 
     count: int
     rank: int
-    """Of this node, from 0."""
-    how: str
-    """Where the rank comes from, for the user."""
+    """This node's, from 0."""
+    rank_source: str
+    """The option, variable or address that gave the rank, for the user."""
     addresses: tuple[str, ...]
-    """In the order of ranks; node 0's alone where there is no list."""
+    """By rank; only node 0's without a list of machines."""
     port: int
 
     @property
@@ -36,11 +36,11 @@ class Nodes:
         return self.addresses[0]
 
     def address_of(self, rank: int) -> str:
-        """As in the settings; empty where it is not there."""
+        """As in the settings; empty if it is not listed."""
         return self.addresses[rank] if rank < len(self.addresses) else ""
 
     def others(self) -> list[str]:
-        """The other machines' addresses, as far as settings name them."""
+        """The other machines' addresses, as far as the settings list them."""
         return [name for rank, name in enumerate(self.addresses) if rank != self.rank]
 
     def name_of(self, rank: int) -> str:
@@ -49,7 +49,7 @@ class Nodes:
 
 
 def requested_nodes() -> Nodes | None:
-    """Those of our own launcher; None under another one."""
+    """The nodes that our launcher starts; None under other launchers."""
     nodes = launch_request().get("nodes")
     return Nodes(**nodes) if nodes else None
 
@@ -60,7 +60,7 @@ def name_machine(host: str, ranks: Sequence[int]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1 (machine 1 (10.0.0.2))`; the machines only under our own launcher."""
+    """`rank 1 (machine 1 (10.0.0.2))`; without the machines under other launchers."""
     text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes()
     if not nodes or nodes.count == 1:
         return text
@@ -69,24 +69,24 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def wrong_first_machine(address: str) -> str:
-    """The fault, and what to type, where rank 0 runs on another machine than the others call."""
+    """The error for a rank 0 that runs on another machine than the one the other ranks connect to."""
     return (
-        f"{address}, which the others call, is not an address of this machine "
+        f"{address}, which the other machines connect to, is not an address of this machine "
         f"({', '.join(external_addresses())}): pass --machine_rank here if it is "
         "another one, or --main_process_ip with an address of the first machine"
     )
 
 
 def doctor_command(first: str, *others: str | None) -> str:
-    """What to type where machines do not find each other."""
+    """What to run when machines do not find each other."""
     names = dict.fromkeys([first, *(name for name in others if name)])
     listed = ",".join(names if len(names) > 1 else [first, "ADDRESS_OF_THE_OTHER"])
-    return f"`toolkit doctor --peers {shlex.quote(listed)}` on each machine finds out more"
+    return f"`toolkit doctor --peers {shlex.quote(listed)}` on each machine shows more"
 
 
 def set_global_ranks(env: MutableMapping[str, str]) -> None:
-    """Our own launcher starts the processes of each node as a world of its own; makes them the part of the whole they
-    are. So no launcher waits for another, and a new start of the processes needs no store of the last one's."""
+    """Our launchers start each node separately, so that none waits for another and a restart needs no store of the last
+    attempt: turns the ranks within this node into ranks within the run."""
     nodes = requested_nodes()
     if nodes is None or nodes.count == 1 or "LOCAL_RANK" not in env:
         return
@@ -105,29 +105,29 @@ def set_global_ranks(env: MutableMapping[str, str]) -> None:
 def find_nodes(
     options: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]
 ) -> Nodes:
-    """Settings behind the script, an accelerate config, the environment -> the nodes.
+    """The nodes, from the options after the script, an accelerate config and the environment.
 
-    Raises UserError where an address is missing or cannot be meant, or this machine does not know which it is.
+    Raises UserError if an address is missing or unusable, or this node's rank cannot be determined.
     """
     count = parse_int("num_machines", config.get("num_machines") or 1, path)
     if count == 1:
-        _refuse_what_is_for_several(options, config, path)
+        _refuse_multi_node_options(options, config, path)
         return Nodes(1, 0, "", ("127.0.0.1",), _port(options, config, SINGLE_NODE_PORT, path))
     machines = _machines(options.get("machines"), config.get("machines"), count, path)
     first = options.get("main_process_ip") or (machines[0] if machines else _first_address(config, count, path, env))
     port = _port(options, config, RENDEZVOUS_PORT, path)
-    rank, how = _rank(options.get("machine_rank"), config, machines or [first], count, path, env)
+    rank, source = _rank(options.get("machine_rank"), config, machines or [first], count, path, env)
     if rank is None or not 0 <= rank < count:
-        reason = f"does not know which it is{how}" if rank is None else f"was given number {rank} ({how})"
+        reason = f"cannot tell its rank{source}" if rank is None else f"has rank {rank} ({source})"
         raise UserError(
             f"{path} is for {count} machines, and this one {reason}: pass --machine_rank 0 on the first and up to "
             f"{count - 1} on the others (or set NODE_RANK, or list them: --machines ADDRESS,ADDRESS)"
         )
-    return Nodes(count, rank, how, (first, *machines[1:]), port)
+    return Nodes(count, rank, source, (first, *machines[1:]), port)
 
 
-def _refuse_what_is_for_several(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> None:
-    """It would be ignored in silence, and each machine would train for itself."""
+def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> None:
+    """They would be ignored silently, and each machine would train on its own."""
     settings = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if options.get(name)]
     if config.get("machines"):
         settings.append("its list of machines")
@@ -160,7 +160,7 @@ def _machines(option: str | None, in_file: object, count: int, path: Path) -> li
 
 
 def _first_address(config: Mapping[str, Any], count: int, path: Path, env: Mapping[str, str]) -> str:
-    """The first node's address by the file, or by Slurm."""
+    """The first node's address, from the file or from Slurm."""
     address = config.get("main_process_ip")
     if address and PLACEHOLDER not in str(address):
         return str(address)
@@ -175,14 +175,14 @@ def _first_address(config: Mapping[str, Any], count: int, path: Path, env: Mappi
 
 
 def _refuse_loopback(machines: Sequence[str]) -> None:
-    """Every machine would take itself for the one that is meant. (By Debian's /etc/hosts a machine's own name means
-    127.0.1.1 there, and only there.)"""
+    """Every machine would take a loopback address for its own. (127.0.1.1 is allowed: Debian's /etc/hosts gives it to a
+    machine's own name, on that machine only.)"""
     for name in machines:
         addresses = resolve_addresses(name)
         if addresses and all(is_loopback(address) and address != "127.0.1.1" for address in addresses):
             raise UserError(
-                f"the address {name} means each machine itself ({addresses[0]}): give the one by which the other "
-                "machines reach it (`hostname -I` there shows it)"
+                f"{name} is a loopback address ({addresses[0]}): give one that the other machines can reach "
+                "(`hostname -I` there shows it)"
             )
 
 
@@ -194,15 +194,15 @@ def _rank(
     path: Path,
     env: Mapping[str, str],
 ) -> tuple[int | None, str]:
-    """(this node's number, where it comes from)."""
-    # GROUP_RANK counts where an outer launcher spans nodes
+    """(this node's rank, its source)."""
+    # GROUP_RANK counts only if an outer launcher spans nodes
     spans = parse_int("GROUP_WORLD_SIZE", env.get("GROUP_WORLD_SIZE", "1")) > 1
     names = ("NODE_RANK", "SLURM_NODEID", *(("GROUP_RANK",) if spans else ()))
     for name, value in {"--machine_rank": option, **{name: env.get(name) for name in names}}.items():
         if value is not None:
             return parse_int(name.lstrip("-"), value), name
     _refuse_loopback(machines)
-    matches = [number for number, name in enumerate(machines) if is_this_machine(name)]
+    matches = [rank for rank, name in enumerate(machines) if is_this_machine(name)]
     if len(matches) == 1:
         return matches[0], f"{machines[matches[0]]} is an address of this machine"
     if len(matches) > 1:

@@ -1,8 +1,8 @@
-"""`--config_file X` after the script: obeyed by starting again as X requests.
+"""`--config_file X` after the script: starts the script again as X requests.
 
-`accelerate launch script.py --config_file X` hands X to the script and starts one process per
-machine without reading it. Here the first process of each machine becomes the launcher that
-`accelerate launch --config_file X script.py ...` would have been; its siblings leave.
+`accelerate launch script.py --config_file X` passes X to the script and starts one process per machine without reading
+it. Here the first process of each machine becomes the launcher that `accelerate launch --config_file X script.py ...`
+would have been; the other processes exit.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from toolkit.utils.files import templates
 from toolkit.utils.log import logger
 from toolkit.utils.plain_yaml import read_yaml
 
-_OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
-         "max_restarts")  # fmt: skip
-OPTIONS = (*_OURS, *TIMEOUTS, "failure_detector", "deepspeed_config", "local_rank")
-"""What is read from a script's arguments before its own settings are; each takes a value."""
-_INHERITED = re.compile(
+_LAUNCH = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
+           "max_restarts")  # fmt: skip
+OPTIONS = (*_LAUNCH, *TIMEOUTS, "failure_detector", "deepspeed_config", "local_rank")
+"""Options that are taken from a script's arguments before its settings are parsed; each takes a value."""
+_SET_BY_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*|MPI_LOCAL.*"
     r"|SLURM_(PROCID|LOCALID|STEPID)|TORCH_NCCL_ASYNC_ERROR_HANDLING)$"
@@ -49,47 +49,47 @@ _INHERITED = re.compile(
 
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """A script's arguments -> (launch options: text or None, the rest in order). Raises UserError."""
+    """Splits a script's arguments into (launch options: str or None, the rest in order). Raises UserError."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    parser.add_argument("--deepspeed", action="store_true")  # a bare flag many DeepSpeed scripts take
+    parser.add_argument("--deepspeed", action="store_true")  # a flag that many DeepSpeed scripts take
     options, rest = parser.parse_known_args(list(argv))
     del options.deepspeed
     return options, rest
 
 
 def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
-    """Becomes the launcher where there is a config file; otherwise returns (arguments, options).
+    """Becomes the launcher if there is `--config_file`; otherwise returns (arguments, options).
 
-    `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
+    `argv` is `sys.argv`; `module` names the package for `python -m`.
     """
     options, rest = split(argv[1:])
     for name, (variable, _) in TIMEOUTS.items():
         if (value := getattr(options, name)) is not None:
-            parse_int(f"--{name} (seconds)", value, least=1)
+            parse_int(f"--{name} (seconds)", value, minimum=1)
             os.environ[variable] = value
     if options.failure_detector is not None:
         if options.failure_detector not in ("on", "off"):
             raise UserError(f"--failure_detector is on or off, not {options.failure_detector!r}")
         os.environ[FAILURE_DETECTOR] = options.failure_detector
-    present = [name for name in _OURS if getattr(options, name) is not None]
+    present = [name for name in _LAUNCH if getattr(options, name) is not None]
     if not present:
         return [argv[0], *rest], options
     if place_of(os.environ).local_rank != 0:
-        raise SystemExit(0)  # the first process of this machine starts all that the file requests
+        raise SystemExit(0)  # local rank 0 starts all processes of this machine
     if options.config_file is None:
         raise UserError(
-            f"--{present[0]} needs a config file to start from: add --config_file "
-            "accelerate_configs/ddp.yaml (or another file of that folder)"
+            f"--{present[0]} needs a config file: add --config_file accelerate_configs/ddp.yaml (or another file "
+            "of that folder)"
         )
     arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
     nodes = requested["nodes"]
     if nodes["count"] > 1:
-        line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
+        line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['rank_source']}"
         logger.info(line)
     if module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
-        # `-m` would import from the current folder first, which may be a downloaded one; this process has not
+        # `-m` would import from the current folder, perhaps a downloaded one, which this process does not
         os.environ["PYTHONSAFEPATH"] = "1"
     _become_launcher(arguments, {**requested, "typed": argv})
     return None
@@ -98,9 +98,9 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
 def plan(
     options: argparse.Namespace, script: Sequence[str], env: Mapping[str, str], module: str | None = None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Options -> (arguments for accelerate's launcher, what is requested, for the processes).
+    """(arguments for accelerate's launcher, the request that the processes get as JSON).
 
-    Raises UserError for a file that is missing, unreadable, incomplete or still holds a placeholder.
+    Raises UserError for a config file that is missing, unreadable or incomplete, or still holds a placeholder.
     """
     path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
@@ -108,15 +108,15 @@ def plan(
         require_extra(str(options.config_file), "deepspeed")
     nodes = find_nodes(vars(options), config, path, env)
     processes = _processes(options, config, path, nodes.count)
-    # its launcher needs no port: each starts the processes of its node, and these find each other
+    # no port: each launcher starts the processes of its node, which then join the rendezvous
     arguments = ["--config_file", str(path), "--num_processes", str(processes), "--main_process_port", "0"]
     if nodes.count > 1:
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
         if config["distributed_type"] == "DEEPSPEED":
-            # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
+            # DeepSpeed's default, pdsh, silently runs on one machine if there is no hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
-        parse_int("--max_restarts", options.max_restarts, least=0)
+        parse_int("--max_restarts", options.max_restarts, minimum=0)
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
@@ -126,7 +126,7 @@ def plan(
     if name := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
-        arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
+        arguments.append("--multi_gpu")  # otherwise `accelerate launch` silently starts one process
     if module:
         arguments.append("--module")
     requested = {"config_file": str(path), "num_processes": processes, "nodes": asdict(nodes),
@@ -135,15 +135,15 @@ def plan(
 
 
 def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
-    """Over all machines; on several, without a number, as many on each as this one has devices."""
+    """Processes over all machines; with several machines the default is this one's number of devices on each."""
     number = options.num_processes or config.get("num_processes")
     if number is None:
         number = machines
         if machines > 1 and not config.get("use_cpu"):
             import torch
 
-            number *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
-    processes = parse_int("num_processes", number, path, least=1)
+            number *= torch.accelerator.device_count() or 1  # none: the CPU
+    processes = parse_int("num_processes", number, path, minimum=1)
     if processes > 1 and config["distributed_type"] == "NO":
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
@@ -155,19 +155,17 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """An accelerate config file as a dict, its names checked. Raises UserError."""
+    """Reads an accelerate config file. Raises UserError."""
     loaded = read_yaml(path)
     if not isinstance(loaded, dict) or "distributed_type" not in loaded:
         raise UserError(
-            f"{path} is not an accelerate config (it has no distributed_type): see accelerate_configs/ "
-            "for one to start from"
+            f"{path} is not an accelerate config (it has no distributed_type): start from one of accelerate_configs/"
         )
     return loaded
 
 
 def find_file(name: str, script: str, folder: str) -> Path:
-    """A file as named from here, or from the repository the script lies in. Raises UserError."""
-    # the folder the recipe lies in, or our own files where `python -m toolkit` was typed
+    """Looks for a file in the current folder, the script's repository and our templates. Raises UserError."""
     roots = [Path(script).resolve().parent.parent, templates()]
     if Path(name).is_file():
         return Path(name)
@@ -181,8 +179,8 @@ def find_file(name: str, script: str, folder: str) -> Path:
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what an outer launcher put there for its own world."""
-    clean = {name: value for name, value in env.items() if not _INHERITED.match(name)}
+    """The environment without the variables of an outer launcher."""
+    clean = {name: value for name, value in env.items() if not _SET_BY_LAUNCHERS.match(name)}
     if user_threads(env) is None:
         clean.pop(THREADS, None)
     return clean
@@ -190,13 +188,13 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ or started_by_accelerate_launch():
-        stop_with_parent()  # a typed `accelerate launch` passes no stop signal on
+        stop_with_parent()  # `accelerate launch` forwards no stop signal
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)
     if requested["use_cpu"]:
-        env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
-    env.setdefault(THREADS, "1")  # torchrun's own default, without its page of warning
-    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
+        env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher sets it for a single process only
+    env.setdefault(THREADS, "1")  # torchrun's default, without its long warning
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address without a host name
     os.environ.clear()
     os.environ.update(env)
     from toolkit.launch.launcher import launch  # torch and accelerate

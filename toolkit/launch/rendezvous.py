@@ -1,8 +1,8 @@
-"""Every rank finds the others before there is a process group, through torch's store, which every run opens.
+"""The ranks find each other, before there is a process group, through torch's store, which every run opens anyway.
 
-Each rank writes its hello into the store. Rank 0, the coordinator, compares them and writes the verdict: who takes
-part, or why they cannot start together. The keys carry a number of that coordinator alone: what an earlier attempt left
-in a launcher's store (`--max_restarts`) is not taken for this one's.
+Each rank writes a hello to the store. Rank 0, the coordinator, compares them and writes the verdict: the list of peers,
+or why they cannot start together. The keys carry a random id of the coordinator, so that what an earlier attempt
+(`--max_restarts`) left in a launcher's store is not read.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from toolkit.utils.timeouts import call_with_timeout
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store
 
-_POLL_SECONDS, _MENTION_SECONDS, _CONNECT_SECONDS = 0.1, 5.0, 5.0
-# The verdict comes so much later at most: rank 0 may have started later.
+_POLL_SECONDS, _LOG_SECONDS, _CONNECT_SECONDS = 0.1, 5.0, 5.0
+# The other ranks wait this much longer for the verdict: rank 0 may have started later.
 _VERDICT_SECONDS = 15.0
-# Rank 0 stays so long for ranks that have still to read a fault; where the fault is its own, until they come.
+# Rank 0 waits this long for ranks that still have to read a fault; for a fault of rank 0 itself until they join.
 _FAULT_SECONDS, _EARLY_FAULT_SECONDS = 3.0, 20.0
 
 
 @dataclass(frozen=True)
 class Peer(Place):
-    """A process of the run, by the hello that it writes into the store."""
+    """A process of the run: the hello that it writes to the store."""
 
     host: str
     node: str
     """See `network.node_id`."""
     pid: int
     number: str
-    """No other process's."""
+    """Random, unique to the process."""
     address: str | None = None
-    """By which it reaches rank 0."""
+    """Its source address for connections to rank 0."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     failure: str = ""
-    """Why it cannot take part."""
+    """Why it cannot join."""
     failure_detector: str = "on"
     attempt: int = 0
     restarts_left: int = 0
@@ -61,27 +61,27 @@ class RendezvousError(UserError):
     """The ranks cannot start together."""
 
     def __init__(self, fault: str, missing: Sequence[int] = (), why: network.UnreachableError | None = None) -> None:
-        super().__init__(printable(fault, 10_000))  # whoever reaches the store can write there
+        super().__init__(printable(fault, 10_000))  # any program can write to the store
         self.missing, self.unreachable = list(missing), why
 
 
 class Rendezvous:
-    """How a rank joins the others; once it has, it knows all `peers`, in the order of ranks."""
+    """One rank's part of the rendezvous. After `join`, `peers` lists all ranks in order."""
 
     store: PrefixStore
-    """Its keys are those of this rendezvous alone."""
+    """With a prefix of this rendezvous."""
 
     def __init__(self, me: Peer, seconds: float) -> None:
-        """`seconds`: how long the ranks wait for each other."""
+        """The ranks wait `seconds` for each other."""
         self.me, self.seconds, self.peers = me, seconds, list[Peer]()
         self.address, self.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._who, self._deadline = f"rank {me.rank} on {me.host}", time.monotonic() + seconds
         self._serves = me.rank == 0 and not launcher_serves_store()
-        self._mentioned = me.local_rank > 0
+        self._logged = me.local_rank > 0
         self._exchanges = 0
 
     def exchange(self, value: Any, seconds: float) -> list[Any]:
-        """An all-gather of JSON values, in the order of ranks; each rank calls it equally often.
+        """An all-gather of JSON values, ordered by rank; all ranks call it equally often.
 
         Raises RendezvousError, naming the ranks that did not answer within `seconds`.
         """
@@ -101,66 +101,67 @@ class Rendezvous:
             try:
                 return call_with_timeout(max(0.0, self._deadline - time.monotonic()) + 2 * _VERDICT_SECONDS, self._join)
             except TimeoutError as error:
-                fault = f"{self._who} got no answer at {self.address}:{self.port}: another program's port? Another one:"
-                raise RendezvousError(f"{fault} --main_process_port", [0]) from error
+                fault = f"{self._who} got no answer from {self.address}:{self.port}: if another program uses that port,"
+                raise RendezvousError(f"{fault} pass another --main_process_port", [0]) from error
             except (LookupError, TypeError, ValueError) as error:
-                fault = f"{self._who} cannot read what another rank wrote: another version of this toolkit there?"
+                fault = f"{self._who} cannot parse another rank's hello: does it run another version of the toolkit?"
                 raise RendezvousError(fault) from error
-            except RuntimeError as error:  # the process that serves the store has ended
+            except RuntimeError as error:  # the process that serves the store has exited
                 if self._serves or not max_restarts() or time.monotonic() > self._deadline:
-                    fault = f"{self._who} had reached rank 0 at {self.address}:{self.port}, which has ended since"
+                    fault = f"{self._who} was connected to rank 0 at {self.address}:{self.port}, which has exited"
                     raise RendezvousError(fault, [0]) from error
                 time.sleep(0.5)
 
     def _join(self) -> None:
         from torch.distributed import PrefixStore
 
-        self._server = self._open_store()  # as long as this process lives, where it serves it
+        self._server = self._open_store()  # kept alive: this process may serve it
         common = PrefixStore("toolkit/rendezvous", self._server)
         self._coordinate(common) if self.me.rank == 0 else self._follow(common)
 
-    def _mention(self, line: str) -> None:
-        if not self._mentioned and self._deadline - time.monotonic() < self.seconds - _MENTION_SECONDS:
-            self._mentioned = True
+    def _log_once(self, line: str) -> None:
+        """Logs the first line that comes after some seconds of waiting, on local rank 0."""
+        if not self._logged and self._deadline - time.monotonic() < self.seconds - _LOG_SECONDS:
+            self._logged = True
             logger.info(printable(line))
 
     def _open_store(self) -> Store:
-        """The store that torch's own rendezvous will use: the stores of one process share a server."""
+        """Opens the store that torch's own rendezvous will use: the stores of one process share a server."""
         from torch.distributed import TCPStore
 
         timeout, address = timedelta(seconds=max(10.0, self._deadline - time.monotonic())), self.address
         if not self._serves:
-            self._await_server()
+            self._wait_for_server()
             return TCPStore(address, self.port, None, False, timeout)
         try:
             listener = network.listen(self.port, network.address_to_bind(address, self.me.is_local))
             return network.serve_store(address, listener, timeout)
         except (RuntimeError, OSError) as error:
             if not network.is_this_machine(address):
-                raise RendezvousError(f"{self._who} reached nobody at {wrong_first_machine(address)}") from error
+                raise RendezvousError(f"{self._who} cannot serve the store: {wrong_first_machine(address)}") from error
             holder = network.process_listening_on(self.port) or ("PID", f"a process of another user ({error})")
             raise RendezvousError(
-                f"port {self.port} of {self.me.host} is taken by {holder[1]}: `kill {holder[0]}` if it is left "
-                "over, or choose another port: --main_process_port (accelerate, or behind the script, on every "
+                f"port {self.port} of {self.me.host} is taken by {holder[1]}: `kill {holder[0]}` if it is of an old "
+                "run, or choose another port: --main_process_port (accelerate, or after the script, on every "
                 "machine), --master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
             ) from error
 
-    def _await_server(self) -> None:
-        """Until somebody listens there: torch would try for as long, and warn on every failure."""
+    def _wait_for_server(self) -> None:
+        """Waits until rank 0 listens. torch would wait too, with a warning for every failed connection."""
         while True:
             remaining = self._deadline - time.monotonic()
             try:
                 return network.connect(self.address, self.port, max(1.0, min(_CONNECT_SECONDS, remaining))).close()
             except network.UnreachableError as error:
-                self._mention(f"{self._who}: rank 0 is not there yet: {error}")
+                self._log_once(f"{self._who}: rank 0 does not listen yet: {error}")
                 if remaining < 0:
                     hint = ""
                     if network.is_this_machine(self.address) and not self.me.is_local:
-                        how = nodes.how if (nodes := requested_nodes()) else "RANK"
-                        hint = f". {self.address} is an address of this very machine ({how}): is it the first one?"
-                    fault = f"{self._who} found no rank 0 within {self.seconds:.0f} s: {error}. To do: {error.remedy}"
+                        source = nodes.rank_source if (nodes := requested_nodes()) else "RANK"
+                        hint = f". {self.address} is an address of this machine ({source}): is it the first one?"
+                    fault = f"{self._who} could not reach rank 0 within {self.seconds:.0f} s: {error}"
                     doctor = doctor_command(self.address, network.source_address_for(self.address))
-                    raise RendezvousError(f"{fault}{hint}. {doctor}", [0], error) from error
+                    raise RendezvousError(f"{fault}. To do: {error.remedy}{hint}. {doctor}", [0], error) from error
             time.sleep(_POLL_SECONDS)
 
     def _coordinate(self, common: Store) -> None:
@@ -175,12 +176,12 @@ class Rendezvous:
                 peers.append(Peer(**json.loads(lines[len(peers) - 1])))
                 missing = [rank for rank in missing if rank != peers[-1].rank]
                 fault = _conflict(peers) or peers[-1].failure
-            elif self.store.check(["verdict"]):  # by a second rank 0
+            elif self.store.check(["verdict"]):  # written by a second rank 0
                 raise RendezvousError(read(self.store, "verdict")["fault"])
             elif time.monotonic() > self._deadline:
                 fault = self._name_missing(missing, peers)
             else:
-                self._mention(f"waiting for {name_ranks(missing)}: start the same there")
+                self._log_once(f"waiting for {name_ranks(missing)}: start the same command there")
                 time.sleep(_POLL_SECONDS)
         self.peers = sorted(peers, key=lambda peer: peer.rank)
         fault = fault or _difference(self.peers)
@@ -190,15 +191,15 @@ class Rendezvous:
             return
         readers = self.me.world_size if time.monotonic() < self._deadline else len(peers)
         last = self._deadline if self.me.failure else time.monotonic() + _FAULT_SECONDS
-        with contextlib.suppress(RuntimeError):  # a second rank 0, which serves the store, has ended
+        with contextlib.suppress(RuntimeError):  # a second rank 0, which serves the store, has exited
             self.store.set("verdict", verdict)
             while self.store.add("readers", 0) < readers - 1 and time.monotonic() < last:
                 time.sleep(_POLL_SECONDS)
         raise RendezvousError(fault, missing)
 
     def _claim(self, common: Store) -> Peer:
-        """The coordinator: this process, or a second rank 0 that was here before it. In a launcher's store what is
-        there is left of an earlier attempt."""
+        """Returns the coordinator: this process, or a second rank 0 that came first. In a launcher's store another
+        coordinator is one of an earlier attempt."""
         hello = json.dumps(asdict(self.me))
         if self._serves:
             return Peer(**json.loads(common.compare_set("coordinator", "", hello)))
@@ -219,7 +220,7 @@ class Rendezvous:
             if coordinator and self.store.check(["verdict"]):
                 verdict = read(self.store, "verdict")
                 if verdict["fault"]:
-                    with contextlib.suppress(RuntimeError):  # rank 0 has ended meanwhile
+                    with contextlib.suppress(RuntimeError):  # rank 0 has exited meanwhile
                         self.store.add("readers", 1)
                     raise RendezvousError(verdict["fault"])
                 peers = [Peer(**hello) for hello in verdict["peers"]]
@@ -227,9 +228,7 @@ class Rendezvous:
                     self.peers = peers
                     return
             time.sleep(_POLL_SECONDS)
-        fault = (
-            f"{self._who} reached {self.address}:{self.port} but no verdict of rank 0: it did not start, or has ended"
-        )
+        fault = f"{self._who} reached {self.address}:{self.port}, but rank 0 did not answer: it is not running"
         raise RendezvousError(fault, [0])
 
     def _name_missing(self, missing: Sequence[int], peers: Sequence[Peer]) -> str:
@@ -238,65 +237,66 @@ class Rendezvous:
             hosts.setdefault(peer.host, []).append(peer.rank)
         came, nodes = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items()), requested_nodes()
         fault = (
-            f"{name_ranks(missing)} of {self.me.world_size} did not come within {self.seconds:.0f} s to {self.address}:"
-            f"{self.port} (those that came: {came})"
+            f"{name_ranks(missing)} of {self.me.world_size} did not connect to {self.address}:{self.port} within "
+            f"{self.seconds:.0f} s (connected: {came})"
         )
         if nodes and not network.is_this_machine(self.address):
             return f"{fault}: {wrong_first_machine(self.address)}"
         doctor = doctor_command(*(nodes.addresses if nodes else (self.address,)))
         return (
-            f"{fault}: start them too, with the same command and number of processes. If they were started, they say "
-            "what stopped them: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier "
-            f"error. Longer: --rendezvous_timeout SECONDS. {doctor}"
+            f"{fault}: start them too, with the same command and number of processes. If they were started, see their "
+            "output: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier error. "
+            f"--rendezvous_timeout SECONDS waits longer. {doctor}"
         )
 
 
 def read(store: Store, key: str) -> Any:
-    """A JSON value; waits for it."""
+    """Reads a JSON value; waits until the key is set."""
     return json.loads(store.get(key))
 
 
 def _conflict(peers: Sequence[Peer]) -> str:
-    """Of the last one with one that came before it."""
+    """Why the last peer cannot join those before it; empty if it can."""
     first, last = peers[0], peers[-1]
     if first.world_size != last.world_size:
         return (
-            f"rank 0 on {first.host} counts {first.world_size} processes and rank {last.rank} on {last.host} "
-            f"{last.world_size}: start all of them with the same number, --num_processes "
-            f"{min(first.world_size, last.world_size)} perhaps (without it, it is the devices that a machine sees)"
+            f"the world size is {first.world_size} for rank 0 on {first.host} and {last.world_size} for rank "
+            f"{last.rank} on {last.host}: start all with the same --num_processes, perhaps "
+            f"{min(first.world_size, last.world_size)} (by default it follows the devices that a machine sees)"
         )
     if twin := next((peer for peer in peers[:-1] if peer.rank == last.rank), None):
         return (
-            f"two processes say that they are rank {last.rank}, on {twin.host} and {last.host}: give each its own RANK "
+            f"two processes have rank {last.rank}, on {twin.host} and {last.host}: give each its own RANK "
             "(and NODE_RANK or --machine_rank to each machine)"
         )
     return ""
 
 
 def _difference(peers: Sequence[Peer]) -> str:
-    """Other versions of the libraries, or of the code."""
-    unclear = len({peer.host for peer in peers}) < len({peer.node for peer in peers})  # nodes of one name
+    """Which versions of the libraries or the code differ; empty for none."""
+    unclear = len({peer.host for peer in peers}) < len({peer.node for peer in peers})  # nodes share a host name
     of_hosts = [(f"{peer.host} ({peer.node})" if unclear else peer.host, peer.versions) for peer in peers]
     if not (differences := versions.describe_differences(of_hosts)):
         return ""
-    return f"the machines do not run the same: {differences}. {versions.remedy(of_hosts)}; nothing was read or trained"
+    remedy = versions.remedy(of_hosts)
+    return f"the machines run different versions: {differences}. {remedy}; nothing was read or trained"
 
 
 # --- the ranks of a run
 
-# The process's own, as torch has one default group of a process: a second accelerator uses it.
+# A global, as torch's default group is: a second accelerator uses it.
 current: Rendezvous | None = None
 
 
 def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> Rendezvous | None:
-    """Returns once all ranks are there and alike; None for a process that is alone.
+    """Joins the rendezvous; None for a single process.
 
-    Raises RendezvousError, naming who is missing or what is not the same. `failure` is why this process cannot take
-    part: all others raise it.
+    Raises RendezvousError, naming the missing ranks or what differs between them. `failure` is why this process cannot
+    join: all others raise it.
     """
     global current
-    alone = place.world_size == 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    if current is not None or alone:
+    is_single = place.world_size == 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if current is not None or is_single:
         return current
     me = Peer(
         **asdict(place),
@@ -314,22 +314,22 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     rendezvous = Rendezvous(me, seconds)
     rendezvous.join()
     current = rendezvous
-    if launcher_serves_store():  # the launchers of several machines may count differently, and torch's keys carry it
+    if launcher_serves_store():  # torch's keys carry the count, which launchers of several nodes may disagree on
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(current.peers[0].attempt)
-    network.choose_interface(_own_address(current))
+    network.choose_interface(_node_address(current))
     return current
 
 
 def announce_early_failure(place: Place, message: str) -> None:
-    """To the other nodes, from a process that fails before the rendezvous: a setting, a file. It takes seconds."""
+    """Tells the other nodes of a failure before the rendezvous (a setting, a file). It takes seconds."""
     if not place.is_local and current is None and os.environ.get("MASTER_ADDR"):
         failure = f"rank {place.rank} on {socket.gethostname()} failed: {message}"
-        with contextlib.suppress(Exception):  # it has been reported here
+        with contextlib.suppress(Exception):  # the failure has been reported here
             find_ranks(place, "", _EARLY_FAULT_SECONDS, failure)
 
 
 def list_machines() -> list[str]:
-    """`hostA (ranks 0, 1)` of each machine, where there are several."""
+    """`hostA (ranks 0, 1)` for each machine; empty if there is one."""
     peers = current.peers if current else []
     nodes = nodes_of(peers).values()
     return [name_machine(printable(peers[ranks[0]].host), ranks) for ranks in nodes] if len(nodes) > 1 else []
@@ -343,8 +343,8 @@ def nodes_of(peers: Sequence[Peer]) -> dict[str, list[int]]:
     return nodes
 
 
-def _own_address(rendezvous: Rendezvous) -> str:
-    """This node's, by which the nodes reach each other; the loopback's where there is one node."""
+def _node_address(rendezvous: Rendezvous) -> str:
+    """This node's address on the way to the other nodes; the loopback address if there is one node."""
     others = [peer.address for peer in rendezvous.peers if peer.node != rendezvous.me.node]
     if not others:
         return network.LOOPBACK

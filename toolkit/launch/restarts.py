@@ -1,6 +1,6 @@
-"""Attempts (`--max_restarts`), and what a process leaves for the launcher that started it.
+"""Restarts (`--max_restarts`), and how a process stops its launcher or stops with it.
 
-torchrun, and `accelerate launch` through it, start all processes of a machine again when one has failed.
+When one process has failed, torchrun (and `accelerate launch`, which uses it) restarts all processes of the node.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from toolkit.launch.interrupted import write_exit_code
 
 
 def attempt() -> int:
-    """0 for the first."""
+    """The number of restarts so far."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def max_restarts() -> int:
-    """Of `--max_restarts`."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
 
 def launcher_serves_store() -> bool:
-    """Whether torch's store is the launcher's, and the same for all attempts."""
+    """Whether the launcher serves torch's store, the same for all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def stop_with_parent(parent: int | None = None) -> None:
-    """SIGTERM for this process when its parent ends; it stays so when another program takes the process over.
+    """Makes the kernel send SIGTERM to this process when its parent ends, also after `exec`.
 
-    Nothing where `parent` is not its parent. To the kernel it is the thread that forked: that one has to wait.
+    No effect if `parent` is not its parent. The kernel watches the thread that forked, so that thread must not end.
     """
     parent = parent or os.getppid()
     if sys.platform == "linux" and os.getppid() == parent:
@@ -44,8 +43,7 @@ def stop_with_parent(parent: int | None = None) -> None:
 
 
 def stop_launcher(code: int) -> None:
-    """Lets the launcher end, with this exit code where it is ours, instead of starting again what was stopped or would
-    fail again: a setting, a file, another version."""
+    """Stops the launcher (ours exits with `code`) instead of a restart: the run was stopped, or would fail again."""
     write_exit_code(code)
     if attempt() < max_restarts() and os.getppid() != 1:
         os.kill(os.getppid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Stop signals (SIGTERM, SIGUSR1, Ctrl-C): obeyed when the step is done."""
+"""Stop signals (SIGTERM, SIGUSR1, Ctrl-C): the run stops after the current step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from toolkit.launch.environment import timeout_seconds
 from toolkit.launch.exit_state import exit_state
 from toolkit.launch.failure import exit_process
 
-# Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
-# time is the same one.
+# Launchers forward a terminal's Ctrl-C to processes that already got it: a second SIGINT within this time is the same.
 _REPEAT_SECONDS = 3.0
+# After SIGTERM wait this long before printing: a launcher also sends it when a peer died, which is reported first.
 _REPORT_SECONDS = 2.5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# A process has one handler of a signal, and an evaluation within the steps stops by what it has got.
+# A global: a process has one handler per signal, and an evaluation during training stops on the same signal.
 current: StopSignals | None = None
 
 
 class StopRequested(Exception):  # noqa: N818
-    """A stop signal came while an evaluation ran."""
+    """A stop signal arrived during an evaluation."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,26 +35,26 @@ class StopRequested(Exception):  # noqa: N818
 
 
 def stop_requested() -> int:
-    """The number of a stop signal that this process has got and not yet obeyed; 0 where there is none."""
+    """The number of a stop signal that this process has received and not yet handled; 0 for none."""
     return current.requested if current else 0
 
 
 class StopSignals:
-    """`with StopSignals() as signals: ...`: inside, such a signal only sets `signals.requested`.
+    """`with StopSignals() as signals: ...`: inside, a stop signal only sets `signals.requested`.
 
-    Ctrl-C again, after three seconds, interrupts at once. Where the main thread then stands still for --stop_timeout
-    seconds, and for twice as long as any step has taken, it hangs (in a collective, say), and the process ends.
+    A second Ctrl-C, three seconds later or more, raises KeyboardInterrupt. If the main thread then does not move for
+    --stop_timeout seconds and for twice the longest step, it hangs (in a collective, say), and the process exits.
     """
 
-    def __init__(self, speaks: bool) -> None:
-        self._number, self._speaks, self._longest = 0, speaks, 0.0
+    def __init__(self, prints: bool) -> None:
+        self._number, self._prints, self._longest = 0, prints, 0.0
         self._since = self._read = time.monotonic()
         self._exited = threading.Event()
         self._before: dict[int, Any] = {}
 
     @property
     def requested(self) -> int:
-        """The signal's number; 0 as long as none has come. Read once a step, it also measures how long one takes."""
+        """The signal's number; 0 for none. Read it once per step: the time between reads is the length of a step."""
         self._longest, self._read = max(self._longest, time.monotonic() - self._read), time.monotonic()
         return self._number
 
@@ -63,7 +63,7 @@ class StopSignals:
         current = self
         self._read = time.monotonic()
         self._exited.clear()
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
         return self
 
@@ -78,33 +78,30 @@ class StopSignals:
         now = time.monotonic()
         if not self._number:
             self._number, self._since = number, now
-            threading.Thread(target=self._end_where_it_hangs, daemon=True, name="stop").start()
+            threading.Thread(target=self._exit_if_stuck, daemon=True, name="stop").start()
             if number != signal.SIGTERM:
-                self._speak()
+                self._print()
         elif number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
             raise KeyboardInterrupt
 
-    def _speak(self) -> None:
-        if self._speaks and not exit_state.exit_code:  # os.write: a handler may not wait for a stream's lock
-            os.write(
-                2, f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n".encode()
-            )
+    def _print(self) -> None:
+        if self._prints and not exit_state.exit_code:  # os.write: a signal handler must not wait for a stream's lock
+            line = f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n"
+            os.write(2, line.encode())
 
-    def _end_where_it_hangs(self) -> None:
+    def _exit_if_stuck(self) -> None:
         limit, since = max(float(timeout_seconds("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
-        # of a process that was killed a launcher ends the others, too: the failure detector is first
         if self._number == signal.SIGTERM and not self._exited.wait(_REPORT_SECONDS):
-            self._speak()
+            self._print()
         while not self._exited.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
-            saves = any("/toolkit/checkpoint/" in file for file, _ in stack)  # a large file takes its time
-            if stack != seen or saves:
+            is_saving = any("/toolkit/checkpoint/" in file for file, _ in stack)  # a large file takes long
+            if stack != seen or is_saving:
                 seen, since = stack, time.monotonic()
             elif time.monotonic() - since > limit:
-                doing, name = failure_detector.main_thread_position(), signal.Signals(self._number).name
-                text = (
-                    f"{name} came, and for {limit:.0f} s nothing has moved at {doing}: ended without a new checkpoint"
-                )
-                exit_process(f"error: {text} (longer: --stop_timeout SECONDS)", 128 + self._number, text, final=True)
+                name, position = signal.Signals(self._number).name, failure_detector.main_thread_position()
+                text = f"{name}: stuck at {position} for {limit:.0f} s: exiting without a new checkpoint"
+                message = f"error: {text} (--stop_timeout SECONDS waits longer)"
+                exit_process(message, 128 + self._number, text, permanent=True)

@@ -1,7 +1,7 @@
-"""What this CPU computes faster, fp32 or bf16: measured on one layer as wide as the model's, once for a machine.
+"""Measures whether this CPU trains faster in fp32 or bf16, on one layer of the model's width, once per machine.
 
-The names of its instructions do not tell: with avx512_bf16 and no AMX an AMD EPYC trained twice as fast in bf16, and a
-Xeon takes 1.4 times as long (benchmarks/results/precision_trial.md).
+Its instruction sets do not tell: with avx512_bf16 and no AMX an AMD EPYC trained twice as fast in bf16, and a Xeon took
+1.4 times as long (benchmarks/results/precision_trial.md).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 Widths = tuple[int, int]
 """(hidden_size, intermediate_size) of a layer."""
 Milliseconds = dict[str, float]
-"""Of forward and backward of that layer, by precision: no, bf16."""
+"""Of a forward and backward pass of the layer, by precision: no, bf16."""
 
 BERT_BASE: Widths = (768, 3072)
-# bf16 has to be so many times as fast: below that it is not worth its rounding
+# bf16 must be this many times as fast to be worth its rounding
 MIN_SPEEDUP = 1.1
 _TEXTS, _LENGTH, _PAIRS = 2, 128, 2
-# They make oneDNN and torch leave instructions unused
+# variables that limit the instructions oneDNN and torch use
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-# Where bf16 takes so many times as long with little work, it is emulated; with more it would take minutes.
-_FEW, _HOPELESS = 16, 3.0
+# If bf16 takes this many times as long on a few tokens, it is emulated, and the full trial would take minutes.
+_PROBE_TOKENS, _EMULATED_RATIO = 16, 3.0
 
 
 def measure_cached(widths: Widths) -> Milliseconds:
-    """Of this machine's CPU; measured by one process of the machine, once."""
+    """`measure`, cached per machine; one process of a machine measures."""
     from filelock import FileLock
 
     facts = f"{_machine()}, {widths[0]} x {widths[1]}"
     path = cache_folder() / "precision" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
-    with contextlib.suppress(OSError):  # a cache that cannot be written: each process measures
+    with contextlib.suppress(OSError):  # no cache can be written: each process measures
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -56,7 +56,7 @@ def measure_cached(widths: Widths) -> Milliseconds:
 
 
 def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:
-    """Of those that measured: a step takes as long as its slowest rank."""
+    """Over the ranks that measured: a step takes as long as its slowest rank."""
     measurements = [trial for trial in trials if trial]
     return {name: max(trial[name] for trial in measurements) for name in ("no", "bf16")}
 
@@ -71,8 +71,7 @@ def describe(milliseconds: Milliseconds) -> str:
 
 
 def measure(widths: Widths) -> Milliseconds:
-    """Processor time of one thread, which does not depend on what else the machine does; the least of a few, taken in
-    turns."""
+    """CPU time of one thread, which other load hardly changes: the minimum of a few alternating passes."""
     import torch
 
     hidden, intermediate = widths
@@ -82,15 +81,15 @@ def measure(widths: Widths) -> Milliseconds:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             layer = torch.nn.TransformerEncoderLayer(hidden, heads, intermediate, 0.0, "gelu", batch_first=True)
-            few = _least(layer, torch.randn(1, _FEW, hidden, requires_grad=True), 2)
-            if few["bf16"] > _HOPELESS * few["no"]:
-                return few
-            return _least(layer, torch.randn(_TEXTS, _LENGTH, hidden, requires_grad=True), _PAIRS)
+            probe = _fastest_passes(layer, torch.randn(1, _PROBE_TOKENS, hidden, requires_grad=True), 2)
+            if probe["bf16"] > _EMULATED_RATIO * probe["no"]:
+                return probe
+            return _fastest_passes(layer, torch.randn(_TEXTS, _LENGTH, hidden, requires_grad=True), _PAIRS)
     finally:
         torch.set_num_threads(threads)
 
 
-def _least(layer: torch.nn.Module, states: torch.Tensor, pairs: int) -> Milliseconds:
+def _fastest_passes(layer: torch.nn.Module, states: torch.Tensor, pairs: int) -> Milliseconds:
     """`states`: (B, S, H)."""
     import torch
 
@@ -100,10 +99,12 @@ def _least(layer: torch.nn.Module, states: torch.Tensor, pairs: int) -> Millisec
             started = time.thread_time_ns()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 loss = layer(states).float().square().mean()
-            loss.backward()  # on a CPU in this very thread
+            loss.backward()  # on a CPU in this thread
             layer.zero_grad()
             milliseconds.append((time.thread_time_ns() - started) / 1e6)
-    return {precision: round(min(each[1:]), 3) for precision, each in durations.items()}  # the first made kernels
+    return {
+        precision: round(min(each[1:]), 3) for precision, each in durations.items()
+    }  # the first pass compiles kernels
 
 
 def cpu_name() -> str:
@@ -115,7 +116,7 @@ def cpu_name() -> str:
 
 
 def _machine() -> str:
-    """All that the times depend on."""
+    """Everything the times depend on."""
     import torch
 
     able = " ".join(sorted(key for key, value in torch.cpu.get_capabilities().items() if value is True))

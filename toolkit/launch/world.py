@@ -1,4 +1,4 @@
-"""The accelerator, and proof that its world is the one that was requested."""
+"""Makes the accelerator, and verifies that its world is the one that was requested."""
 
 from __future__ import annotations
 
@@ -51,38 +51,38 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
-# After --ddp_timeout the failure detector names who did not arrive; torch, which cannot, comes second.
+# Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
 
 
 def make_accelerator(
     mixed_precision: str | None = None, layer: Callable[[], Widths] | None = None, **options: Any
 ) -> Accelerator:
-    """An `Accelerator` for the way this process was started, verified before anything is read.
+    """An `Accelerator` for the way this process was started, verified before any data is read.
 
-    `mixed_precision` is no, bf16, fp16 or auto (see `toolkit.launch.precision`), or None: accelerate's own, which is no
-    where nothing says otherwise. On a CPU auto tries a `layer` of the model's widths (`pretrained.layer_of`), or one of
-    BERT-base. `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
+    `mixed_precision`: no, bf16, fp16, auto (see `toolkit.launch.precision`) or None (accelerate's default). On a CPU
+    auto times a `layer` of the model's widths (`pretrained.layer_of`; by default BERT-base's). `options` go to
+    `Accelerator`. Raises UserError if the world is not the one requested.
     """
-    # of our launcher: without it this process would train on with nobody to end it
+    # otherwise this process would train on when our launcher is killed
     stop_with_parent(int(os.environ.get(LAUNCHER_PID, "-1")))
     set_global_ranks(os.environ)
     place = set_torch_variables(os.environ)
     _check_devices(place)
-    import torch  # after the environment is settled: torch reads OMP_NUM_THREADS on import
+    import torch  # after the environment is set: torch reads OMP_NUM_THREADS on import
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if on_cpu:
-        _use_cpu_well(place)
+        _configure_cpu(place)
     plugin = _deepspeed_plugin(place)
     for name in TIMEOUTS:
-        timeout_seconds(name)  # a thread that reads them later could not report that one is no number
+        timeout_seconds(name)  # raises here: the threads that read it later could not report it
     rendezvous = find_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
     failure_detector.start(rendezvous, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError("FSDP's version 1 is not supported: write fsdp_version: 2 into the config file")
+        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
     deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
         InitProcessGroupKwargs(
@@ -100,14 +100,13 @@ def make_accelerator(
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
-    # all take part: a machine without the checkpoint from which another one continues has a trial of its own
+    # a collective: only the machine with the checkpoint to resume may know the precision already
     trial_here = measure_cached(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
     trials = rendezvous.exchange(trial_here, timeout_seconds("ddp_timeout")) if rendezvous else [trial_here]
     trial = slowest_times(trials) if mixed_precision == AUTO else None
     if trial:
         mixed_precision, why = faster_precision(trial), describe(trial)
-    # DeepSpeed chooses its own device; everything else needs `cpu=True`,
-    # or each process would think itself alone
+    # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
         accelerator = Accelerator(
             cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
@@ -118,11 +117,11 @@ def make_accelerator(
         raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine") from error
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
-        raise UserError("DeepSpeed was asked for, and accelerate does not use it: try `python -m deepspeed.env_report`")
+        raise UserError("DeepSpeed was requested, but accelerate does not use it: try `python -m deepspeed.env_report`")
     if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
-        # accelerate would compute in fp32 there, or shard in fp16, and scale no loss
+        # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     require_equal(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
     choose_matmul_precision(accelerator)
@@ -136,7 +135,7 @@ def make_accelerator(
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """Accelerate has FSDP on GPUs alone and would run plain data parallel; torch shards on a CPU mesh as well."""
+    """Accelerate would run DDP: it supports FSDP on GPUs only, though torch shards on a CPU mesh as well."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
 
@@ -148,7 +147,7 @@ def _shard_on_cpu(accelerator: Accelerator) -> None:
 
 
 def verify_world(accelerator: Accelerator, place: Place) -> None:
-    """Compares the processes requested, announced by the launcher, and found by an all-reduce."""
+    """Raises UserError unless as many processes join an all-reduce as were requested and as the launcher announced."""
     import torch
 
     ones = torch.ones(1, device=accelerator.device)
@@ -164,10 +163,10 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
 
 
 def requested_processes(place: Place) -> tuple[int, str]:
-    """How many processes were requested, and by what."""
+    """(number of processes requested, by which file or launcher)."""
     if ours := launch_request():
         return int(ours["num_processes"]), str(ours["config_file"])
-    # `accelerate launch` can start one process for a file that requests many (MULTI_CPU), without a warning
+    # for MULTI_CPU `accelerate launch` silently starts one process, whatever the file requests
     config = launch_config() if place.world_size == 1 else None
     if config and "num_processes" in config:
         return int(config["num_processes"]), config["source"]
@@ -175,19 +174,19 @@ def requested_processes(place: Place) -> tuple[int, str]:
 
 
 def launch_config() -> dict[str, Any] | None:
-    """The config of the `accelerate launch` that started this process; None where none did."""
+    """The config of the `accelerate launch` that started this process, or None."""
     if ours := launch_request():
         return read_config(Path(ours["config_file"]))
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents()[:3]:
-            if (config := _launch_of(parent.cmdline())) is not None:
+            if (config := _parse_launch(parent.cmdline())) is not None:
                 return config
     return None
 
 
-def _launch_of(line: list[str]) -> dict[str, Any] | None:
-    """What a command line that is an `accelerate launch` was given, by its own reading: the file, what stands in place
-    of the file's, and the `source` of the number of processes."""
+def _parse_launch(line: list[str]) -> dict[str, Any] | None:
+    """The config of an `accelerate launch` command line, parsed by accelerate: the file, the options that override it,
+    and the `source` of num_processes; None for other commands."""
     if (words := accelerate_arguments(line)) is None:
         return None
     from accelerate.commands.config import config_args
@@ -195,7 +194,7 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
 
     with contextlib.suppress(SystemExit, ValueError, OSError):
         options = launch_command_parser().parse_args(words)
-        # without a file `accelerate launch` takes the user's own, silently
+        # without a file `accelerate launch` silently uses the user's default one
         file = Path(options.config_file or config_args.default_config_file)
         config = {**read_config(file), "source": str(file)} if file.is_file() else {}
         if options.num_processes is not None:
@@ -204,12 +203,12 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
     return None
 
 
-# of a command line that starts a script again
+# programs that start a script
 _STARTERS = ("python", "mpi", "orterun", "prterun", "srun", "uv", "pixi")
 
 
 def launch_info() -> dict[str, Any]:
-    """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
+    """For config.json: the launcher's config file, and the command line to start the same run again on this machine."""
     ours = launch_request()
     words = ["python", *ours["typed"]] if ours else _command_words(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words)}
@@ -217,8 +216,8 @@ def launch_info() -> dict[str, Any]:
 
 @functools.cache
 def _command_words(argv: tuple[str, ...]) -> list[str]:
-    """The command line of the outermost launcher that started this script, as it was typed. Looked up once, as a run
-    begins: Ctrl-C ends DeepSpeed's launcher before the run's last step is done."""
+    """The command line of the outermost launcher of this script. Cached: Ctrl-C ends DeepSpeed's launcher before the
+    run's last step is done."""
     words = ["python", *argv]
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
@@ -232,7 +231,7 @@ def _command_words(argv: tuple[str, ...]) -> list[str]:
 
 
 def _check_devices(place: Place) -> None:
-    """More processes than GPUs on this machine is an error here, not a CUDA traceback later."""
+    """Raises UserError for more processes than GPUs on this machine, before CUDA fails with a traceback."""
     import torch
 
     if not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
@@ -248,7 +247,7 @@ def _check_devices(place: Place) -> None:
 
 
 def _deepspeed_plugin(place: Place) -> Any:
-    """DeepSpeed's launcher does not set what Accelerate reads: set it."""
+    """For DeepSpeed's launcher, which does not set the variables that Accelerate reads."""
     file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
     by_accelerate = _flag("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):
@@ -259,10 +258,10 @@ def _deepspeed_plugin(place: Place) -> Any:
     path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin
 
-    # Accelerate opens the group through DeepSpeed only where this variable is set
+    # Accelerate initialises the group through DeepSpeed only if this is set
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in alone.items():
+    single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in single.items():
         os.environ.setdefault(name, str(value))
     return DeepSpeedPlugin(hf_ds_config=str(path))
 
@@ -271,20 +270,19 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() == "true"
 
 
-def _use_cpu_well(place: Place) -> None:
+def _configure_cpu(place: Place) -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = user_threads(os.environ) or max(1, cores // place.local_world_size)
     os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
-    _keep_memory()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
+    _keep_freed_memory()
 
 
-def _keep_memory() -> None:
-    """Tells glibc to keep freed memory: by default each large tensor is mapped, zeroed by the kernel
-    page by page, and unmapped again."""
+def _keep_freed_memory() -> None:
+    """Makes glibc keep freed memory. By default it maps each large tensor anew, and the kernel zeroes every page."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         trim_threshold, mmap_threshold = -1, -3  # malloc.h
@@ -293,22 +291,22 @@ def _keep_memory() -> None:
 
 
 def _skip_shared_memory_kernel() -> None:
-    """DeepSpeed compiles a C++ kernel at first use on a CPU (half a minute; a killed build leaves a lock
-    on which every later run hangs). Only its inference all-reduce uses it; training does not."""
-    # by import_module: the attribute deepspeed.comm.torch is torch itself
+    """On a CPU DeepSpeed compiles a C++ kernel at first use, for its inference all-reduce only: half a minute, and a
+    killed build leaves a lock on which later runs hang."""
+    # import_module, because the attribute deepspeed.comm.torch is torch itself
     backend = importlib.import_module("deepspeed.comm.torch")
     require(backend, "build_shm_op", "deepspeed")
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def log_on_main(accelerator: Accelerator, line: str) -> None:
-    """One line from one process, for what a user should see and need not mend."""
+    """Logs a line from the main process."""
     if accelerator.is_main_process:
         logger.info(line)
 
 
 def wait_for_all(accelerator: Accelerator, what: str) -> None:
-    """Waits through the store, not in a collective, which would time out while one machine works."""
+    """A barrier through the store without a timeout: a collective would time out while one machine works."""
     if accelerator.num_processes == 1:
         return
     import torch
@@ -316,36 +314,33 @@ def wait_for_all(accelerator: Accelerator, what: str) -> None:
     store = require(torch.distributed, "distributed_c10d._get_default_store", "torch")()
     keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
     store.set(keys[accelerator.process_index], "here")
-    started = mentioned = time.monotonic()
+    started = logged = time.monotonic()
     while missing := [rank for rank, key in keys.items() if not store.check([key])]:
         now = time.monotonic()
-        if now - mentioned > 60:
-            mentioned = now
+        if now - logged > 60:
+            logged = now
             log_on_main(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
         time.sleep(min(0.5, 0.01 + (now - started) / 10))
 
 
 def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
-    """Raises UserError, in every process, naming each value that is not the same in all, and where it is what."""
+    """Raises UserError on every rank if a value differs between ranks, with the values and their hosts."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object
 
     host = socket.gethostname() if list_machines() else f"rank {accelerator.process_index}"
     of_hosts = gather_object([(host, dict(values))])
-    differing = describe_differences(of_hosts)
-    if differing:
+    if differences := describe_differences(of_hosts):
         raise UserError(
-            f"{what} are not the same everywhere: {differing}. Give every machine the same files and settings; nothing "
-            "was trained"
+            f"{what} are not the same everywhere: {differences}. Give every machine the same files and settings; "
+            "nothing was trained"
         )
 
 
 def _quiet_libraries() -> None:
-    """DeepSpeed logs every start at INFO on every rank, and its collectives warn at every call; a run
-    has lines of its own."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # or every rank logs its start
     warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated.*", category=FutureWarning)
-    # accelerate 1.15 knows no other name for it
+    # accelerate 1.15 has no other name for it
     warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated.*", category=FutureWarning)

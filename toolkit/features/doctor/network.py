@@ -40,7 +40,9 @@ def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     else:
         yield Finding("network", "chosen", "note", "this machine has no default route: it can only run alone")
     if nodes.count > 1:
-        yield Finding("machines", "this one", "ok", f"this is machine {nodes.rank} of {nodes.count} ({nodes.how})")
+        yield Finding(
+            "machines", "this one", "ok", f"this is machine {nodes.rank} of {nodes.count} ({nodes.rank_source})"
+        )
         name = nodes.address_of(nodes.rank)
         for interface in {interfaces.get(address) for address in (resolve_addresses(name) if name else ())} & down:
             text = f"{name} is an address of this machine, and its interface {interface} is down or has no cable"
