@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.features.predict.parts import Parts
 from toolkit.report.card import write_card
-from toolkit.report.files import RunFiles, by_step, dumps, read_lines
+from toolkit.report.files import RunFiles, dumps, latest_per_step, read_lines
 from toolkit.report.html import write_report_of_folder
 from toolkit.report.record import last_evaluation
 
@@ -90,6 +90,6 @@ def test_steps_done_again_count_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": step, "again": again} for again, first in ((False, 1), (True, 31)) for step in range(first, 41)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = by_step(read_lines(path))
+    metrics = latest_per_step(read_lines(path))
     assert [line["step"] for line in metrics] == list(range(1, 41))
     assert [line["again"] for line in metrics] == [False] * 30 + [True] * 10

@@ -125,7 +125,7 @@ def test_one_file_and_nothing_loaded(three: Run) -> None:
     assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
     shown = [row[1] for row in page.rows["mistakes"][1:]]
     assert NASTY in shown  # as text
-    assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
+    assert max(len(text) for text in shown) == html.MAX_CHARACTERS + 1
     assert sorted(path.name for path in three[0].iterdir()) == [
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip
@@ -194,7 +194,7 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     chances[:, 7] = 0.9
     predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
     page = written((tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), []))
-    assert "A matrix of 2,000 classes could not be read, so here are the 11 pairs" in page.text
+    assert "these are the 11 most confused of 11 confused pairs" in page.text
     assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
     assert len(page.rows["confusion"]) == 12
     assert len(page.rows["classes"]) == 2001
@@ -250,7 +250,7 @@ def test_reading_less_is_compared(three: Run) -> None:
     add_comparison(three[0])
     page = written(three)
     assert page.rows[""][:3] == [
-        ["reading", "Accuracy", "F1 (macro)", "Loss"],
+        ["input", "Accuracy", "F1 (macro)", "Loss"],
         ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
         ["the first 16 tokens", "0.6250", "0.9900", "0.2500"],
     ]
@@ -297,7 +297,7 @@ def titles(tmp_path: Path) -> Run:
 def test_titles_summary(titles: Run) -> None:
     page = written(titles)
     for shown in ("ROUGE-1 0.4100", "ROUGE-2 0.2000", "ROUGE-L 0.3500", "Loss (of a title's token) 2.5000",
-                  "ROUGE was counted in Chinese words (jieba:", "at most 24 tokens, column 标题",
+                  "ROUGE is computed on Chinese words (jieba:", "at most 24 tokens, column 标题",
                   "The saved model, step 40, on the 60 samples of validation", "All 4 evaluations"):  # fmt: skip
         assert shown in page.text
     for word in ("Labels", "classes", "confus", "Confus", "mistake", "wrong", "predicted"):
@@ -319,7 +319,7 @@ def test_titles_examples(titles: Run) -> None:
     assert worst[0][1:] == [NASTY, "(empty)", "第0条 新闻", "0.000"]
     assert worst[1][2:4] == [ARABIC, NASTY]
     assert best[0][2:] == ["第59条新闻", "第59条 新闻", "1.000"]
-    assert max(len(row[1]) for row in worst) == html.MOST_CHARACTERS + 1
+    assert max(len(row[1]) for row in worst) == html.MAX_CHARACTERS + 1
     assert f"<bdi>{ARABIC}</bdi>" in page.source
     assert "<script" not in page.source
 
@@ -401,6 +401,6 @@ def test_tuned_decisions_are_drawn_and_rows_without_an_answer_are_no_mistakes(th
     assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
     assert page.source.count("<svg") > 2
     assert len(page.rows["mistakes"]) - 1 == sum(line["label"] != line["prediction"] for line in lines[50:])
-    held_back = [max(zip(line["probabilities"], CHINESE, strict=True))[1] != line["label"] for line in lines[:50]]
-    assert f"Of the 50 samples without an answer none is shown; {sum(held_back)} of them would have" in page.text
+    wrong = sum(max(zip(line["probabilities"], CHINESE, strict=True))[1] != line["label"] for line in lines[:50])
+    assert f"The 50 samples without an answer are not listed; for {wrong} of them the" in page.text
     assert "10 of 60 are answered, and of those 90.0 % are right" in page.text

@@ -1,4 +1,4 @@
-"""How sure a metric is, and whether one run is better than another: resampled rows, and swapped answers."""
+"""Confidence intervals of metrics (bootstrap), and tests between two runs (permutation, McNemar)."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ import numpy as np
 from scipy import sparse, stats
 from sklearn.preprocessing import MultiLabelBinarizer
 
-_RESAMPLES, _FEWEST, _MOST_DRAWS = 1000, 100, 10**8
-_BATCH = 50
-"""Resamples that are in memory together."""
+_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
+_BATCH = 50  # resamples in memory at a time
 Numbers = dict[str, dict[str, float]]
 
 
 class Scores(NamedTuple):
-    """What the metrics of one run's predictions are computed from."""
+    """One run's M metrics, as a function of the mean over N rows of F features."""
 
     names: Sequence[str]
-    """Of the M metrics."""
     rows: Any
-    """(N, F) sparse; of classes the first column says whether the row's whole prediction is right."""
+    """(N, F) sparse; for classes the first column is 1 where the row's whole prediction is right."""
     metrics: Callable[[np.ndarray], np.ndarray] = np.asarray
     """(R, F) means over rows -> (R, M)."""
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics of all rows, each counted once."""
         return dict(zip(self.names, self.metrics(self.rows.mean(axis=0)[None])[0].tolist(), strict=True))
 
 
 def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Sequence[str]) -> Scores:
-    """The scores of the lines of predictions.jsonl."""
+    """Lines of predictions.jsonl -> scores."""
     if "scores" in lines[0]:
         names = sorted(lines[0]["scores"])
         return Scores(names, sparse.csr_array([[float(line["scores"][name]) for name in names] for line in lines]))
@@ -50,15 +47,15 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
 
 
 def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
-    """The scores of two sparse (N, C) of ones: the labels of each row, and the predicted ones."""
+    """Sparse one-hot (N, C) labels and predictions -> scores."""
     truth, guess = sparse.csr_array(truth, dtype=np.float64), sparse.csr_array(guess, dtype=np.float64)
     several = problem_type == "multi_label_classification"
 
     def metrics(means: np.ndarray) -> np.ndarray:
         hits, true, guessed = np.split(means[:, 1:], 3, axis=1)  # (R, C) each
-        some = np.finfo(float).tiny  # a class that no row has, nor is given, has no hits either
-        f1_macro = (2 * hits / np.maximum(true + guessed, some)).mean(axis=1)
-        f1_micro = 2 * hits.sum(axis=1) / np.maximum((true + guessed).sum(axis=1), some)
+        tiny = np.finfo(float).tiny  # for classes that are neither labels nor predictions: 0 / 0
+        f1_macro = (2 * hits / np.maximum(true + guessed, tiny)).mean(axis=1)
+        f1_micro = 2 * hits.sum(axis=1) / np.maximum((true + guessed).sum(axis=1), tiny)
         return np.stack([means[:, 0], f1_macro, *[f1_micro] * several], axis=1)
 
     right = np.asarray(abs(truth - guess).sum(axis=1)).ravel() == 0
@@ -67,9 +64,9 @@ def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
 
 
 def intervals(runs: Sequence[Scores], seed: int = 0) -> list[tuple[Numbers, Numbers]]:
-    """Of each run its metrics (`value`, `low`, `high`), and their differences from the first run's (`difference`,
-    `low`, `high`). Between low and high lie the middle 95 % of resamples of the rows, drawn with replacement: the same
-    ones for all runs, so that differences are paired (Efron and Tibshirani 1993)."""
+    """For each run its metrics (`value`, `low`, `high`), and their differences from the first run (`difference`, `low`,
+    `high`): 95 % percentile intervals of a bootstrap over rows. All runs share the resamples, so that differences are
+    paired (Efron and Tibshirani 1993)."""
     count = runs[0].rows.shape[0]
 
     def statistic(rows: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -79,7 +76,7 @@ def intervals(runs: Sequence[Scores], seed: int = 0) -> list[tuple[Numbers, Numb
         return np.stack([metrics, metrics - metrics[0]])
 
     low = high = values = statistic(np.arange(count)[None])[..., 0]
-    if count > 1:  # of one row all resamples are the same, and scipy makes none
+    if count > 1:  # scipy refuses a single row
         low, high = stats.bootstrap(
             (np.arange(count),), statistic, n_resamples=_resamples(count), batch=_BATCH, vectorized=True,
             method="percentile", rng=seed,
@@ -97,17 +94,16 @@ def intervals(runs: Sequence[Scores], seed: int = 0) -> list[tuple[Numbers, Numb
 
 
 def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
-    """Two-sided p of each metric's difference between two models on the same rows, by a paired permutation test: how
-    often it is as great where chance decides which of the two a row's answer is from. Of accuracy it is exact: McNemar
-    1947."""
+    """Two-sided p of each metric's difference between two models on the same rows: McNemar's exact test (1947) for
+    accuracy; for the others a paired permutation test, which swaps the two models' predictions of random rows."""
     change = other.rows - one.rows
-    change = change[abs(change).sum(axis=1) > 0].T  # (F, D): of the D rows whose answers are not the same
+    change = change[abs(change).sum(axis=1) > 0].T  # (F, D): the D rows whose predictions differ
     count, differing = one.rows.shape[0], change.shape[1]
-    if differing < 2:  # swapped, a row alone gives a difference as great
+    if differing < 2:  # swapping a single row gives a difference of the same size
         return dict.fromkeys(one.names, 1.0)
 
     def statistic(swapped: np.ndarray, _: np.ndarray, axis: int = -1) -> np.ndarray:
-        """(..., D), 1 where the answers of the two are swapped -> (..., M): the differences."""
+        """(..., D), 1 where the predictions are swapped -> (..., M) differences."""
         moved = (change @ swapped.reshape(-1, differing).T).T / count
         difference = one.metrics(one.rows.mean(axis=0) + moved) - other.metrics(other.rows.mean(axis=0) - moved)
         return difference.reshape(*swapped.shape[:-1], -1)
@@ -126,4 +122,4 @@ def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
 
 def _resamples(rows: int) -> int:
     """1,000, and fewer above 100,000 rows."""
-    return max(_FEWEST, min(_RESAMPLES, _MOST_DRAWS // rows))
+    return max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows))

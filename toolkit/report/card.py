@@ -16,7 +16,7 @@ from toolkit import __version__, demo
 from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
-from toolkit.report.files import read_lines, write_whole
+from toolkit.report.files import read_lines, write_atomically
 from toolkit.report.record import METRICS, Record, is_local, render, without_folders
 from toolkit.utils.features import features, first
 
@@ -62,11 +62,11 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         },
         **_limits(record, run_folder / "predictions.jsonl" if step == record.last_step else None),
     }
-    write_whole(model_folder / "README.md", [render("card.md", context, cell=cell)])
+    write_atomically(model_folder / "README.md", [render("card.md", context, cell=cell)])
 
 
 def _title(record: Record) -> str:
-    return f"{record.base.rsplit('/', 1)[-1]} fine-tuned on {record.data_name}"
+    return f"{record.base_model.rsplit('/', 1)[-1]} fine-tuned on {record.data_name}"
 
 
 def _architecture(model_folder: Path) -> str:

@@ -15,7 +15,7 @@ from tqdm.utils import disp_len
 from toolkit.errors import UserError, listing
 from toolkit.report.bootstrap import Scores, intervals, p_values, scores_of
 from toolkit.report.files import dumps
-from toolkit.report.record import Record, number, plain, run_config
+from toolkit.report.record import Record, format_number, format_setting, run_config
 
 LOSS_SETTINGS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_smoothing_factor"}
 """Settings that make the loss another quantity: values of two such losses cannot be compared."""
@@ -114,7 +114,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         raise UserError(f"these runs cannot be compared: {reasons}")
     best = reference.record.best
     runs = [run for run in runs if run.name not in left_out]
-    values = {run.name: run.record.last.numbers[best.metric] for run in runs}  # None: it was no finite number
+    values = {run.name: run.record.last.numbers[best.metric] for run in runs}  # None: it was not finite
     runs.sort(key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name])
     return {
         "metric": best.metric,
@@ -240,7 +240,7 @@ def tables(comparison: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     metrics = [name for name in runs[0]["metrics"] if name != "loss"] + ["loss"] * (not comparison["other_loss"])
     results = [
         {"run": run["name"]}
-        | {setting: plain(values[run["name"]]) for setting, values in comparison["settings"].items()}
+        | {setting: format_setting(values[run["name"]]) for setting, values in comparison["settings"].items()}
         | {name: _with_interval(run["metrics"][name]) for name in metrics}
         for run in runs
     ]
@@ -249,7 +249,7 @@ def tables(comparison: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
             "run": run["name"],
             "processes": run["strategy"],
             "precision": run["mixed_precision"] or "no",
-            "steps": number(run["steps"]),
+            "steps": format_number(run["steps"]),
             "training": _or_dash(run["seconds"], "{:,.1f} s"),
             "samples/s": _or_dash(run["samples_per_second"], "{:,.0f}"),
             "peak memory": _or_dash((run["peak_memory_bytes"] or 0) / 2**30, "{:.2f} GiB"),

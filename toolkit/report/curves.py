@@ -66,7 +66,7 @@ def window_of(count: int) -> int:
 
 def charts(record: Record) -> list[Chart]:
     """The curves of a run: loss, metrics, and what each step took."""
-    steps, during = record.steps, record.during
+    steps, during = record.steps, record.training_evaluations
     if not steps:
         return []
     end, clip, saved = steps[-1]["step"], record.settings.get("max_grad_norm"), record.saved_step

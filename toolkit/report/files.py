@@ -23,13 +23,14 @@ from toolkit.utils.versions import versions
 
 
 class RunFiles:
-    """Writes config.json, metrics.jsonl, eval.jsonl and predictions.jsonl; nothing where it is not the main process."""
+    """Writes config.json, metrics.jsonl, eval.jsonl and predictions.jsonl on the main process."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
         self.path, self.writes = path, accelerator.is_main_process
 
-    def write_config(self, settings: Any, accelerator: Accelerator, data: dict[str, Any], more: dict[str, Any]) -> None:
-        """config.json; `more` are further keys of it."""
+    def write_config(
+        self, settings: Any, accelerator: Accelerator, data: dict[str, Any], extra: dict[str, Any]
+    ) -> None:
         if not self.writes:
             return
         plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
@@ -50,21 +51,21 @@ class RunFiles:
             "launch": launch.launch_info(),
             "versions": versions(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            **more,
+            **extra,
         }
-        write_whole(self.path / "config.json", [dumps(config, indent=2), "\n"])
+        write_atomically(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
-    def continue_from(self, manifest: Mapping[str, Any] | None, same_run: bool) -> None:
-        """Cuts metrics.jsonl and eval.jsonl to what they held at a checkpoint: the steps after it are done again.
+    def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None, same_run: bool) -> None:
+        """Truncates metrics.jsonl and eval.jsonl to the step of a checkpoint, after which the steps are done again.
 
-        Reports lines that have been lost since. None: the run begins; `same_run`: whether the checkpoint is of this
-        run, whose files otherwise begin anew.
+        Warns about lines that have been lost since. Removes the files where there is no checkpoint, or it comes from
+        another run.
         """
         if not self.writes:
             return
         step = manifest["step"] if manifest else 0
         counts = manifest.get("lines", {}) if manifest and same_run else {}
-        metrics = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
+        metrics = [line for line in latest_per_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
         earlier = [line for line in metrics if line["step"] < step]
         if manifest and same_run and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
             metrics.append(manifest["metrics"])
@@ -74,28 +75,26 @@ class RunFiles:
             if count < counts.get(name, 0):
                 logger.warning(f"{self.path / name} has {count} of the {counts[name]} lines that it had at step {step}")
             if lines:
-                write_whole(self.path / name, (dumps(line) + "\n" for line in lines))
+                write_atomically(self.path / name, (dumps(line) + "\n" for line in lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
 
     def mark_stopped(self, **facts: Any) -> None:
-        """Adds to config.json that a stop signal ended the run, which the report and the card begin with."""
+        """Adds to config.json that a stop signal ended the run; the report and the card show it at their top."""
         if self.writes:
             path = self.path / "config.json"
             config = json.loads(path.read_text(encoding="utf-8"))
-            write_whole(path, [dumps({**config, "stopped": facts}, indent=2), "\n"])
+            write_atomically(path, [dumps({**config, "stopped": facts}, indent=2), "\n"])
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", line)
 
-    def append_evaluation(self, evaluation: Evaluation, step: int, **more: Any) -> None:
-        self._append("eval.jsonl", {"step": step, "split": evaluation.split, **more, **evaluation.numbers})
+    def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
+        self._append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
 
     def write_predictions(self, evaluation: Evaluation) -> None:
-        """predictions.jsonl, whole or not at all."""
-        if evaluation.predictions is None:
-            return
-        write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
+        if evaluation.predictions is not None:
+            write_atomically(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if not self.writes:
@@ -107,15 +106,12 @@ class RunFiles:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(dumps(line) + "\n")
             except OSError:
-                os.truncate(path, size)  # a full disk leaves no half of a line
+                os.truncate(path, size)  # no half line where the disk is full
                 raise
 
 
-def write_whole(path: Path, parts: Iterable[str]) -> None:
-    """Writes a draft of a file, part after part, and renames it: no reader sees half of it.
-
-    Raises UserError where the disk does not take it.
-    """
+def write_atomically(path: Path, parts: Iterable[str]) -> None:
+    """Writes a file under another name and renames it. Raises UserError where the disk is full."""
     with (
         explain_write_errors(path),
         replace_file(path, flush=False) as draft,
@@ -130,10 +126,9 @@ def dumps(content: Any, indent: int | None = None) -> str:
 
 
 def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """The objects of the first `most` lines of a .jsonl file; none where there is no file.
+    """Yields the objects of the first `most` lines of a .jsonl file, or nothing if it does not exist.
 
-    A line that is no object, as a power cut leaves it, is reported and skipped; one without its end, which a killed run
-    leaves, is skipped.
+    Skips a broken line (after a power cut) with a warning, and an unfinished last line (of a killed run) silently.
     """
     if not path.is_file():
         return
@@ -146,7 +141,7 @@ def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
                     logger.warning(f"{path}, line {number} is broken and is skipped")
 
 
-def by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A resumed run does the steps after its checkpoint again: the last line of a step is the one that counts."""
+def latest_per_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last line of each step, in order: a resumed run repeats the steps after its checkpoint."""
     last = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     return [last[step] for step in sorted(last)]

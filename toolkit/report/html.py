@@ -1,4 +1,4 @@
-"""report.html: a run on one page, in one file that loads nothing from the network."""
+"""report.html: a run on one page, a single file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -20,51 +20,49 @@ from toolkit.data.tokens import load_split
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
-from toolkit.report.files import write_whole
-from toolkit.report.record import Record, last_evaluation, plain, render, render_blocks, run_config
+from toolkit.report.files import write_atomically
+from toolkit.report.record import Record, format_setting, last_evaluation, render, render_blocks, run_config
 from toolkit.report.slices import worst_slices
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.features import features, first
 from toolkit.utils.files import refuse_link_out
 
-MOST_MATRIX_CLASSES = 40
-"""For more, the page has the pairs that are confused most, and no matrix."""
-MOST_PAIRS = 30
-MOST_MISTAKES = 20
-MOST_CHARACTERS = 300
+_MAX_MATRIX_CLASSES, _MAX_PAIRS, _MAX_MISTAKES = 40, 30, 20
+MAX_CHARACTERS = 300
 
 
 @dataclass(slots=True)
 class Sample:
-    """A line of predictions.jsonl, without its probabilities."""
+    """A line of predictions.jsonl without its probabilities."""
 
     place: int
+    """Index of the line, from 0; `row` is the row in the file, from 1."""
     row: int
     label: Any
     prediction: Any
     wrong: bool
-    held_back: bool = False
-    """By `--abstain_below`: such a row is never wrong."""
+    abstained: bool = False
+    """Below `--abstain_below`: such a row does not count as wrong."""
     badness: float = 0.0
-    """Greater is worse."""
+    """The loss, the error, or the confidence in a wrong class: the worst mistakes have the greatest."""
     missed: Sequence[tuple[str, float]] = ()
     """Labels that were not predicted, with their probabilities."""
     added: Sequence[tuple[str, float]] = ()
-    """Predictions that are not labels."""
+    """Predictions that are not labels, with their probabilities."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What features get to add to the page (`Feature.page`)."""
+    """The argument of `Feature.page`."""
 
     folder: Path
     record: Record
     last: Evaluation
-    """The evaluation whose rows predictions.jsonl holds."""
+    """The evaluation of the rows in predictions.jsonl."""
     texts: Sequence[str]
-    """Of its rows, where this machine has them."""
+    """The texts of its rows; empty where this machine does not have them."""
     worst: Sequence[Sample]
-    """The worst mistakes, as they are listed."""
+    """The worst mistakes, in the order of the page."""
     options: argparse.Namespace | None
     """Of `toolkit report`."""
 
@@ -76,11 +74,11 @@ def write_report(
     options: argparse.Namespace | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """Writes `folder`/report.html, whole or not at all.
+    """Writes `folder`/report.html atomically.
 
-    `last` is the evaluation whose rows predictions.jsonl holds, `texts` are those of its rows (or empty), `groups` the
-    groups of each row by name of the grouping (its length, its source), `options` are for features.
-    Raises ValueError where the number of texts is another, OSError where a file is missing.
+    `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the
+    name of a grouping (length, source) to the group of each row, `options` are those of `toolkit report`.
+    Raises ValueError for another number of texts than rows, OSError where a file is missing.
     """
     record = Record.load(folder, last)
     samples = _sample_context(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
@@ -95,7 +93,7 @@ def write_report(
         "has_texts": bool(texts),
         "confusion": None,
         "num_samples": 0,
-        "num_held_back": 0,
+        "num_abstained": 0,
         "slices": [],
         **samples,
     }
@@ -111,14 +109,13 @@ def write_report(
             context["blocks"].append(blocks)
     context["links"] = {place: name for part in parts for place, name in part.links.items()}
     context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
-    write_whole(folder / "report.html", [render("report.html", context, **_FILTERS)])
+    write_atomically(folder / "report.html", [render("report.html", context, **_FILTERS)])
 
 
 def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
-    """Writes the report again from the run's own files, and returns its path; `options`: of `toolkit report`.
+    """Writes the report from the files of a run, and returns its path; `options`: of `toolkit report`.
 
-    The texts are those the run prepared, where this machine still has them. Raises UserError where `folder` holds no
-    run.
+    The texts come from the cache of this machine, if it still has them. Raises UserError where `folder` holds no run.
     """
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
@@ -135,8 +132,8 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     return folder / "report.html"
 
 
-def _is_stacked(name: str) -> bool:
-    """Whether a name is Chinese, Japanese or Korean: its characters are set below each other."""
+def _is_cjk(name: str) -> bool:
+    """Chinese, Japanese and Korean column heads are set vertically, one character below the other."""
     return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
 
 
@@ -146,19 +143,15 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:,.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
 
 
-_FILTERS: dict[str, Any] = {
-    "setting": plain,
-    "stacks": _is_stacked,
-    "duration": _duration,
-}
+_FILTERS: dict[str, Any] = {"setting": format_setting, "is_cjk": _is_cjk, "duration": _duration}
 
 
-def shortened(text: str) -> str:
+def truncate(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS].rstrip()}…"
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS].rstrip()}…"
 
 
-def check_number(folder: Path, count: int, texts: Sequence[str]) -> None:
+def require_equal_count(folder: Path, count: int, texts: Sequence[str]) -> None:
     if texts and len(texts) != count:
         raise ValueError(f"{folder}/predictions.jsonl has {count} lines, and there are {len(texts)} texts")
 
@@ -169,34 +162,33 @@ def _sample_context(
     """The template's variables about the predictions of a run with labels."""
     labels = Labels(record.data["problem_type"], tuple(record.data["labels"]), ())
     samples = [read_sample(place, line, labels) for place, line in enumerate(record.predictions(folder))]
-    check_number(folder, len(samples), texts)
+    require_equal_count(folder, len(samples), texts)
     wrong = [sample for sample in samples if sample.wrong]
-    held_back = [sample for sample in samples if sample.held_back]
-    # a NaN has no order: it is the worst
-    worst = heapq.nlargest(MOST_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
+    abstained = [sample for sample in samples if sample.abstained]
+    worst = heapq.nlargest(_MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
     context: dict[str, Any] = {
-        "worst": [(sample, shortened(texts[sample.place]) if texts else "") for sample in worst],
+        "worst": [(sample, truncate(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples),
         "num_wrong": len(wrong),
-        "num_held_back": len(held_back),
-        "num_held_wrong": sum(sample.label != sample.prediction for sample in held_back),
+        "num_abstained": len(abstained),
+        "num_abstained_wrong": sum(sample.label != sample.prediction for sample in abstained),
         "scatter": None,
     }
-    if labels.problem_type == "regression":  # of several numbers in a row, each is a dot
+    if labels.problem_type == "regression":  # each number of a row is a dot
         true, predicted = (np.ravel([getattr(sample, name) for sample in samples]) for name in ("label", "prediction"))
         return context | {"scatter": curves.scatter(true, predicted)}
     if labels.problem_type == "single_label_classification":
         context["confusion"] = _confusion(samples, labels)
-    answered = [sample for sample in samples if not sample.held_back]
+    answered = [sample for sample in samples if not sample.abstained]
     groups = {name: [values[sample.place] for sample in answered] for name, values in groups.items()}
     return context | {"slices": worst_slices(np.array([sample.wrong for sample in answered]), groups)}
 
 
 def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
-    """A line of predictions.jsonl, and how bad its mistake is."""
+    """A line of `Record.predictions` -> `Sample`."""
     label, prediction = line["label"], line["prediction"]
-    held_back = line.get("held_back", False)
-    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not held_back, held_back)
+    abstained = line.get("abstained", False)
+    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not abstained, abstained)
     if labels.problem_type == "regression":
         sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
@@ -206,25 +198,20 @@ def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
         true, guessed = ([label], [prediction]) if single else (label, prediction)
         sample.missed = [(name, probabilities[name]) for name in true if name not in guessed]
         sample.added = [(name, probabilities[name]) for name in guessed if name not in true]
-        if single:  # the surer, the worse
+        if single:
             sample.badness = probabilities[prediction]
-        else:  # the binary cross entropy, mean over classes; probabilities are written with 6 digits
+        else:  # binary cross entropy, mean over classes; probabilities have 6 digits
             right = [number if name in label else 1 - number for name, number in probabilities.items()]
             sample.badness = -sum(math.log(max(number, 5e-7)) for number in right) / len(right)
     return sample
 
 
 def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
-    """The matrix of few classes, and the pairs that are confused most of many."""
+    """The confusion matrix of few classes, and the most confused pairs of many."""
     counts = collections.Counter((sample.label, sample.prediction) for sample in samples)
     totals = collections.Counter(sample.label for sample in samples)
-    whole = labels.size <= MOST_MATRIX_CLASSES
+    has_matrix = labels.size <= _MAX_MATRIX_CLASSES
     pairs = [(truth, guess, n, n / totals[truth]) for (truth, guess), n in counts.most_common() if truth != guess]
-    most = MOST_PAIRS if not whole else 10 if labels.size > 8 else 0
-    return {
-        "names": labels.names,
-        "counts": counts if whole else {},
-        "totals": totals,
-        "pairs": pairs[:most],
-        "num_pairs": len(pairs),
-    }
+    max_pairs = _MAX_PAIRS if not has_matrix else 10 if labels.size > 8 else 0
+    matrix = {"counts": counts if has_matrix else {}, "totals": totals}
+    return {"names": labels.names, "pairs": pairs[:max_pairs], "num_pairs": len(pairs), **matrix}

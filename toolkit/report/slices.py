@@ -1,4 +1,4 @@
-"""Groups of rows in which a model is worst."""
+"""Groups of rows (slices) with significantly more errors than average."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-FEWEST_ROWS = 10
-_MOST_SLICES = 15
+MIN_ROWS = 10
+_MAX_SLICES = 15
 
 
 class Slice(NamedTuple):
-    """Rows with something in common, and how often the model is wrong there."""
+    """The rows that have one value in a column."""
 
     name: str
     value: str
     rows: int
     wrong: float
-    """The share that is wrong."""
+    """Error rate, 0 to 1."""
     deviations: float
-    """How many standard deviations of chance that is above the share of all rows."""
+    """Standard deviations (binomial) above the error rate of all rows."""
 
 
 def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list[Slice]:
-    """Groups of the rows, by column and value, in which more are wrong than chance explains (two standard deviations),
-    the clearest first. (N,) truth values; a column holds each row's value."""
+    """The slices whose error rate is more than two standard deviations above that of all rows, the worst first.
+
+    `wrong`: (N,) bool; `groups`: column -> each row's value.
+    """
     share, slices = float(wrong.mean()) if len(wrong) else 0.0, []
     for name, values in groups.items() if 0 < share < 1 else ():
         for value, rows, slice_share in pd.Series(wrong).groupby(list(values)).agg(["size", "mean"]).itertuples():
-            if FEWEST_ROWS <= rows < len(wrong):
+            if MIN_ROWS <= rows < len(wrong):
                 deviations = (slice_share - share) / math.sqrt(share * (1 - share) / rows)
                 slices.append(Slice(name, value, rows, slice_share, deviations))
     slices.sort(key=lambda slice: -slice.deviations)
-    return [slice for slice in slices if slice.deviations > 2][:_MOST_SLICES]
+    return [slice for slice in slices if slice.deviations > 2][:_MAX_SLICES]

@@ -19,7 +19,7 @@ from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Evaluation
 from toolkit.launch import restarts
 from toolkit.models import lora
-from toolkit.report.files import by_step, read_lines
+from toolkit.report.files import latest_per_step, read_lines
 from toolkit.report.log import class_lines
 from toolkit.report.record import last_evaluation
 from toolkit.training import mfu
@@ -108,7 +108,7 @@ class RunSummary:
             length = self.settings.long.compare_max_length
             compared = [f"the same model reading the first {length} tokens only: {comparison}"]
             compared[0] += f" (reading {self.data.max_length}: {evaluation})"
-        utilization = mfu.describe(by_step(read_lines(self.folder / "metrics.jsonl")))
+        utilization = mfu.describe(latest_per_step(read_lines(self.folder / "metrics.jsonl")))
         return [
             "",
             f"done in {seconds:.0f} s; the saved model on {evaluation.split} "

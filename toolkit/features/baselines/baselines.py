@@ -21,7 +21,7 @@ from toolkit.errors import first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.report.bootstrap import class_scores, intervals
-from toolkit.report.files import dumps, write_whole
+from toolkit.report.files import dumps, write_atomically
 
 FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
@@ -47,7 +47,7 @@ def write_baselines(
         return [f"not compared with simple models: {first_line(error)}"]
     if content:
         about = {"split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
-        write_whole(folder / FILE, [dumps(about | content, indent=2), "\n"])
+        write_atomically(folder / FILE, [dumps(about | content, indent=2), "\n"])
     return describe(content)
 
 

@@ -17,7 +17,7 @@ from toolkit.report.comparison import (
     tables,
     verdicts,
 )
-from toolkit.report.files import by_step, dumps, write_whole
+from toolkit.report.files import dumps, latest_per_step, write_atomically
 from toolkit.report.record import render
 
 _MOST_CURVES = 8
@@ -39,7 +39,7 @@ def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRu
     """One HTML file that loads nothing from the network."""
     context = {"comparison": comparison, "tables": tables(comparison), "verdicts": verdicts(comparison),
                "charts": charts(comparison, runs), "num_without_curves": len(runs) - _MOST_CURVES}  # fmt: skip
-    write_whole(path, [render(Path(__file__).with_name("compare.html"), context)])
+    write_atomically(path, [render(Path(__file__).with_name("compare.html"), context)])
 
 
 def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curves.Chart]:
@@ -54,7 +54,9 @@ def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curv
     for title, kind, name, loss_settings in overlays:
         groups: dict[str, list[curves.Line]] = collections.defaultdict(list)
         for run in runs[:_MOST_CURVES]:
-            values = curves.values_of(run.record.steps if kind == "mean" else by_step(run.record.during), name)
+            values = curves.values_of(
+                run.record.steps if kind == "mean" else latest_per_step(run.record.training_evaluations), name
+            )
             groups[dumps(run.loss_settings(loss_settings))].append(curves.Line(run.name, values, kind))
         for lines in groups.values():
             suffix = f": {', '.join(line.name for line in lines)}" if len(groups) > 1 else ""

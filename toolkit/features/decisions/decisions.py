@@ -28,7 +28,7 @@ from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.features.decisions.settings import DecisionSettings
-from toolkit.report.files import write_whole
+from toolkit.report.files import write_atomically
 from toolkit.utils.files import Kinds, as_json, is_number, read_table
 
 _SINGLE, _BINS = "single_label_classification", 15
@@ -211,7 +211,7 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
     text = json.dumps(
         content | {"step": run.best.step}, ensure_ascii=False, indent=2
     )  # step: so that a conversion knows its weights
-    write_whole(path, [text, "\n"])
+    write_atomically(path, [text, "\n"])
     run.answers = decisions
     for line in notes:
         run.say(line)

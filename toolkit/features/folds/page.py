@@ -22,9 +22,9 @@ from toolkit.evaluation.outputs import ids_fault
 from toolkit.features.folds.duplicates import SIMILAR, near_duplicates
 from toolkit.features.folds.label_errors import Suspect, skill, suspects
 from toolkit.features.folds.split import PART, fold_folder, numbers, text_digest, unfinished
-from toolkit.report.files import dumps, read_lines, write_whole
+from toolkit.report.files import dumps, read_lines, write_atomically
 from toolkit.report.record import Record, render
-from toolkit.report.slices import FEWEST_ROWS, worst_slices
+from toolkit.report.slices import MIN_ROWS, worst_slices
 
 ERRORS = "label_errors.jsonl"
 _WEAK = 0.25
@@ -35,7 +35,7 @@ _MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 
 def write_part(folder: Path, fold: int, split: Split, lines: Sequence[dict[str, Any]]) -> None:
     """A fold's model's answers for its part: a line per row, which makes the fold complete."""
     rows = zip(lines, split.texts(), split.lengths.tolist(), split.sources() or [{}] * len(split), strict=True)
-    write_whole(
+    write_atomically(
         folder / PART,
         (
             dumps({**line, "fold": fold, "tokens": tokens, "sources": sources, "text_digest": text_digest(text),
@@ -74,10 +74,10 @@ def write_folds(folder: Path) -> list[str]:
         raise UserError(
             f"{folder}: its folds do not answer for each row once ({fault or f'{len(lines)} of {expected}'})"
         )
-    write_whole(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))
+    write_atomically(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))
     labels = Labels(cast(ProblemType, records[0].problem_type), tuple(records[0].data["labels"]), ())
     analysis = _analysis(lines, labels)
-    write_whole(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)))
+    write_atomically(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)))
     shown = [_row(lines[suspect.place], suspect, labels) for suspect in analysis["suspects"][:_MOST_SUSPECTS]]
     numbers_of = [record.last.single_numbers for record in records]  # a recipe's metrics may have other names
     names = [
@@ -90,7 +90,7 @@ def write_folds(folder: Path) -> list[str]:
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
                "shortened": lambda text: text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…",
                "most_groups": _MOST_GROUPS, "most_of_group": _MOST_OF_GROUP}  # fmt: skip
-    write_whole(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
+    write_atomically(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
     metrics = "  ".join(f"{name} {analysis['metrics'][name]:.4f}" for name in names)
     return [
         *analysis["doubts"],
@@ -142,7 +142,7 @@ def _doubts(truth: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]
     truth_by_class, answers_by_class = (
         each if each.ndim == 2 else each[:, None] == np.arange(labels.size) for each in (truth, answers)
     )
-    unknown = (truth_by_class.sum(axis=0) >= FEWEST_ROWS) & ~answers_by_class.any(axis=0)
+    unknown = (truth_by_class.sum(axis=0) >= MIN_ROWS) & ~answers_by_class.any(axis=0)
     doubts = []
     if skill(truth, answers) < _WEAK:
         right = (truth_by_class == answers_by_class).all(axis=1).mean()

@@ -285,4 +285,6 @@ def evaluations(folder: Path) -> tuple[str, dict[int, float]]:
         return "", {}
     record = Record.load(folder)
     metric, sign = record.best.metric, record.best.sign
-    return metric, {line["step"]: sign * line[metric] for line in record.during if line[metric] is not None}
+    return metric, {
+        line["step"]: sign * line[metric] for line in record.training_evaluations if line[metric] is not None
+    }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.html import check_number, shortened
+from toolkit.report.html import require_equal_count, truncate
 from toolkit.report.record import Record
 
 _EXAMPLES = 8
@@ -18,13 +18,13 @@ _EXAMPLES = 8
 def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, Any]:
     """Variables of page.html. Counts ignore letter case and spaces."""
     lines = list(record.predictions(folder))
-    check_number(folder, len(lines), texts)
+    require_equal_count(folder, len(lines), texts)
     titles = [line["title"].strip() for line in lines]
 
     def example(index: int) -> dict[str, Any]:
         line, text = lines[index], texts[index] if texts else ""
         shown = {"text": text, "title": titles[index], "reference": line["reference"]}
-        return {name: shortened(part) for name, part in shown.items()} | {
+        return {name: truncate(part) for name, part in shown.items()} | {
             "row": line["id"] + 1,
             "rouge": line["scores"]["rougeL"],
         }
@@ -38,7 +38,7 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
         "num_empty": plain.count(""),
         "num_copies": sum(title == reference for title, reference in zip(plain, references, strict=True)),
         "num_lifted": sum(title != "" and title in _plain(text) for title, text in zip(plain, texts, strict=False)),
-        "commonest": [(shortened(title), count) for title, count in commonest if count > 1],
+        "commonest": [(truncate(title), count) for title, count in commonest if count > 1],
     }
 
 
