@@ -1,5 +1,4 @@
-"""recipes/pretrain.py with the logits of a few masked tokens at a time, as a large vocabulary has them: one process may
-have more parts than another."""
+"""recipes/pretrain.py with few logits at a time, as with a large vocabulary: ranks have different numbers of parts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Which tokens are masked: whole words of real sentences, as many as their length says, drawn from seed, epoch, row."""
+"""Masks: whole words of real sentences, numbers that follow from the length, draws by seed, epoch and row."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,22 @@ import torch
 from transformers import BertTokenizerFast
 
 from tests.architectures import make_tokenizer
+from toolkit.config import build
+from toolkit.data.read import read_tables
 from toolkit.errors import UserError
-from toolkit.features.pretraining.data import FIXED, Draw, MaskedSplit, MaskingCollator, choose, counts, special_tokens
+from toolkit.features.pretraining.data import (
+    EVALUATION_DRAW,
+    Draw,
+    MaskedSplit,
+    MaskingCollator,
+    count_masked,
+    draw_masks,
+    special_tokens,
+)
 from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.features.pretraining.words import word_starts, words_of
 
-# Marked by hand: a bar between words, and around marks. English and Chinese reviews, a headline, mixed text.
+# Words separated by hand with bars: English and Chinese reviews, a headline, mixed text.
 ENGLISH = [
     "This| |café| |doesn't| |serve| |espresso| |for| |$|3.50|,| |sadly|.",
     "state|-|of|-|the|-|art| |visuals|,| |10,000| |extras| |and| |a| |naïve| |script|!",
@@ -39,53 +48,44 @@ MIXED = [
 
 
 @pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED])
-def test_words_are_those_that_people_mark(marked: str) -> None:
+def test_words_are_those_separated_by_hand(marked: str) -> None:
     text = marked.replace("|", "")
     assert [text[start:end] for start, end in words_of(text)] == [part for part in marked.split("|") if part.strip()]
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One of each kind, trained on the sentences: most words are several tokens."""
+    """Trained on the sentences; most words are several tokens."""
     texts = [marked.replace("|", "") for marked in (*ENGLISH, *CHINESE, *MIXED)]
     return {kind: make_tokenizer(kind, texts) for kind in ("wordpiece", "bpe", "unigram")}
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
 @pytest.mark.parametrize("marked", [*ENGLISH[:2], *CHINESE, *MIXED])
-def test_every_token_belongs_to_its_word(kind: str, marked: str, tokenizers: dict[str, Any]) -> None:
-    """The characters between two beginnings are whole words. (A vocabulary without spaces may have a token of two
-    words, which makes them one.)"""
+def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> None:
+    """The characters from one start to the next are whole words (several where they share a token)."""
     text, tokenizer = marked.replace("|", ""), tokenizers[kind]
     words = [part for part in marked.split("|") if part.strip()]
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     starts = word_starts(text, encoded["offset_mapping"])
     ends = [offset[1] for offset in encoded["offset_mapping"]]
     assert len(starts) == len(encoded["input_ids"])
-    cut = [ends[place - 1] for place in np.flatnonzero(starts)[1:]] + [len(text)]
-    units = [text[begin:end].strip() for begin, end in zip([0, *cut], cut, strict=False)]
-    units = [unit for unit in units if unit]
-    boundaries = np.cumsum([len(re.sub(r"\s", "", word)) for word in words])
-    assert {sum(len(re.sub(r"\s", "", unit)) for unit in units[: n + 1]) for n in range(len(units))} <= {*boundaries}
+    cut = [ends[index - 1] for index in np.flatnonzero(starts)[1:]] + [len(text)]
+    units = [unit for begin, end in zip([0, *cut], cut, strict=False) if (unit := text[begin:end].strip())]
+    boundaries, unit_ends = (np.cumsum([len(re.sub(r"\s", "", part)) for part in parts]) for parts in (words, units))
+    assert {*unit_ends} <= {*boundaries}
     if kind == "wordpiece":
         assert units == words
     assert sum(starts) < len(starts) or kind != "bpe"
 
 
-def test_transformers_takes_a_chinese_clause_for_one_word(tokenizers: dict[str, Any]) -> None:
-    """Why its `whole_word_mask` is not used: the only gap between offsets is none."""
-    offsets = tokenizers["wordpiece"](CHINESE[2].replace("|", ""), return_offsets_mapping=True)["offset_mapping"][1:-1]
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(offsets))
-    assert word_starts(CHINESE[2].replace("|", ""), offsets).sum() == 6
-
-
 # ---- how many, and which
 
 
-def test_the_number_follows_from_the_length_alone() -> None:
+def test_the_number_depends_on_the_length_only() -> None:
     lengths = np.arange(0, 400)
     for probability in (0.15, 0.3, 0.999, 0.001):
-        expected = counts(lengths, probability)
+        expected = count_masked(lengths, probability)
         assert expected[0] == 0
         assert (expected[1:] >= 1).all()
         assert (expected <= lengths).all()
@@ -95,20 +95,20 @@ def test_the_number_follows_from_the_length_alone() -> None:
         maskable = generator.random(generator.integers(1, 60)) < 0.8
         starts = generator.random(len(maskable)) < 0.4
         for words in (None, starts):
-            places, random = choose(Draw(3, 1, 0.3), row, maskable, words)
-            assert len(places) == len(random) == counts(np.array(maskable.sum()), 0.3)
+            places, random = draw_masks(Draw(3, 1, 0.3), row, maskable, words)
+            assert len(places) == len(random) == count_masked(np.array(maskable.sum()), 0.3)
             assert maskable[places].all()
             assert len(set(places.tolist())) == len(places)
 
 
-def test_whole_words_are_masked_whole_but_for_one() -> None:
-    """Words of 1 to 4 tokens; what is left over is the beginning of one word."""
+def test_at_most_one_word_is_masked_in_part() -> None:
+    """Words of 1 to 4 tokens; of that one its first tokens."""
     generator = np.random.default_rng(1)
     cut = 0
     for row in range(300):
         words = np.repeat(np.arange(20), generator.integers(1, 5, 20))
         starts = np.append(True, words[1:] != words[:-1])
-        places, _ = choose(Draw(5, 2, 0.3), row, np.ones(len(words), bool), starts)
+        places, _ = draw_masks(Draw(5, 2, 0.3), row, np.ones(len(words), bool), starts)
         sizes, chosen = np.bincount(words), np.bincount(words[places], minlength=20)
         partial = np.flatnonzero((chosen > 0) & (chosen < sizes))
         assert len(partial) <= 1
@@ -118,19 +118,19 @@ def test_whole_words_are_masked_whole_but_for_one() -> None:
     assert cut < 30
 
 
-def test_they_depend_on_seed_epoch_and_row_and_all_tokens_come_up_alike() -> None:
+def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
     maskable = np.ones(40, bool)
     maskable[[0, 39]] = False
 
     def places(seed: int, epoch: int, row: int) -> list[int]:
-        return choose(Draw(seed, epoch, 0.25), row, maskable, None)[0].tolist()
+        return draw_masks(Draw(seed, epoch, 0.25), row, maskable, None)[0].tolist()
 
     drawn = [places(*key) for key in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**70, 1, 1))]
     assert len({tuple(each) for each in drawn}) == 5
     assert places(1, 1, 1) == drawn[0]
-    often = np.bincount(np.concatenate([places(7, 1, row) for row in range(4000)]), minlength=40) / 4000
-    assert often[[0, 39]].tolist() == [0, 0]
-    assert often[1:39] == pytest.approx(10 / 38, abs=0.04)
+    frequency = np.bincount(np.concatenate([places(7, 1, row) for row in range(4000)]), minlength=40) / 4000
+    assert frequency[[0, 39]].tolist() == [0, 0]
+    assert frequency[1:39] == pytest.approx(10 / 38, abs=0.04)
 
 
 # ---- batches
@@ -150,7 +150,7 @@ def collator_of(split: MaskedSplit, tokenizer: Any) -> MaskingCollator:
 
 
 @pytest.mark.parametrize("words", [False, True])
-def test_a_batch_holds_what_was_there(words: bool, tokenizer: Any) -> None:
+def test_a_batch_holds_the_original_tokens(words: bool, tokenizer: Any) -> None:
     split = split_of([9, 0, 30, 17], words)
     collate = collator_of(split, tokenizer).at(epoch=1, progress=0.5)
     batch = collate(np.arange(4))
@@ -163,8 +163,8 @@ def test_a_batch_holds_what_was_there(words: bool, tokenizer: Any) -> None:
         assert torch.equal(original[there], truth[row][truth[row] != -100])
         changed = original != ids[row, : len(original)]
         assert not (changed.nonzero().flatten()[:, None] != there).all(1).any()  # nothing else is replaced
-    again = collate(np.array([2]))  # alone, it is masked as among others
-    assert torch.equal(again.inputs["input_ids"][0], ids[2, :32])
+    alone = collate(np.array([2]))  # equal masks in any batch
+    assert torch.equal(alone.inputs["input_ids"][0], ids[2, :32])
     assert collate(np.zeros(0, np.int64)).weights.tolist() == [0]
 
 
@@ -172,10 +172,10 @@ def test_eighty_ten_ten(tokenizer: Any) -> None:
     split = split_of([60] * 400)
     batch = collator_of(split, tokenizer).at(0, 0)(np.arange(400))
     truth, ids = batch.labels, batch.inputs["input_ids"].gather(1, batch.inputs["target_positions"])
-    masked, kept = (ids == tokenizer.mask_token_id).float().mean(), (ids == truth).float().mean()
+    masked, unchanged = (ids == tokenizer.mask_token_id).float().mean(), (ids == truth).float().mean()
     assert truth.shape == (400, 24)
     assert masked == pytest.approx(0.8, abs=0.01)
-    assert kept == pytest.approx(0.1 + 0.1 / 122, abs=0.01)
+    assert unchanged == pytest.approx(0.1 + 0.1 / 122, abs=0.01)
     others = ids[(ids != truth) & (ids != tokenizer.mask_token_id)]
     assert not special_tokens(tokenizer)[others].any()
     assert len(others.unique()) > 100
@@ -186,7 +186,7 @@ def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> No
     collate = collator_of(split, tokenizer)
     numbers = [collate.at(0, progress).loss_denominators(np.arange(1)).tolist() for progress in (0, 0.5, 1)]
     assert numbers == [[40], [30], [20]]
-    assert collate.draw == FIXED
+    assert collate.draw == EVALUATION_DRAW
     assert (collate(np.arange(1)).labels != -100).sum() == split.loss_denominators().sum() == 15
     assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
 
@@ -212,18 +212,14 @@ def test_texts_become_counts_and_words(prepared: Callable[..., Any], tmp_path: P
     assert data.train.labels.tolist() == expected
     assert expected[:1] + expected[4:] == [2, 90, 129]
     assert data.train.words is not None
-    begins = [int(data.train.words[data.train.span(row)][1:-1].sum()) for row in (0, 4)]
-    assert begins == [2, 1]
+    assert [int(data.train.words[data.train.span(row)][1:-1].sum()) for row in (0, 4)] == [2, 1]
     assert prepared(rows, PretrainSettings, validation_file=rows[:2]).train.words is None
 
 
-def test_nothing_to_mask(prepared: Callable[..., Any]) -> None:
+def test_nothing_to_mask_and_no_mask_token(prepared: Callable[..., Any], tmp_path: Path) -> None:
     rows = [{"text": "\u200b"}, {"text": "[SEP]"}]
     with pytest.raises(UserError, match="text_column"):
         prepared(rows, PretrainSettings, validation_file=rows)
-
-
-def test_no_mask_token(prepared: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
     plain = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
     plain.mask_token = None
@@ -235,12 +231,9 @@ def test_a_text_is_a_line_or_a_paragraph(prepared: Callable[..., Any], tmp_path:
     path = tmp_path / "texts.txt"
     path.write_bytes(b"good film\r\nbad book\r\n\r\n\n  \nfine story\n")
     files = {"train_file": str(path), "validation_file": str(path)}
-    from toolkit.config import build
-    from toolkit.data.read import read_tables
-
     settings = build(PretrainSettings, {**files, "sample_by": "paragraph"})
-    assert list(read_tables(settings.data, labelled=False)["train"].rows["text"]) == [
-        "good film\nbad book", "fine story"]  # fmt: skip
+    paragraphs = read_tables(settings.data, labelled=False)["train"]
+    assert list(paragraphs.rows["text"]) == ["good film\nbad book", "fine story"]
     lines = read_tables(build(PretrainSettings, files).data, labelled=False)["train"]
     assert [line.strip() for line in lines.rows["text"]] == ["good film", "bad book", "", "", "", "fine story"]
     with pytest.raises(UserError, match="toolkit predict"):
@@ -248,9 +241,8 @@ def test_a_text_is_a_line_or_a_paragraph(prepared: Callable[..., Any], tmp_path:
 
 
 @pytest.mark.parametrize("value", ["0", "1", "1.5", "0.15:", "a", "0.1:0.2:0.3", "-0.1", "0.0"])
-def test_a_probability_outside(value: str) -> None:
-    from toolkit.config import build
-
+def test_a_probability_out_of_range(value: str) -> None:
     with pytest.raises(UserError, match="mlm_probability"):
         build(PretrainSettings, {"mlm_probability": value})
-    assert build(PretrainSettings, {"mlm_probability": 0.15}).masking.mlm_probability == "0.15"
+    for valid in (0.15, "0.30:0.15"):
+        assert build(PretrainSettings, {"mlm_probability": valid}).masking.mlm_probability == str(valid)

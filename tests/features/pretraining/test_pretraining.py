@@ -1,4 +1,4 @@
-"""recipes/pretrain.py: the promises on masked tokens, and that other recipes take its model."""
+"""recipes/pretrain.py: equal losses under every strategy, checkpoints, and fine-tuning of its model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForMaskedLM,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -43,7 +41,7 @@ COMMON = ["--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0, "--mixed_
           "--seed", SEED, "--global_batch_size", 11, "--per_device_batch_size", 3, "--per_device_eval_batch_size", 5,
           "--learning_rate", RATE, "--lr_scheduler_type", "constant", "--weight_decay", 0,
           "--max_grad_norm", 0, "--max_length", 48]  # fmt: skip
-PROBABILITY = "0.4:0.2"  # of a whole run: the stopped one has one
+PROBABILITY = "0.4:0.2"  # not for the stopped run, whose schedule would be shorter
 SEVERAL = ["BERT", "RoBERTa", "XLM-R", "ModernBERT"]
 Runs = dict[str, Path]
 
@@ -55,7 +53,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, texts: list[str], sharp_model: Path) -> Runs:
-    """Small encoders with a head, and a BigBird made from the BERT."""
+    """Small encoders with a head, and a BigBird converted from the BERT."""
     root = tmp_path_factory.mktemp("masked")
     made = {name: make_architecture(name, root / name, texts) for name in SEVERAL}
     to_bigbird(str(made["BERT"]), root / "BigBird", SparseSizes(128, 4, 1))
@@ -81,7 +79,7 @@ def jobs(models: Runs, data: list[Any]) -> dict[str, list[Any]]:
 
 
 def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any) -> Runs:
-    """Each job in a folder of its name, all of them in one group of processes; in several, with logits in parts."""
+    """Runs all jobs in one group of processes; with several processes, in small parts of logits."""
     folders, module = {name: root / name for name in jobs}, "tests.features.pretraining.parts_worker"
     words = [[module if way else "recipes.pretrain", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
     run_jobs(root, way, words, seconds=240, **more)
@@ -90,14 +88,14 @@ def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any)
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]]) -> Runs:
-    """The BERT's is stopped on the way."""
+    """The BERT run ends after STOPPED steps."""
     stopped = [*jobs["BERT"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
     return run_all(tmp_path_factory.mktemp("zero3"), WAYS["zero3 x2"], jobs | {"BERT": stopped})
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], zero3: Runs) -> Runs:
-    """The references, one process, and a run that goes on from what ZeRO-3 left."""
+    """The references, in one process, and a run resumed from the ZeRO-3 checkpoint."""
     root = tmp_path_factory.mktemp("single")
     shutil.copytree(zero3["BERT"], root / "resumed", symlinks=True)
     resumed = [*jobs["BERT"], "--checkpoint_every", STEPS, "--per_device_batch_size", 11]
@@ -120,7 +118,7 @@ def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
 # ---- promise 1
 
 
-def test_the_references_could_differ(single: Runs) -> None:
+def test_the_references_are_not_trivial(single: Runs) -> None:
     for name in ("BERT", "BigBird"):
         assert np.ptp(losses_of(single[name])) > 0.1
         assert lines_of(single[name] / "eval.jsonl")[-1]["masked_tokens"] > 30
@@ -185,38 +183,16 @@ def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
     assert losses_of(single["BERT"]) == pytest.approx(losses, rel=1e-5)
 
 
-def test_trainer_has_the_same_losses(single: Runs, models: Runs, tmp_path: Path) -> None:
-    losses = []
-
-    class Recording(Trainer):
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        def compute_loss(self, *words: Any, **options: Any) -> Any:
-            loss = super().compute_loss(*words, **options)
-            losses.append(loss.item())
-            return loss
-
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=1, learning_rate=RATE, weight_decay=0,
-        lr_scheduler_type="constant", max_grad_norm=0, report_to="none", use_cpu=True, save_strategy="no", seed=SEED,
-        disable_tqdm=True)  # fmt: skip
-    batches: Any = batches_of(single["BERT"], models["BERT"], 0.3)
-    model = without_dropout(models["BERT"])
-    Recording(model, arguments, train_dataset=batches, data_collator=lambda items: items[0]).train()
-    assert losses_of(single["BERT"]) == pytest.approx(losses, rel=1e-5)
-
-
 # ---- what is evaluated and saved
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
 def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
-    """By transformers alone, each text by itself: every masked token once."""
+    """Computed by transformers, text by text: every masked token counts once."""
     run = single[name]
     model, loading = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
     assert not any(loading[kind] for kind in ("unexpected_keys", "mismatched_keys"))
-    assert not [key for key in loading["missing_keys"] if "pooler" not in key]  # which a BigBird's class has
+    assert not [key for key in loading["missing_keys"] if "pooler" not in key]  # BigBird's class has one
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     folder = cache_folder() / "tokens" / json.loads((run / "config.json").read_text())["data"]["digest"]
@@ -225,7 +201,7 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     for index in range(len(split)):
         inputs = as_transformers(collate(np.array([index])).inputs)
         labels = inputs.pop("labels")
-        if name == "BigBird":  # transformers' becomes another one for good at its first short text
+        if name == "BigBird":  # transformers switches to full attention for good at the first short text
             model.bert.set_attention_type("block_sparse")
         with torch.no_grad():
             logits = model.eval()(**inputs).logits[labels != -100]
@@ -253,20 +229,20 @@ def test_pages(single: Runs) -> None:
 
 
 @pytest.mark.multiprocess
-def test_it_goes_on_in_the_middle_of_an_epoch_under_another_way(single: Runs) -> None:
+def test_a_resume_in_the_middle_of_an_epoch_under_another_strategy(single: Runs) -> None:
     resumed_from = json.loads((single["resumed"] / "config.json").read_text())["resumed_from"]
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert_same(single["resumed"], single["BERT"])
 
 
 @pytest.mark.multiprocess
-def test_a_divided_checkpoint_becomes_the_model(zero3: Runs, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_converted(zero3: Runs, tmp_path: Path) -> None:
     model = converted(zero3["BERT"], tmp_path / "out", BertForMaskedLM)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_other_recipes_take_the_model(single: Runs, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    """As it is; the encoder's weights are those that were trained here."""
+    """With the pretrained encoder weights."""
     shared = ["--train_file", reviews, "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9, "--max_length",
               48, "--global_batch_size", 4, "--mixed_precision", "no", "--max_train_samples", 20]  # fmt: skip
     jobs = [["recipes.cls", *shared, "--model_name_or_path", single["BERT"] / "model", "--output_dir", tmp_path / "c"],
@@ -301,7 +277,7 @@ OTHERS = ["ERNIE", "DistilBERT", "ALBERT", "DeBERTa-v2", "DeBERTa-v3", "EuroBERT
 def test_logits_at_masked_positions_in_parts(
     name: str, models: Runs, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same losses and gradients as from all logits, whole and in parts that are computed again."""
+    """The same losses and gradients as from all logits, at once and in recomputed parts."""
     folder = models.get(name) or make_architecture(name, tmp_path / "model", texts)
     plain, masked = (AutoModelForMaskedLM.from_pretrained(folder).eval() for _ in range(2))
     predict_masked_only(masked, cross_entropy)
@@ -389,11 +365,11 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
     torch.testing.assert_close(logits[1], logits[0])
 
 
-def test_words_that_cannot_be_added(models: Runs, tmp_path: Path, accelerator: Any) -> None:
-    for words, said in ((("film",), "film"), (("zyx", "zyx"), "once"), (("two words",), "space"), ((), "a word")):
+def test_invalid_new_words(models: Runs, tmp_path: Path, accelerator: Any) -> None:
+    for words, message in ((("film",), "film"), (("zyx", "zyx"), "once"), (("two words",), "space"), ((), "one word")):
         path = words_file(tmp_path, *words)
         settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             with_new_tokens(settings, accelerator)
     missing = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=str(tmp_path / "none.txt"))
     with pytest.raises(UserError, match=r"none\.txt"):
@@ -448,8 +424,8 @@ def test_verify_of_a_pretraining_run(run_with_new_tokens: Path, data: list[Any],
     assert facts["runs"][-1]["name"] == "ddp"
 
 
-def test_a_batch_that_fits_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:
-    """Counted with the logits of masked positions alone."""
+def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:
+    """Estimated with the logits of masked positions only."""
     common = ["--model_name_or_path", models["BERT"], *data, "--max_length", 48]
     prepared = start(["toolkit", "prepare", "pretrain", *map(str, common)]).succeeded()
     assert "masked tokens" in prepared.out
@@ -459,7 +435,6 @@ def test_a_batch_that_fits_and_prepared_tokens(models: Runs, data: list[Any], tm
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["digest"] in prepared.out
 
 
-def test_settings() -> None:
-    assert build(PretrainSettings, {"mlm_probability": "0.30:0.15"}).masking.mlm_probability == "0.30:0.15"
+def test_a_label_column_is_an_unknown_setting() -> None:
     with pytest.raises(UserError, match="label_column"):
         build(PretrainSettings, {"label_column": "label"})

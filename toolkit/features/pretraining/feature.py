@@ -11,7 +11,7 @@ from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.utils.features import Feature
 
 _PROBLEM = "masked_language_modeling"
-_OFTEN_MASKED = ("modernbert", "eurobert")  # kinds that were pretrained with 30 % masked or more
+_MASKED_30_PERCENT = ("modernbert", "eurobert")  # at least, in their pretraining
 
 
 class PretrainingFeature(Feature):
@@ -36,8 +36,8 @@ class PretrainingFeature(Feature):
         from toolkit.features.pretraining.data import MaskingCollator
         from toolkit.pretrained import load_config
 
-        often = load_config(settings.model).model_type in _OFTEN_MASKED
-        first, _, last = (settings.masking.mlm_probability or ("0.30" if often else "0.15")).partition(":")
+        default = "0.30" if load_config(settings.model).model_type in _MASKED_30_PERCENT else "0.15"
+        first, _, last = (settings.masking.mlm_probability or default).partition(":")
         return partial(MaskingCollator, seed=settings.training.seed, probabilities=(float(first), float(last or first)))
 
     def next_command(self, folder: Path, settings: Any) -> str | None:

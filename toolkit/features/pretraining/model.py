@@ -1,7 +1,7 @@
-"""An encoder with its masked-language head, which computes the vocabulary's logits at masked positions alone.
+"""Masked-language models that compute logits at masked positions only.
 
-Hooks do that, within the forward pass of the whole model: modules are called as they always are, as often on every
-process, which is what sharded parameters need; parameters, their names and their ties stay as they are.
+Done by hooks: all ranks call the same modules equally often, as sharded parameters need, and parameters, their names
+and ties do not change.
 """
 
 from __future__ import annotations
@@ -38,19 +38,16 @@ from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
 MOST_LOGITS = 1 << 24
-"""Logits that are in memory together: 64 MiB of fp32. Beyond that they are computed again in the backward pass."""
+"""Logits computed at a time: 64 MiB in fp32. If there are more, backward recomputes them."""
 
 
 def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
-    """The encoder and its head, in float32 on the CPU, the same in every process, which takes what `MaskingCollator`
-    makes (`predict_masked_only`).
-
-    Raises UserError where it cannot be loaded, or has no such head and none is asked for.
-    """
+    """An encoder with masked-language head for batches of `MaskingCollator`, in float32 on the CPU, with equal weights
+    on all ranks. Raises UserError where it cannot be loaded, or has no head and `new_head` is off."""
     name, config = str(settings.model_name_or_path), load_config(settings)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
         why = f"transformers has no masked-language head for a {config.model_type}"
-        raise UserError(f"--model_name_or_path {name}: {why}: take an encoder of BERT's kind (docs/models.md)")
+        raise UserError(f"--model_name_or_path {name}: {why}: take an encoder like BERT (docs/models.md)")
     set_dropout(config, settings.dropout)
     config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
@@ -63,10 +60,10 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     missing, prefix = sorted(loading["missing_keys"]), f"{model.base_model_prefix}."
     refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
     if any("pooler" in key for key in missing):
-        model.base_model.pooler = None  # a random one would be saved as if it were pretrained
+        model.base_model.pooler = None  # do not save a random pooler
     if (head := [key for key in missing if not key.startswith(prefix)]) and not settings.new_head:
         why = f"has no weights of a masked-language head ({listing(head, 3)})"
-        way = "take one as it was pretrained, or pass --new_head true to train a new head, tied to the embeddings"
+        way = "take the pretrained checkpoint with its head, or pass --new_head true to train a new one"
         raise UserError(f"--model_name_or_path {name} {why}: {way}")
     init_new_tokens(model, tokenizer, settings)
     choose_attention(model, settings.attn_implementation)
@@ -78,15 +75,15 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
 
 
 def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
-    """Lets a masked-language model take `target_positions` and `target_ids` (B, K). Its `logits` are then (B, K, 2):
-    each masked token's loss, and in evaluation 1 where the likeliest token is right. Without them nothing changes."""
-    masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()  # of this forward pass
+    """Makes a masked-language model accept `target_positions` and `target_ids` (B, K) and then return `logits`
+    (B, K, 2): the loss of each masked token, and in evaluation 1 where the likeliest token is correct."""
+    masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()
 
-    def take(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
+    def store_targets(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
         masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)
         return args, inputs
 
-    def select(_: Any, __: Any, output: Any) -> None:
+    def select_masked(_: Any, __: Any, output: Any) -> None:
         if masked.positions is not None:
             hidden = output.last_hidden_state  # (B, S, H) -> (B, K, H)
             output.last_hidden_state = hidden.gather(1, masked.positions[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -94,29 +91,29 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     def losses_of(states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
         logits = F.linear(states, decoder.weight, decoder.bias)
         losses = loss_fn(logits, truth).float()
-        right = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
-        return torch.stack([losses, right], dim=-1)
+        correct = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
+        return torch.stack([losses, correct], dim=-1)
 
-    def decode(hidden: torch.Tensor) -> torch.Tensor:  # one call of the module, however many parts there are
+    def decode(hidden: torch.Tensor) -> torch.Tensor:  # one module call for all parts
         if masked.ids is None:
             return F.linear(hidden, decoder.weight, decoder.bias)
         states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MOST_LOGITS // decoder.out_features)
-        again = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
-        part_of = again if len(truth) > rows and torch.is_grad_enabled() else losses_of
-        losses = [part_of(*part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
+        recompute = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
+        compute = recompute if len(truth) > rows and torch.is_grad_enabled() else losses_of
+        losses = [compute(*part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
         return torch.cat(losses).view(*hidden.shape[:2], 2)
 
-    model.register_forward_pre_hook(take, with_kwargs=True)
-    model.base_model.register_forward_hook(select)
+    model.register_forward_pre_hook(store_targets, with_kwargs=True)
+    model.base_model.register_forward_hook(select_masked)
     decoder.forward = decode
 
 
 def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
-    """The settings with a folder of the tokenizer and the config that have the new tokens, where there are any; made
-    once per machine, and all processes call this. Raises UserError for words that cannot be added."""
+    """The settings with the path of a folder whose tokenizer and config have `init_new_tokens`, written once per
+    machine; unchanged without that setting. A collective. Raises UserError for words that cannot be added."""
     if settings.init_new_tokens is None:
         return settings
-    name, words = str(settings.model_name_or_path), _words(settings.init_new_tokens)
+    name, words = str(settings.model_name_or_path), _read_words(settings.init_new_tokens)
     digest = digest_of_text(f"{model_digest(name)} {words}")
     with cached_folder("models", digest, accelerator, name) as (folder, draft):
         if draft:
@@ -125,26 +122,26 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
 
 
 def _save_with_words(settings: EncoderSettings, name: str, words: list[str], folder: Path) -> None:
-    """Writes the tokenizer with these words as tokens, and the config with its vocabulary's size."""
+    """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
     tokenizer, config = load_plain_tokenizer(name), load_config(settings)
     known = [word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)]
     if known:
-        raise UserError(f"--init_new_tokens: {listing(known, 5)}: tokens already; take them out of the file")
-    for word in words:  # Chinese is found within a clause, other words whole, with the space before them
-        other = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
-        tokenizer.add_tokens([AddedToken(word, normalized=bool(other), **other)])
+        raise UserError(f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file")
+    for word in words:  # Chinese words match within a clause, others as whole words with the space before them
+        options = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
+        tokenizer.add_tokens([AddedToken(word, normalized=bool(options), **options)])
     tokenizer.save_pretrained(folder)
     config.vocab_size = max(config.vocab_size, len(tokenizer))
     config.to_json_file(folder / "config.json")
 
 
-def _words(file: str) -> list[str]:
+def _read_words(file: str) -> list[str]:
     try:
         words = [word for line in Path(file).read_text(encoding="utf-8").splitlines() if (word := line.strip())]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--init_new_tokens {file} cannot be read as UTF-8: {error}") from error
     if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
-        raise UserError(f"--init_new_tokens {file}: name a word on each line, each once, without a space in it")
+        raise UserError(f"--init_new_tokens {file}: write one word on each line, each once, without spaces")
     return words
 
 
@@ -154,7 +151,7 @@ def _pieces(tokenizer: Any, word: str) -> list[int]:
 
 @torch.no_grad()
 def init_new_tokens(model: Any, tokenizer: Any, settings: EncoderSettings) -> None:
-    """Gives each new token the mean of the embeddings (and of the output's biases) that it was read as before."""
+    """Sets the embedding (and output bias) of each new token to the mean of those of its former pieces."""
     if settings.init_new_tokens is None:
         return
     before = load_plain_tokenizer(str(settings.model_name_or_path))
@@ -162,6 +159,6 @@ def init_new_tokens(model: Any, tokenizer: Any, settings: EncoderSettings) -> No
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     head = model.get_output_embeddings()
     tables = {id(table): table for table in (model.get_input_embeddings().weight, *head.parameters())}
-    for word in _words(settings.init_new_tokens):
+    for word in _read_words(settings.init_new_tokens):
         for table in tables.values():
             table[tokenizer.convert_tokens_to_ids(word)] = table[_pieces(before, word)].mean(dim=0)

@@ -15,20 +15,20 @@ class EncoderSettings(PretrainedSettings):
     """The pretrained encoder."""
 
     new_head: bool = False
-    """Give an encoder without weights of a masked-language head a new one, tied to its embeddings."""
+    """Add a masked-language head, tied to the embeddings, to an encoder without one."""
     init_new_tokens: str | None = None
-    """A file of words, one a line, that become tokens; each begins as the mean of the tokens it was read as before."""
+    """A file of words, one per line, to add as tokens; each embedding starts as the mean of its former pieces'."""
 
 
 @section
 class MaskingSettings:
-    """Which tokens are to be predicted."""
+    """Which tokens are masked."""
 
     mlm_probability: str | None = None
-    """The part of a text's tokens that is masked, or `0.30:0.15`, from the first step to the last; when not given
-    0.30 for ModernBERT and its kin, and 0.15."""
+    """The share of tokens that is masked, or `0.30:0.15`, from the first step to the last; 0.15 when not given, 0.30
+    for ModernBERT and EuroBERT."""
     whole_word_mask: bool = False
-    """Mask whole words, Chinese ones (jieba's) too, instead of single tokens."""
+    """Mask whole words instead of single tokens; Chinese words are found by jieba."""
 
     @field_validator("mlm_probability", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Where words begin among the tokens of a text, in Chinese, in languages with spaces, and where both are mixed."""
+"""Word boundaries among the tokens of a text: Chinese, languages with spaces, and mixtures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ _CHINESE = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _KATAKANA = "\u30a1-\u30fa\u30fc"
 _MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark)[0] == "M")  # accents, vowels
 _LETTER = rf"[^\W_{_CHINESE}{_KATAKANA}\u3041-\u3096]"
-# letters and digits, with what stands inside (don't, 3.5, 10,000); katakana; each other character by itself
+# letters and digits, including don't, 3.5 and 10,000; a run of katakana; any other single character
 _WORD = re.compile(rf"{_LETTER}(?:{_LETTER}|[{_MARKS}]|['’](?={_LETTER})|(?<=\d)[.,](?=\d))*|[{_KATAKANA}]+|\S")
 HAN = re.compile(f"[{_CHINESE}]")
 
 
 def words_of(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each word and mark, in characters: all that is no space, in order. Raises UserError where there
-    is Chinese and jieba is missing."""
-    start = end = 0  # of what is not Chinese: jieba cuts a Latin word for a letter that it does not know
+    """(start, end), in characters, of each word and punctuation mark. Raises UserError for Chinese without jieba."""
+    start = end = 0  # of a part that is not Chinese, whose words jieba would cut at letters like é
     for piece in load_jieba().cutter.cut(text, HMM=False) if HAN.search(text) else (text,):
         end += len(piece)
         if HAN.search(piece):
@@ -33,10 +32,10 @@ def words_of(text: str) -> Iterator[tuple[int, int]]:
 
 
 def word_starts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(tokens,) bool: whether each token, of the characters `offsets`, begins a word. One that is in two words makes
-    them one, and spaces alone are a word."""
+    """(tokens,) bool: whether each token, with the character range in `offsets`, begins a word. Words that share a
+    token count as one, and a token of spaces as a word."""
     characters = np.arange(len(text) + 1)
-    word_at = np.full(len(text) + 1, -1)  # of each character
+    word_at = np.full(len(text) + 1, -1)  # by character
     for word, (start, end) in enumerate(words_of(text)):
         word_at[start:end] = word
     following = np.minimum.accumulate(np.where(word_at >= 0, characters, len(text))[::-1])[::-1]
