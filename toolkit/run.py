@@ -104,7 +104,7 @@ class Run:
         start_trackers(self.accelerator, self.settings.training, self.folder.path, self.recipe, settings, done)
         self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, done)
         lines = resumed.lines if resumed else []
-        for line in [*self.summary.introduction(model), *lines, *self.checkpoints.notes()]:
+        for line in [*self.summary.start_lines(model), *lines, *self.checkpoints.notes()]:
             self.say(line)
         if evaluate and resumed and resumed.manifest.get("evaluation_left"):
             self._evaluate(evaluate, done)
@@ -236,7 +236,7 @@ class Run:
             seconds = time.monotonic() - self._started
             lines = [*self.answers.describe(evaluation), *lines]
             # the results, whatever --log_level says
-            print("\n".join(self.summary.lines(evaluation, comparison, seconds, lines)), flush=True)
+            print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
             for feature in features():
                 for line in feature.finished(self.folder.path, self.settings):
                     print(line, flush=True)

@@ -13,7 +13,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.report.log import TRACKERS, _end_as_failed, start_trackers
+from toolkit.report.log import TRACKERS, _mark_failed, start_trackers
 
 
 class Tracker:
@@ -86,5 +86,5 @@ def test_a_bad_end_is_no_success_to_any_tracker(monkeypatch: pytest.MonkeyPatch)
     wandb = SimpleNamespace(name="wandb", run=SimpleNamespace(finish=lambda exit_code: ends.append(exit_code)))
     swanlab = SimpleNamespace(name="swanlab", run=SimpleNamespace(finish=lambda state, error: ends.append(state)))
     tensorboard = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
-    _end_as_failed([SimpleNamespace(name="trackio"), wandb, SimpleNamespace(name="mlflow"), swanlab, tensorboard])
+    _mark_failed([SimpleNamespace(name="trackio"), wandb, SimpleNamespace(name="mlflow"), swanlab, tensorboard])
     assert ends == [1, "FAILED", "crashed", "closed"]

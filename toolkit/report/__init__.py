@@ -1,1 +1,1 @@
-"""What a run tells: progress, files, trackers, report and model card."""
+"""What a run reports: log lines, run files, trackers, report.html and the model card."""

@@ -1,4 +1,4 @@
-"""The model card: README.md of the saved model, with front matter that the Hugging Face hub reads."""
+"""The model card: README.md of the saved model, with front matter for the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.report.record import METRICS, Record, is_local, render, without_fol
 from toolkit.utils.features import features, first
 
 _FEW_SAMPLES = 30
-# the rows of the table of settings, those that are set
+# rows of the table of settings, where they are set
 _HYPERPARAMETERS = (
     "optimizer", "learning_rate", "lr_scheduler_type", "warm-up", "optimizer steps", "global_batch_size",
     "max_tokens_per_batch", "weight_decay", "max_grad_norm", "label_smoothing_factor", "loss", "focal_gamma",
@@ -33,11 +33,8 @@ _HYPERPARAMETERS = (
 
 
 def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
-    """Writes `model_folder`/README.md, whole or not at all.
-
-    `run_folder` holds the run's config.json, metrics.jsonl, eval.jsonl and predictions.jsonl; `last` is the
-    evaluation of the saved model. Raises OSError where a file is missing or cannot be written.
-    """
+    """Writes `model_folder`/README.md atomically, from the files of the run and `last`, the evaluation of the saved
+    model. Raises OSError where a file is missing or cannot be written."""
     record = Record.load(run_folder, last)
     settings, architecture = record.settings, _architecture(model_folder)
     step = read_step(model_folder) or record.last_step or 0
@@ -72,13 +69,13 @@ def _title(record: Record) -> str:
 def _architecture(model_folder: Path) -> str:
     path = model_folder / "config.json"
     if not path.is_file():
-        return ""  # not a model of transformers
+        return ""  # not a transformers model
     config = json.loads(path.read_text(encoding="utf-8"))
     return str((config.get("architectures") or ["model"])[0])
 
 
 def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
-    """What the hub reads, without local folders, which are no names there, and a licence, which we do not know."""
+    """The YAML that the hub reads; without local paths, and without a licence, which we do not know."""
     hub_data, base = record.settings.get("dataset_name"), str(record.settings["model_name_or_path"])
     if hub_data and (hub_data.startswith(demo.PREFIX) or is_local(hub_data)):
         hub_data = None
@@ -95,7 +92,7 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
             **_hub_metric(name, record.last.numbers.get("rouge_segmenter")),
         )
         for name in METRICS
-        # YAML readers disagree on what a NaN is
+        # YAML parsers disagree on NaN
         if name != "loss" and isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
     ]
     return ModelCardData(
@@ -116,7 +113,7 @@ def _pipeline_tag(problem_type: str) -> str:
 
 
 def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
-    """The hub's name of a metric, and its arguments there."""
+    """The hub's name and arguments of a metric."""
     if name.startswith("rouge"):
         return {"metric_type": "rouge", "metric_args": {"tokenizer": segmenter} if segmenter != "word" else None}
     kind, _, average = name.partition("_")
@@ -127,14 +124,14 @@ def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
 
 
 def cell(value: object) -> str:
-    """Text from the data, safe in a Markdown table: no markup, no line breaks, no column marks."""
+    """Escapes text for a cell of a Markdown table."""
     text = html.escape(" ".join(str(value).split()), quote=False)
-    # an underscore inside a word is no markup
+    # an underscore inside a word is not markup
     return re.sub(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
 
 def _notes(record: Record) -> list[str]:
-    """The notes about the data, in which files are named without their folders."""
+    """The notes on the data, with file names instead of paths."""
     names = ("train_file", "validation_file", "test_file", "dataset_name")
     notes = record.data.get("notes", [])
     for path in filter(None, map(record.settings.get, names)):
@@ -170,28 +167,24 @@ def _lora(adapter: Path) -> str:
 
 
 def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
-    """The facts of the section "Limits", all of which follow from the run itself.
-
-    `margin` is half the 95 % range of the mean ROUGE-L or of the accuracy (in percentage points), by the normal
-    approximation; None where there are too few samples.
-    """
+    """Variables of the section "Limits". `margin` is half the 95 % confidence interval (normal approximation) of the
+    mean ROUGE-L, or of the accuracy in percentage points; None for too few samples."""
     last = record.last
     count, accuracy = last.numbers["num_samples"], last.numbers.get("accuracy")
     few, margin, empty = count < _FEW_SAMPLES, None, 0
     if record.problem_type == "title_generation":
-        lines = list(read_lines(predictions)) if predictions else []  # of another evaluation, in a stopped run
+        lines = list(read_lines(predictions)) if predictions else []  # None: they are of another evaluation
         if len(lines) == count:
             empty = sum(not line["title"].strip() for line in lines)
         if len(lines) == count and not few:
             margin = 1.96 * statistics.stdev(line["scores"]["rougeL"] for line in lines) / math.sqrt(count)
     elif accuracy is not None and 0 < accuracy < 1 and not few:
         margin = 196 * math.sqrt(accuracy * (1 - accuracy) / count)
+    classes = last.numbers.get("per_class", {})
     return {
         "chosen_by": record.metric_title(record.best.metric) if last.split == "validation" else None,
         "few": few,
         "margin": margin,
         "empty_titles": empty,
-        "rare": [
-            name for name, scores in last.numbers.get("per_class", {}).items() if scores["support"] < _FEW_SAMPLES
-        ],
+        "rare": [name for name, scores in classes.items() if scores["support"] < _FEW_SAMPLES],
     }

@@ -1,4 +1,4 @@
-"""Which of several runs is better, how sure that is, and what each took: from the files of the runs."""
+"""Comparison of runs from their files: metrics with confidence intervals and tests, speed and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.report.files import dumps
 from toolkit.report.record import Record, format_number, format_setting, run_config
 
 LOSS_SETTINGS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_smoothing_factor"}
-"""Settings that make the loss another quantity: values of two such losses cannot be compared."""
+"""Settings that define the loss: losses of runs that differ in them cannot be compared."""
 TRAINING_LOSS_SETTINGS = LOSS_SETTINGS | {
     "sampling", "r_drop_alpha", "fgm_epsilon", "teacher", "distillation_temperature", "distillation_alpha"
 }  # fmt: skip
@@ -26,7 +26,7 @@ _OUTPUT_SETTINGS = {
     "output_dir", "overwrite_output_dir", "resume", "run_name", "project", "report_to", "logging_steps",
     "keep_checkpoints", "checkpoint_every", "checkpoint_in_background",
 }  # fmt: skip
-"""Settings of where a run lies and which files it writes: they do not change what is learned."""
+"""Settings that do not affect training."""
 _FILE_SETTINGS = {"train_file", "validation_file", "test_file", "dataset_name", "label_names_file"}
 _MICRO_BATCH_SETTINGS = {
     "per_device_batch_size", "per_device_eval_batch_size", "max_tokens_per_batch", "gradient_checkpointing"
@@ -36,8 +36,6 @@ _MANY_TESTS = 5
 
 
 class ComparedRun:
-    """One run of a comparison."""
-
     def __init__(self, folder: Path, name: str) -> None:
         """Raises UserError where the folder holds no run."""
         run_config(folder)
@@ -47,7 +45,7 @@ class ComparedRun:
 
     @cached_property
     def predictions(self) -> list[dict[str, Any]]:
-        """The lines of predictions.jsonl, where that is of the last evaluation."""
+        """The lines of predictions.jsonl; [] where they are not those of the last evaluation."""
         lines = list(self.record.predictions(self.folder))
         return lines if len(lines) == self.record.last.numbers.get("num_samples") else []
 
@@ -57,7 +55,7 @@ class ComparedRun:
 
     @cached_property
     def rows(self) -> str:
-        """The evaluated rows and their labels: equal for runs that were evaluated on the same ones."""
+        """Identifies the evaluated rows and their labels."""
         rows = [(line["id"], line.get("label", line.get("reference"))) for line in self.predictions]
         return dumps([self.record.last.split, self.record.data.get("labels"), rows])
 
@@ -73,12 +71,12 @@ class ComparedRun:
         return f"{world['num_processes']} x {name if stage is None else f'ZeRO-{stage}'}"
 
     def loss_settings(self, names: Collection[str] = LOSS_SETTINGS) -> dict[str, Any]:
-        """What the loss is computed with, without defaults."""
+        """Settings of the loss that are not the default."""
         settings = {name: self.record.settings.get(name) for name in sorted(names)}
         return {name: value for name, value in settings.items() if value not in (None, 0, "cross_entropy")}
 
     def settings(self, ignored: Collection[str] = ()) -> dict[str, Any]:
-        """What decides what is learned. Of the model its content counts, not its path."""
+        """The settings that affect training; for the model its digest instead of its path."""
         settings = self.record.settings
         settings = settings | {"model_name_or_path": self.identity.get("model", settings.get("model_name_or_path"))}
         return {name: value for name, value in settings.items() if name not in _OUTPUT_SETTINGS | {*ignored}}
@@ -98,7 +96,7 @@ class ComparedRun:
 
 
 def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[ComparedRun]]:
-    """(what `toolkit compare --json` prints, the runs that were compared, the best first).
+    """(the object that `toolkit compare --json` prints, the compared runs, the best first).
 
     Raises UserError for folders without a run, and where no two runs can be compared.
     """
@@ -108,7 +106,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     runs = [ComparedRun(Path(folder), name) for folder, name in zip(folders, names, strict=True)]
     rows = collections.Counter(run.rows for run in runs if run.predictions).most_common(1)
     reference = next((run for run in runs if run.predictions and run.rows == rows[0][0]), None)
-    left_out = {run.name: why for run in runs if (why := _why_left_out(run, reference))}
+    left_out = {run.name: reason for run in runs if (reason := _reason_to_leave_out(run, reference))}
     if reference is None or len(left_out) == len(runs) - 1 > 0:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise UserError(f"these runs cannot be compared: {reasons}")
@@ -130,20 +128,20 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     }, runs
 
 
-def _why_left_out(run: ComparedRun, reference: ComparedRun | None) -> str:
-    """Why a run cannot be compared with the reference, or nothing."""
+def _reason_to_leave_out(run: ComparedRun, reference: ComparedRun | None) -> str:
+    """Why a run cannot be compared with the reference; "" if it can."""
     record = run.record
     if not record.last.numbers:
         return "it was not evaluated yet"
     if reference is None or not run.predictions:
-        return "its predictions.jsonl is not of its last evaluation (was it killed?): let it end"
+        return "its predictions.jsonl is not from its last evaluation (was it killed?): resume it until it ends"
     other = reference.record
     if record.problem_type != other.problem_type or record.data.get("labels") != other.data.get("labels"):
-        return f"it learns other labels than {reference.name}"
+        return f"it has other labels than {reference.name}"
     if (metric := other.best.metric) not in record.last.numbers:
-        return f"it has no {metric}, by which {reference.name} is judged"
+        return f"it has no {metric}, the --metric_for_best_model of {reference.name}"
     if metric == "loss" and (names := _differing_loss(run, reference)):
-        return f"its loss is another than {reference.name}'s ({names}), and the loss is what they are judged by"
+        return f"runs are compared by loss, and its loss is defined differently than {reference.name}'s ({names})"
     if run.rows == reference.rows:
         return ""
     seeds = {
@@ -156,12 +154,12 @@ def _why_left_out(run: ComparedRun, reference: ComparedRun | None) -> str:
 
 
 def _differing_loss(*runs: ComparedRun) -> str:
-    """The names of the settings that make the losses of these runs other quantities."""
+    """The settings in which the losses of these runs differ."""
     return ", ".join(_differing({run.name: run.loss_settings() for run in runs}))
 
 
 def _measure(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
-    """Each run's metrics with their intervals, and how it differs from the first one, the best."""
+    """Each run's metrics with their intervals, and its differences from the first run, the best."""
     best, measured = runs[0], []
     for run, (metrics, differences) in zip(runs, intervals([run.scores for run in runs]), strict=True):
         numbers, against_best = run.record.last.numbers, None
@@ -174,7 +172,7 @@ def _measure(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
 
 
 def _differing_settings(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]]:
-    """Setting -> its value in each run, where they are not the same. Of files their content counts, not their path."""
+    """Setting -> run -> value, where they differ. Paths of files with the same content do not count."""
     same_data = len({run.identity.get("data") for run in runs}) == 1
     return _differing({run.name: run.settings(_FILE_SETTINGS if same_data else ()) for run in runs})
 
@@ -186,7 +184,7 @@ def _differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 def _groups(runs: Sequence[ComparedRun], key: Callable[[ComparedRun], Any]) -> list[list[ComparedRun]]:
-    """Groups of two runs or more with the same key."""
+    """Groups of at least two runs with the same key."""
     groups: dict[str, list[ComparedRun]] = collections.defaultdict(list)
     for run in runs:
         groups[dumps(key(run))].append(run)
@@ -194,7 +192,7 @@ def _groups(runs: Sequence[ComparedRun], key: Callable[[ComparedRun], Any]) -> l
 
 
 def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Mean and spread of runs that differ in the seed alone."""
+    """Mean and spread over runs that differ only in the seed."""
     spreads = []
     for group in _groups(runs, lambda run: [run.settings({*_FILE_SETTINGS, "seed"}), run.record.data["digest"],
                                             run.strategy]):  # fmt: skip
@@ -208,8 +206,8 @@ def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def _strategies(runs: Sequence[ComparedRun]) -> dict[str, float]:
-    """Run -> the largest relative difference of its loss, step by step, from the first run of the same job under
-    another strategy."""
+    """For runs of the same job under different strategies: run -> the largest relative difference of a step's loss from
+    the first of them."""
     differences = {}
     for group in _groups(runs, lambda run: [run.settings(_FILE_SETTINGS | _MICRO_BATCH_SETTINGS),
                                             run.record.data["digest"]]):  # fmt: skip
@@ -226,16 +224,15 @@ def _strategies(runs: Sequence[ComparedRun]) -> dict[str, float]:
 
 
 def as_text(comparison: dict[str, Any]) -> str:
-    """What is printed in a terminal."""
-    lines = [f"{comparison['num_samples']:,} rows of {comparison['split']}; best by {comparison['metric']} first; in "
-             "brackets 95 % of 1,000 bootstrap resamples"]  # fmt: skip
+    lines = [f"{comparison['num_samples']:,} rows of {comparison['split']}; sorted by {comparison['metric']}; in "
+             "brackets 95 % confidence intervals (bootstrap)"]  # fmt: skip
     for title, table in tables(comparison):
         lines += ["", *([f"{title}:"] if title else []), *_aligned(table)]
     return "\n".join([*lines, "", *verdicts(comparison)])
 
 
 def tables(comparison: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """(title, rows of cells; the first row holds the names of the columns)."""
+    """(title, rows of cells); the first row is the header."""
     runs, strategies = comparison["runs"], comparison["strategies"]
     metrics = [name for name in runs[0]["metrics"] if name != "loss"] + ["loss"] * (not comparison["other_loss"])
     results = [
@@ -272,7 +269,7 @@ def tables(comparison: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 
 
 def verdicts(comparison: dict[str, Any]) -> list[str]:
-    """Sentences: whether the best run is clearly better than the others, and what was left out."""
+    """Sentences: whether the best run is significantly better than the others, and which runs were left out."""
     best, *others = comparison["runs"]
     lines = []
     if others:
@@ -290,16 +287,16 @@ def verdicts(comparison: dict[str, Any]) -> list[str]:
     if others:
         lines.append("p: McNemar's exact test of accuracy, a paired permutation test of the rest, on the same rows")
     if len(others) >= _MANY_TESTS:
-        lines.append(f"of {len(others)} such tests some fall below {_SIGNIFICANT} by chance, and the best of many is "
-                     "lucky: confirm it on rows that chose nothing (--test_file)")  # fmt: skip
+        lines.append(f"of {len(others)} tests some have p < {_SIGNIFICANT} by chance, and the best of many runs owes "
+                     "something to chance: confirm it on unseen rows (--test_file)")  # fmt: skip
     if comparison["other_loss"]:
-        lines.append(f"losses are not compared: they are other quantities ({comparison['other_loss']} differ)")
+        lines.append(f"losses are not compared: they are defined differently ({comparison['other_loss']})")
     lines += [f"{run['name']} is not finished ({run['unfinished']})" for run in comparison["runs"] if run["unfinished"]]
     return lines + [f"left out: {name}: {why}" for name, why in comparison["left_out"].items()]
 
 
 def clearly_worse(comparison: dict[str, Any], run: dict[str, Any]) -> bool:
-    """Whether the test of this run against the best one, by the metric that runs are judged by, is significant."""
+    """Whether this run's difference from the best one in the metric of the comparison is significant."""
     tests = run["against_best"]
     return bool((tests.get(comparison["metric"]) or next(iter(tests.values())))["p"] < _SIGNIFICANT)
 

@@ -1,7 +1,7 @@
-"""The curves of report.html.
+"""The charts of report.html: matplotlib draws them with curves.mplstyle, as inline SVG.
 
-matplotlib draws them by the style sheet curves.mplstyle, and they are put into the page as SVG whose colours are the
-page's, so that they follow light and dark. Names from the data are written in HTML only: fonts for them may be missing.
+Colours are replaced by the CSS variables of the page, for its light and dark modes. Names from the data appear in HTML
+only, as matplotlib may have no font for them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from toolkit.utils.extras import install_command, is_installed
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_DOTS = 2000
-# drawn colour -> the page's
+_MAX_DOTS = 2000
+# colour in curves.mplstyle -> CSS variable of the page
 _COLOURS = {
     "#00a001": "one", "#00b002": "two", "#00c003": "three", "#00f006": "four", "#00f007": "five", "#00f008": "six",
     "#00f009": "seven", "#00f00a": "eight", "#00d004": "faint", "#00e005": "line",
 }  # fmt: skip
 _DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
-# which numbers of eval.jsonl share an axis
+# metrics that share a chart
 _EVALUATION_CHARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "single_label_classification": (("accuracy", "f1_macro"),),
     "multi_label_classification": (("f1_micro", "f1_macro", "accuracy"),),
@@ -41,81 +41,71 @@ _EVALUATION_CHARTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing and the legend above it."""
-
     title: str
     svg: Markup
     legend: Sequence[tuple[str, str]] = ()
-    """(colour of the page, what is drawn in it)."""
+    """(CSS variable, name) of each line."""
     note: str = ""
 
 
 class Line(NamedTuple):
-    """Values by step, NaN where there is no finite number, and how they are drawn."""
-
     name: str
     values: pd.Series
+    """By step, NaN where a value is not finite."""
     kind: Literal["plain", "points", "smooth", "mean"] = "plain"
-    """With a dot for each value, where they are few; as a moving average over the pale values, or without them."""
+    """`points`: a dot for each value; `smooth`: a moving average over pale values; `mean`: the average alone."""
 
 
-def window_of(count: int) -> int:
-    """Steps that the moving average of so many values is over."""
+def smoothing_window(count: int) -> int:
+    """Steps in the moving average of `count` values."""
     return max(1, count // 15)
 
 
 def charts(record: Record) -> list[Chart]:
-    """The curves of a run: loss, metrics, and what each step took."""
-    steps, during = record.steps, record.training_evaluations
+    """The curves of a run: loss, metrics, learning rate, gradient norm, speed and memory."""
+    steps, evaluations = record.steps, record.training_evaluations
     if not steps:
         return []
     end, clip, saved = steps[-1]["step"], record.settings.get("max_grad_norm"), record.saved_step
 
-    def of_steps(title: str, name: str, kind: Any = "smooth", unit: float = 1, **more: Any) -> Chart:
-        return draw_lines(title, [Line("", values_of(steps, name) / unit, kind)], end, **more)
+    def draw_steps(title: str, name: str, kind: Any = "smooth", unit: float = 1, **options: Any) -> Chart:
+        return draw_lines(title, [Line("", values_of(steps, name) / unit, kind)], end, **options)
 
-    def of_evaluations(names: Sequence[str]) -> Chart:
-        shared = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
-        title = record.metric_title(names[0]) if len(names) == 1 else shared
-        lines = [Line(record.metric_title(name), values_of(during, name), "points") for name in names]
+    def draw_metrics(names: Sequence[str]) -> Chart:
+        group = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
+        title = record.metric_title(names[0]) if len(names) == 1 else group
+        lines = [Line(record.metric_title(name), values_of(evaluations, name), "points") for name in names]
         note = f"dashed: the saved model, step {saved:,}" if saved else ""
-        return draw_lines(f"{title} on {during[0]['split']}", lines, end, dashed_at=saved, note=note)
+        return draw_lines(f"{title} on {evaluations[0]['split']}", lines, end, dashed_at=saved, note=note)
 
     loss = [Line("training", values_of(steps, "loss"), "smooth")]
     metrics: list[tuple[str, ...]] = []
-    if during:
-        loss.append(Line(during[0]["split"], values_of(during, "loss"), "points"))
-        others = [(name,) for name, value in during[0].items() if isinstance(value, float) and name not in METRICS]
-        metrics = [
-            *_EVALUATION_CHARTS.get(record.problem_type, ()),
-            *others,
-        ]  # a metric of this recipe alone has its own chart
+    if evaluations:
+        first = evaluations[0]
+        loss.append(Line(first["split"], values_of(evaluations, "loss"), "points"))
+        custom = [(name,) for name, value in first.items() if isinstance(value, float) and name not in METRICS]
+        metrics = [*_EVALUATION_CHARTS.get(record.problem_type, ()), *custom]
     return [
         draw_lines("Loss", loss, end),
-        *map(of_evaluations, metrics),
-        of_steps("Learning rate", "learning_rate", "plain", from_zero=True),
-        of_steps("Gradient norm", "grad_norm", note=f"before clipping at {clip:g}" if clip else ""),
-        of_steps("Samples per second", "samples_per_second", from_zero=True),
-        of_steps("Peak memory, GiB", "peak_memory_bytes", "plain", unit=2**30, from_zero=True),
+        *map(draw_metrics, metrics),
+        draw_steps("Learning rate", "learning_rate", "plain", from_zero=True),
+        draw_steps("Gradient norm", "grad_norm", note=f"before clipping at {clip:g}" if clip else ""),
+        draw_steps("Samples per second", "samples_per_second", from_zero=True),
+        draw_steps("Peak memory, GiB", "peak_memory_bytes", "plain", unit=2**30, from_zero=True),
     ]
 
 
 def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
     """By step; NaN where a value is not finite."""
-    # the first of a step: the last evaluation may be of the same step once more, by tuned decisions
+    # the first line of a step: the last step may be evaluated again with tuned decisions
     values = pd.Series({line["step"]: line[name] for line in reversed(lines) if name in line}, dtype=float)
     return values.where(np.isfinite(values)).sort_index()
 
 
 def draw_lines(
-    title: str,
-    lines: Sequence[Line],
-    end: int,
-    from_zero: bool = False,
-    dashed_at: int | None = None,
-    note: str = "",
+    title: str, lines: Sequence[Line], end: int, from_zero: bool = False, dashed_at: int | None = None, note: str = ""
 ) -> Chart:
-    """Lines over the steps 0 to `end`, in the page's colours one after another."""
+    """Lines over the steps 0 to `end`, each in the next colour of the page."""
     values = np.concatenate([line.values for line in lines])
     spike = next(filter(None, (_spike(line.values) for line in lines if line.kind == "smooth")), "")
 
@@ -135,14 +125,14 @@ def draw_lines(
 
 
 def _spike(values: pd.Series) -> str:
-    """The note about a spike that would flatten the rest of its curve, and is drawn out of the frame."""
+    """A note about a spike, which is cut off so that it does not flatten the rest of the curve; "" if there is none."""
     if not values.max() > 2 * values.quantile(0.995):
         return ""
     return f"up to {values.max():.4g} at step {values.idxmax():,}"
 
 
 def _draw_line(axes: Axes, line: Line, colour: str) -> None:
-    values, window = line.values, window_of(len(line.values))
+    values, window = line.values, smoothing_window(len(line.values))
     if line.kind == "points" or len(values) == 1:
         axes.plot(values, color=colour, marker="o", clip_on=False)
     elif line.kind == "plain" or window == 1:
@@ -155,12 +145,12 @@ def _draw_line(axes: Axes, line: Line, colour: str) -> None:
 
 
 def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
-    """Every sample of two (N,) at (true, predicted); many are thinned out evenly."""
+    """Two (N,) arrays as dots at (true, predicted), of which at most `_MAX_DOTS` are drawn."""
     pairs = np.column_stack([true, predicted])
     pairs = pairs[np.isfinite(pairs).all(axis=1)]
     if not len(pairs):
         return None
-    dots, ends = pairs[:: -(-len(pairs) // _MOST_DOTS)], (pairs.min(), pairs.max())
+    dots, ends = pairs[:: -(-len(pairs) // _MAX_DOTS)], (pairs.min(), pairs.max())
 
     def draw(axes: Axes) -> None:
         axes.plot(ends, ends, **_DASHED)
@@ -173,40 +163,39 @@ def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
 
 
 def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
-    """Of probabilities, how many were right in each bin: [rows, mean probability, share that is right]."""
+    """Accuracy by probability, from `bins` of [rows, mean probability, accuracy]."""
     changed = before["bins"] != after["bins"]
 
     def draw(axes: Axes) -> None:
         axes.axline((0, 0), slope=1, **_DASHED)
         for bins, colour in ((before["bins"], "C1"), (after["bins"], "C0"))[not changed :]:
-            _, probabilities, right = zip(*bins, strict=True)
-            axes.plot(probabilities, right, color=colour, linewidth=1.4, marker="o")
-        axes.set(xlabel="probability", ylabel="share that is right", xlim=(0, 1), ylim=(0, 1.02))
+            _, probabilities, accuracies = zip(*bins, strict=True)
+            axes.plot(probabilities, accuracies, color=colour, linewidth=1.4, marker="o")
+        axes.set(xlabel="probability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
 
     legend = (("two", "before"), ("one", "after the temperature")) if changed else ()
-    return _chart("Reliability", draw, 3.6, legend, "dashed: as often right as it says")
+    return _chart("Reliability", draw, 3.6, legend, "dashed: perfectly calibrated")
 
 
 def coverage(points: Sequence[Sequence[float]], below: float | None) -> Chart:
-    """Points (share answered, share of right ones among them, probability), and where a run abstains."""
-    shares, right, probabilities = zip(*points, strict=True)
+    """Points (share of rows answered, accuracy among them, lowest probability), and `--abstain_below`."""
+    shares, accuracies, probabilities = zip(*points, strict=True)
 
     def draw(axes: Axes) -> None:
-        axes.plot(shares, right, color="C0")
+        axes.plot(shares, accuracies, color="C0")
         if below is not None:
             answered = [share for share, chance in zip(shares, probabilities, strict=True) if chance >= below]
             axes.axvline(max(answered, default=0), **_DASHED)
-        axes.set(xlabel="share of the rows that is answered", ylabel="share that is right", xlim=(0, 1.02))
+        axes.set(xlabel="share of rows answered", ylabel="accuracy", xlim=(0, 1.02))
 
     note = "" if below is None else f"dashed: no answer below {below:g}"
-    return _chart("Accuracy of what is answered", draw, 3.6, note=note)
+    return _chart("Accuracy of the answered rows", draw, 3.6, note=note)
 
 
 def _chart(
     title: str, draw: Callable[[Axes], None], height: float, legend: Sequence[tuple[str, str]] = (), note: str = ""
 ) -> Chart:
-    """Draws on one pair of axes; the title is the drawing's own on the page, as its ids are made of it. Without
-    matplotlib there is what to install in the drawing's place."""
+    """Draws one chart as SVG, with ids derived from its title; without matplotlib the note says what to install."""
     if not is_installed("matplotlib"):
         return Chart(title, Markup(""), note=install_command("report"))
     import matplotlib
@@ -223,7 +212,7 @@ def _chart(
         figure.savefig(
             file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )
-    # what may stand in HTML: no prologue, no addresses, no names that two drawings would share
+    # strip what must not be in the page: the XML prologue, URLs, and ids that two drawings would share
     svg = re.sub(
         '^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue(), flags=re.DOTALL
     )

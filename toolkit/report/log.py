@@ -1,4 +1,4 @@
-"""What a run logs while it trains: metrics.jsonl and eval.jsonl, trackers (chosen by name), and the screen."""
+"""Logging during training: metrics.jsonl and eval.jsonl, trackers (`--report_to`), and the screen."""
 
 from __future__ import annotations
 
@@ -27,20 +27,16 @@ from toolkit.training.steps import StepMetrics
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.log import logger
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-"""Each is the name of its package, too."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # these are also the names of their packages
 _LOG_EVERY_SECONDS = 10.0
-_MOST_CLASSES = 20
+_MAX_CLASSES = 20
 
 
 class RunLog:
-    """Logs steps and evaluations: loss, speed and time left on the screen, all of it in files and trackers.
-
-    Every process calls every method.
-    """
+    """Logs steps and evaluations to files, trackers and the screen. All ranks call every method."""
 
     def __init__(self, accelerator: Accelerator, files: RunFiles, total_steps: int, done: int) -> None:
-        """`done`: the steps that were done before, by the run that this one continues."""
+        """`done`: the step that the run resumes from."""
         self.accelerator, self.files, self.total, self.done = accelerator, files, total_steps, done
         self._started = self._printed = time.monotonic()
         self._bar = tqdm(
@@ -49,12 +45,12 @@ class RunLog:
         self._line: dict[str, Any] | None = None
 
     def print_line(self, line: str, level: int = logging.INFO) -> None:
-        """Prints a line, on one process."""
+        """Logs a line on the main process."""
         if self.files.writes:
             logger.log(level, line)
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Logs a step; its line of metrics.jsonl waits for the cost of a checkpoint after it."""
+        """Logs a step; `write_line` writes it to metrics.jsonl, with the cost of a checkpoint after it."""
         self.write_line()
         self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
         numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
@@ -72,14 +68,14 @@ class RunLog:
                 f"{tqdm.format_interval(seconds)} left"
             )
 
-    def write_line(self, more: Mapping[str, Any] | None = None) -> None:
-        """Appends the step's line, and `more`, to metrics.jsonl."""
+    def write_line(self, extra: Mapping[str, Any] | None = None) -> None:
+        """Appends the last logged step, and `extra`, to metrics.jsonl, if that is not yet done."""
         if self._line is not None:
-            self.files.append_metrics({**self._line, **(more or {})})
+            self.files.append_metrics({**self._line, **(extra or {})})
         self._line = None
 
     def log_evaluation(self, evaluation: Evaluation, step: int, best: bool = False) -> None:
-        """Logs an evaluation of the weights of `step`, and writes its predictions."""
+        """Logs an evaluation of the weights after `step`, and writes its predictions."""
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
         numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
@@ -87,7 +83,7 @@ class RunLog:
         self.print_line(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
 
     def close(self) -> None:
-        """Writes the last line, and ends the trackers."""
+        """Writes the last line and closes the trackers."""
         self.write_line()
         self._bar.close()
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
@@ -100,16 +96,16 @@ def class_lines(evaluation: Evaluation) -> list[str]:
     """F1 of each class, the lowest first where there are many."""
     classes = evaluation.numbers.get("per_class", {})
     names = list(classes)
-    if len(names) > _MOST_CLASSES:
-        names = sorted(names, key=lambda name: classes[name]["f1"])[:_MOST_CLASSES]
+    if len(names) > _MAX_CLASSES:
+        names = sorted(names, key=lambda name: classes[name]["f1"])[:_MAX_CLASSES]
     lines = [f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})" for name in names]
     if len(names) < len(classes):
         lines.append(f"  and {len(classes) - len(names)} classes with higher F1")
     predicted = np.flatnonzero(np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0))
     if len(predicted) == 1:
         lines.append(
-            f"  every row is answered {list(classes)[predicted[0]]}: the model has learned nothing yet. Train longer "
-            "(--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced for uneven classes"
+            f"  every row is predicted as {list(classes)[predicted[0]]}: the model has learned nothing yet. Train "
+            "longer (--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced"
         )
     return lines
 
@@ -138,10 +134,10 @@ def start_trackers(
     config: dict[str, Any],
     step: int,
 ) -> None:
-    """Starts the trackers of `--report_to` on the main process, each in its own folder within the run's.
+    """Starts the trackers of `--report_to` on the main process, each in its folder within the run folder.
 
-    `project` is the default of `--project`, `config` holds all settings; TensorBoard hides what it has after `step`.
-    Raises UserError, in a line, where one cannot start: it needs a login, say, or a server does not answer.
+    `project` is the default of `--project`, `config` holds all settings; TensorBoard drops events after `step`. Raises
+    UserError where one cannot start: no login, no answer from its server.
     """
     run_name, project = settings.run_name or folder.name, settings.project or project
     for name in tracker_names(settings.report_to) if accelerator.is_main_process else []:
@@ -159,18 +155,18 @@ def start_trackers(
             }  # fmt: skip
             tracker = LOGGER_TYPE_TO_CLASS[name](**options[name])
             tracker.start()
-            if name != "tensorboard":  # it would put them into a second, nameless run; config.json holds them
+            if name != "tensorboard":  # it would write them as a second, unnamed run
                 tracker.store_init_configuration(config)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
         accelerator.trackers.append(tracker)
-        launch.close_on_failure(partial(_end_as_failed, accelerator.trackers))
+        launch.close_on_failure(partial(_mark_failed, accelerator.trackers))
 
 
-def _end_as_failed(trackers: Sequence[Any]) -> None:
+def _mark_failed(trackers: Sequence[Any]) -> None:
     for tracker in trackers:
-        with contextlib.suppress(Exception):  # the next ones are ended all the same
+        with contextlib.suppress(Exception):  # one that fails must not keep the others open
             if tracker.name == "wandb":
                 tracker.run.finish(exit_code=1)
             elif tracker.name == "mlflow":
@@ -182,7 +178,7 @@ def _end_as_failed(trackers: Sequence[Any]) -> None:
 
 
 def _mlflow_files(folder: str) -> str | None:
-    """Where mlflow writes artifacts: into the folder, as all else it stores, unless MLFLOW_TRACKING_URI is set."""
+    """Points mlflow's store at the folder, unless MLFLOW_TRACKING_URI is set, and returns the URI for artifacts."""
     if "MLFLOW_TRACKING_URI" in os.environ:
         return None
     Path(folder).mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run prints when it starts and ends, and the pages that it writes."""
+"""The lines that a run prints when it starts and ends, and the pages that it writes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,14 @@ from toolkit.utils.units import size_text
 
 
 class RunSummary:
-    """Of the run in a folder."""
-
     def __init__(
         self, accelerator: Accelerator, settings: Any, data: Prepared, schedule: Schedule, folder: Path
     ) -> None:
         self.accelerator, self.settings, self.data = accelerator, settings, data
         self.schedule, self.folder = schedule, folder
 
-    def introduction(self, model: Any) -> list[str]:
-        """How the run trains, and on what."""
+    def start_lines(self, model: Any) -> list[str]:
+        """Data, model, world and schedule."""
         accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
         per_step = f"{settings.training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
@@ -60,14 +58,14 @@ class RunSummary:
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.demo_entry(settings.model.model_name_or_path).note,
             demo.demo_entry(settings.data.dataset_name).note,
-            _left_out(settings.training.report_to),
+            _missing_packages(settings.training.report_to),
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
             lines.append(lora.describe(model, settings.model))
         return [line for line in lines if line]
 
     def command(self, **settings: Any) -> str:
-        """The command line of this run with these settings in it; "" in a notebook, or a script with its own."""
+        """The command line of this run with these settings changed; "" in a notebook, or for a script without any."""
         from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
         if "ipykernel" in sys.modules or not (from_demo or sys.argv[1:]):
             return ""
@@ -77,10 +75,10 @@ class RunSummary:
                 place = words.index(f"--{name}") if f"--{name}" in words else len(words)
                 length = 2 if len(words) > place + 1 and not words[place + 1].startswith("--") else 1
                 words[place : place + length] = [f"--{name}", str(value)]
-        return shlex.join([command_here(words[0]), *words[1:]])
+        return shlex.join([runnable_command(words[0]), *words[1:]])
 
     def command_to_continue(self) -> str:
-        """The command that resumes a run that a stop signal ended."""
+        """The command that resumes the run after a stop signal."""
         training = self.settings.training
         command = self.command(
             output_dir=None if training.output_dir else self.folder,
@@ -90,24 +88,24 @@ class RunSummary:
         return command or f"the same call, with output_dir={str(self.folder)!r}"
 
     def write_pages(self, best_step: int) -> None:
-        """The model card, where there is a model, and report.html, from the run's files; on one process."""
-        from toolkit.report.card import write_card  # jinja2, and matplotlib where it is
+        """Writes report.html and, if a model was saved, its card, from the run's files; on the main process."""
+        from toolkit.report.card import write_card  # imports jinja2 and matplotlib
         from toolkit.report.html import write_report_of_folder
 
         if best_step:
             write_card(self.folder / "model", self.folder, last_evaluation(self.folder, best_step))
         write_report_of_folder(self.folder)
 
-    def lines(
-        self, evaluation: Evaluation, comparison: Evaluation | None, seconds: float, more: Sequence[str]
+    def end_lines(
+        self, evaluation: Evaluation, comparison: Evaluation | None, seconds: float, feature_lines: Sequence[str]
     ) -> list[str]:
-        """The results, and where they are; `more`: lines of features."""
+        """The results, and the files that hold them."""
         folder = shlex.quote(str(self.folder))
         compared = []
         if comparison is not None:
             length = self.settings.long.compare_max_length
-            compared = [f"the same model reading the first {length} tokens only: {comparison}"]
-            compared[0] += f" (reading {self.data.max_length}: {evaluation})"
+            compared = [f"the same model reading the first {length} tokens only: {comparison} "
+                        f"(reading {self.data.max_length}: {evaluation})"]  # fmt: skip
         utilization = mfu.describe(latest_per_step(read_lines(self.folder / "metrics.jsonl")))
         return [
             "",
@@ -121,14 +119,14 @@ class RunSummary:
             f"  {folder}/predictions.jsonl every {evaluation.split} sample with its prediction",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *self._checkpoints(folder),
-            *more,
+            *feature_lines,
             *self._next_command(),
         ]
 
     def _how_to_load(self) -> str:
         config = self.folder / "model" / "config.json"
-        if not config.is_file():  # no class of transformers
-            return "the weights, and what the model's own class saved"
+        if not config.is_file():  # not a transformers model
+            return "the weights, and the files that the model's class saved"
         content = json.loads(config.read_text(encoding="utf-8"))
         return f"loads with {content['architectures'][0]}.from_pretrained"
 
@@ -136,8 +134,9 @@ class RunSummary:
         files = [file for file in (self.folder / "checkpoints").rglob("*") if file.is_file()]
         if not files:
             return []
-        size, removed = size_text(sum(file.stat().st_size for file in files)), f"`toolkit clean {folder}` removes them"
-        return [f"  {folder}/checkpoints/      {size}, any launch can resume from them; {removed}"]
+        size = size_text(sum(file.stat().st_size for file in files))
+        note = f"any number of processes can resume from them; `toolkit clean {folder}` removes them"
+        return [f"  {folder}/checkpoints/      {size}, {note}"]
 
     def _next_command(self) -> list[str]:
         """A feature's command, or one for another run with this script, data and strategy."""
@@ -146,14 +145,14 @@ class RunSummary:
         training, again = self.settings.training, self.command()
         if not again:
             return []
-        if str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # as it was started, on the user's data
+        if str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # the same launch on the user's data
             words, file = shlex.split(again), launch.launch_info()["config_file"]
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
         else:
             folder = f"{training.output_dir}-2" if training.output_dir else None
             again = self.command(seed=training.seed + 1, output_dir=folder)
-            again += "  # another seed: what differs is chance"
+            again += "  # another seed: differences are chance"
         return ["next:", f"  {again}"]
 
 
@@ -163,16 +162,16 @@ def _world(accelerator: Accelerator) -> str:
     return "one process" if kind == "no" else f"{count} process{'es' * (count > 1)} ({kind})"
 
 
-def _left_out(report_to: str) -> str:
-    """What a run does not write for want of a package; nothing where all are installed."""
+def _missing_packages(report_to: str) -> str:
+    """What the run will not write because a package is missing, and how to install it; "" where nothing is missing."""
     lacking = {} if is_installed("matplotlib") else {"report": "report.html will have no curves"}
     if report_to == "auto" and not is_installed("tensorboard"):
         lacking["tensorboard"] = "there will be no TensorBoard files"
     return f"{', '.join(lacking.values())}: {install_command(*lacking)}" if lacking else ""
 
 
-def command_here(command: str) -> str:
-    """A command as a shell finds it here: with its folder where the environment is not activated."""
+def runnable_command(command: str) -> str:
+    """The command, with its folder where this environment is not activated."""
     installed, on_path = Path(sys.executable).parent / command, shutil.which(command)
     if on_path and Path(on_path).resolve() == installed.resolve():
         return command

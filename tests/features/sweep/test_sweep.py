@@ -87,7 +87,7 @@ def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Swe
     values = [lines_of(tmp_path / f"sweep/trial-00{number}/metrics.jsonl")[0]["loss"] for number in range(3)]
     assert len(set(values)) == 3
     assert f"best settings: x={min(values):.4g}" in first
-    assert "best by f1_macro first" in first
+    assert "sorted by f1_macro" in first
     again = run_sweep(*words)
     assert "trial-000: x" not in again
     assert first.endswith(again.lstrip())

@@ -91,10 +91,10 @@ class PredictFeature(Feature):
             return ()
         if data.targets.column_setting is None:  # it has learned nothing but the texts
             return ()
-        from toolkit.report.summary import command_here
+        from toolkit.report.summary import runnable_command
 
         model = f"{shlex.quote(str(folder))}/model"
-        return [f"  {command_here('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"]
+        return [f"  {runnable_command('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"]
 
 
 FEATURE = PredictFeature(
