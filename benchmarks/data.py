@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Collator, GlobalBatches, micro_batches
 from toolkit.data.read import read_demo
-from toolkit.data.tokens import growing, load_split, load_tokenizer
+from toolkit.data.tokens import append_to_npy, load_split, load_tokenizer
 from toolkit.demo import model_path
 
 MODEL = "demo:minilm"
@@ -108,8 +108,8 @@ def make_split(folder: Path, rows: int) -> None:
     (folder / "train").mkdir(parents=True)
     generator, end = np.random.default_rng(1), 0
     with (
-        growing(folder / "train" / "input_ids.npy", np.int32) as ids,
-        growing(folder / "train" / "offsets.npy", np.int64) as offsets,
+        append_to_npy(folder / "train" / "input_ids.npy", np.int32) as ids,
+        append_to_npy(folder / "train" / "offsets.npy", np.int64) as offsets,
     ):
         offsets(np.zeros(1, np.int64))
         for start in range(0, rows, 100_000):

@@ -203,7 +203,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
 
     from toolkit.config import TaskSettings, build
     from toolkit.data.labels import Labels
-    from toolkit.data.prepare import Prepared, with_collator
+    from toolkit.data.prepare import Prepared, add_collator
 
     longest = int(spec["texts"].split()[0]) if spec["texts"][0].isdigit() else 512
     longest = min(longest, 48) if spec["tiny"] else longest
@@ -221,7 +221,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
         name: split_of(name, samples, spec["texts"], longest, seed) for seed, name in enumerate(("train", "validation"))
     }
     labels = Labels("single_label_classification", ("0", "1"), ("label",))
-    data = with_collator(
+    data = add_collator(
         settings, Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
     )
     job = trainer.Job(settings, tokenizer_of(), data, model_of(spec), steps)

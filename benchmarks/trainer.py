@@ -105,7 +105,7 @@ def make_settings(output_dir: str, samples: int, length: int) -> Any:
 
 def load_job(settings: Any, samples: int) -> Job:
     """The same weights (the new head too) and the same samples for every contestant."""
-    from toolkit.data.prepare import prepare_data, with_collator
+    from toolkit.data.prepare import add_collator, prepare_data
     from toolkit.data.tokens import load_tokenizer
     from toolkit.models.classifier import load_classifier
     from toolkit.pretrained import load_config
@@ -113,7 +113,7 @@ def load_job(settings: Any, samples: int) -> Job:
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
     held_back = sample_of(data.validation, min(len(data.validation), TEXTS[data.max_length][2]))
-    data = with_collator(settings, replace(data, train=sample_of(data.train, samples), validation=held_back))
+    data = add_collator(settings, replace(data, train=sample_of(data.train, samples), validation=held_back))
     return Job(settings, tokenizer, data, load_classifier(settings.model, data.labels, SEED))
 
 

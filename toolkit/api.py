@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
-from toolkit.data.prepare import Prepared, prepare_data, with_collator
+from toolkit.data.prepare import Prepared, add_collator, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
@@ -112,7 +112,7 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
         from toolkit.evaluation.teacher import add_teacher_logits  # and the code of models with it
 
         data = add_teacher_logits(accelerator, settings, data, tokenizer)  # whose batches are padded
-    data = with_collator(settings, data)
+    data = add_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, it cuts texts as they were cut here
     return tokenizer, data
 

@@ -223,7 +223,7 @@ class Run:
             feature.best_model(self, evaluate)
         final, comparison = self.data.test or self.data.validation, None
         if length := section_in(self.settings, LongTextSettings).compare_max_length:
-            cut = evaluate(final.cut(self.tokenizer, length, name=f"{final.name}_first_{length}"))
+            cut = evaluate(final.truncate(self.tokenizer, length, name=f"{final.name}_first_{length}"))
             comparison = self.answers.evaluation(cut, self._compute_metrics)
             self.files.append_evaluation(comparison, self.best.step, max_length=length)
         evaluation = self.answers.evaluation(self.best_evaluation(final, evaluate), self._compute_metrics)

@@ -32,7 +32,7 @@ def split_of(name: str = "train", labels: Any = None) -> Split:
 
 def balanced(**asked: Any) -> dict[str, Split]:
     splits = {"train": split_of(), "validation": split_of("validation", np.array([0, 1, 1, 2]))}
-    return balance.balanced(splits, labels_of(), ObjectiveSettings(**asked))
+    return balance.add_weights(splits, labels_of(), ObjectiveSettings(**asked))
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
@@ -125,7 +125,7 @@ def test_positive_weights_are_negatives_over_positives() -> None:
     ],
 )
 def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: dict[str, Any], said: str) -> None:
-    refusal(balance.refuse_unfit, labels_of(problem), ObjectiveSettings(**asked), match=said)
+    refusal(balance.check_objective, labels_of(problem), ObjectiveSettings(**asked), match=said)
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:

@@ -12,7 +12,8 @@ import pytest
 from tests.faults import refusal
 from tests.runs import start
 from toolkit import demo
-from toolkit.data.read import Table, read_demo
+from toolkit.data.read import read_demo
+from toolkit.data.table import Table
 from toolkit.demo import DATASETS, MODELS, Demo, locate
 
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]

@@ -13,7 +13,7 @@ import pytest
 from tests.faults import refusal
 from toolkit.config import ProblemType
 from toolkit.data.labels import Labels, find_labels, read_class_names
-from toolkit.data.read import Table
+from toolkit.data.table import Table
 from toolkit.errors import UserError
 
 ONE: ProblemType = "single_label_classification"

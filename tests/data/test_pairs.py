@@ -53,7 +53,7 @@ def test_a_batch_of_pairs_is_the_tokenizers_own(
     assert all(torch.equal(batch.inputs[name], theirs[name]) for name in theirs)
     assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
-    shorter = Collator(split.cut(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
+    shorter = Collator(split.truncate(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
     assert shorter.inputs["input_ids"].tolist() == [
         tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
     ]

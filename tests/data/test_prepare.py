@@ -16,7 +16,8 @@ from tests.prepared import MODEL
 from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
-from toolkit.data.rows import _drawn, text_column, texts_of
+from toolkit.data.rows import _stratified_sample
+from toolkit.data.table import text_column, texts_of
 from toolkit.errors import UserError
 
 Row = dict[str, Any]
@@ -370,7 +371,7 @@ def test_what_is_held_back_is_what_scikit_learn_takes(classes: int | None) -> No
             count = len(strata)
         held = int(random.integers(17, count - 17))
         _, expected = train_test_split(np.arange(count), test_size=held, random_state=seed, stratify=strata)
-        assert sorted(_drawn(strata, count, held, seed)) == sorted(expected)
+        assert sorted(_stratified_sample(strata, count, held, seed)) == sorted(expected)
 
 
 # found with the version that knew no other way to choose rows

@@ -1,4 +1,4 @@
-"""toolkit/data/read.py and parse.py: files -> tables, with errors that name the file and the row."""
+"""toolkit/data/read.py, text_files.py, json_files.py: files -> tables, with errors that name the file and the row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 
 from tests.faults import Fault, refusal
 from toolkit.config import TextSettings
-from toolkit.data import opening, parse
-from toolkit.data import read as reading
-from toolkit.data.read import Table, read_hub
+from toolkit.data import json_files, read, table, text_files
 from toolkit.data.read import read_file as read_with
+from toolkit.data.read import read_hub
+from toolkit.data.table import Table
 from toolkit.errors import UserError
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
@@ -50,8 +50,9 @@ def write(path: Path, content: str | bytes) -> str:
 def _as_large_files_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
     """Every test runs a second time in the way of large files."""
     if request.param != "at once":
-        monkeypatch.setattr(parse, "BATCH_ROWS", 50)
-        monkeypatch.setattr(reading, "IN_MEMORY_BYTES", -1)
+        for module in (table, text_files, read):
+            monkeypatch.setattr(module, "BATCH_ROWS", 50)
+        monkeypatch.setattr(read, "IN_MEMORY_BYTES", -1)
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, *(f"{kind}.gz" for kind in TEXT_FORMATS)])
@@ -131,7 +132,7 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.csv", "text,label\ngood, but dull,1\nbad, but short,0\n", "line 2: 3 cells where the header has 2"),
         ("a.csv", "text,label,text\na,1,b\n", "more than one column 'text'"),
         ("a.csv", "te\0xt,label\na,1\n", "the column name 'te\\x00xt' is no text"),
-        ("a.json", '[{"text": "a", "text": "b"}]', "the key 'text' stands twice"),
+        ("a.json", '[{"text": "a", "text": "b"}]', "the key 'text' occurs twice"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b", "label": 1, "label": 0}\n', "line 2: not JSON (the key 'label'"),
         ("a.jsonl", '{"te\\ud800xt": "a"}\n', "the column name 'te\\ud800xt' is no text"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "row 2: field 'text' is 'b\\ud83d', which holds half a"),
@@ -244,7 +245,7 @@ def test_a_file_that_unpacks_to_all_memory(
     path.write_bytes(packing.compress(b"text,label\n" + b"good,1\n" * 30_000))
     assert len(read_file(str(path)).rows) == 30_000
     shutil.rmtree(toolkit_cache / "rows", ignore_errors=True)
-    monkeypatch.setattr(opening, "_UNPACKED_BYTES", 100_000)
+    monkeypatch.setattr(text_files, "_UNPACKED_BYTES", 100_000)
     told = fault_of(str(path))
     assert "becomes more than 100 kB unpacked" in told
     assert "TOOLKIT_MAX_UNPACKED_BYTES" in told
@@ -294,16 +295,16 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("characters", [1, 2, 5, 1 << 20])
 def test_a_list_of_json_is_read_as_a_stream(tmp_path: Path, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parse, "_JSON_CHARACTERS", characters)
+    monkeypatch.setattr(json_files, "_JSON_CHARACTERS", characters)
     rows = [{"text": 'a "b], [" \\', "label": 12.5e3, "deep": [1, {"c": []}]}, ["x", -1, None], 17, "é\n", True, {}]
     for indent in (None, 2):
         path = Path(write(tmp_path / "a.json", " \n" + json.dumps(rows, indent=indent) + "\n "))
-        assert parse.read_json(path) == rows
+        assert read.read_entries(path) == rows
     for text in ('[{"text": "a"}, {"text": "b"}', '[{"text": "a"},]', '[{"text": "a"}] [1]', '[{"text": "a"} 1]'):
-        refusal(parse.read_json, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON")
+        refusal(read.read_entries, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON")
     stream = io.StringIO(json.dumps(rows * 1000))
     if characters < 10:
-        assert next(parse._items(stream)) == rows[0]
+        assert next(json_files._stream_items(stream)) == rows[0]
         assert stream.tell() < 200
 
 

@@ -13,19 +13,19 @@ from transformers import AutoTokenizer
 
 from tests.faults import Fault
 from tests.runs import recipe
-from toolkit.data import progress, tokens
+from toolkit.data import tokens
 from toolkit.data.tokens import (
     Counts,
     choose_max_length,
-    encode,
-    encoded,
+    encode_blocks,
+    encode_texts,
     fingerprint,
     load_split,
+    save_texts,
     save_tokens,
-    text_items,
-    write_lines,
 )
 from toolkit.errors import UserError
+from toolkit.utils import progress
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
 
@@ -38,8 +38,8 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     before, labels, rows = tokenizer.backend_tokenizer.to_str(), np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
-    counts = save_tokens(folder, encoded(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5), unknown=1)
-    arrays = encode(tokenizer, TEXTS, 20)
+    counts = save_tokens(folder, encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5), unknown=1)
+    arrays = encode_texts(tokenizer, TEXTS, 20)
     assert tokenizer.backend_tokenizer.to_str() == before  # saved with the model, whether or not this made the tokens
     assert counts == Counts(1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"]))
     for name, array in arrays.items():  # appended, and as numpy writes it whole
@@ -47,7 +47,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    list(write_lines(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)], text_items))
+    list(save_texts(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)]))
     split = load_split(tmp_path, "train")
     assert len(split) == 5
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
@@ -73,7 +73,7 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Pa
 
         after.backend_tokenizer.normalizer = NFC()
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
-    tokens_before, tokens_after = (encode(side, texts, 9)["input_ids"].tolist() for side in (before, after))
+    tokens_before, tokens_after = (encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after))
     assert tokens_before != tokens_after
     assert fresh == fingerprint(before) != fingerprint(after)
 
@@ -108,11 +108,11 @@ def test_what_takes_long_says_how_far_it_is(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
-    encode(tokenizer, TEXTS, 20, "tokens of train")
+    encode_texts(tokenizer, TEXTS, 20, "tokens of train")
     assert capsys.readouterr().err == ""
     for name, seconds in {"FIRST_SECONDS": 0.0, "LINE_SECONDS": 0.0}.items():
         monkeypatch.setattr(progress, name, seconds)
-    encode(tokenizer, TEXTS, 20, "tokens of train")
+    encode_texts(tokenizer, TEXTS, 20, "tokens of train")
     *_, before, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"tokens of train: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
     assert last.startswith("tokens of train: 5 of 5 texts")

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.data import progress
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import evaluate_classifier, outputs
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
+from toolkit.utils import progress
 
 
 @pytest.mark.parametrize(

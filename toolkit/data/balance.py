@@ -18,7 +18,7 @@ _RARE_SHARE = 0.1
 _MAX_LISTED = 8
 
 
-def refuse_unfit(labels: Labels, objective: ObjectiveSettings) -> None:
+def check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
     """Raises UserError with every setting that these labels leave without a meaning."""
     faults, kind = Faults(), labels.problem_type.replace("_", " ")
     if labels.problem_type == "regression":
@@ -45,7 +45,7 @@ def class_counts(labels: Labels, split: Split) -> np.ndarray:
     return np.bincount(split.labels, minlength=labels.size)
 
 
-def balanced(splits: dict[str, Split], labels: Labels, objective: ObjectiveSettings) -> dict[str, Split]:
+def add_weights(splits: dict[str, Split], labels: Labels, objective: ObjectiveSettings) -> dict[str, Split]:
     """The splits with a weight for each row (`--class_weights`), the training rows with how likely each is drawn
     (`--sampling`). Both follow from the training rows alone."""
     counts = class_counts(labels, splits["train"])

@@ -17,9 +17,9 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
-from toolkit.data.parse import read_json
-from toolkit.data.read import Table, columns_of, find_columns
+from toolkit.data.read import read_entries
 from toolkit.data.rows import Targets
+from toolkit.data.table import Table, columns_of, find_columns
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
@@ -173,7 +173,7 @@ def find_labels(
     if not columns:
         others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
         several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
-        raise table.which("label", "label_column", others, several if len(others) > 1 else "")
+        raise table.ambiguous_column("label", "label_column", others, several if len(others) > 1 else "")
     values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MAX_DISTINCT)]
     no_classes = UserError("--label_names_file names classes that are numbers in one column: leave it out")
     if len(columns) > 1:
@@ -250,7 +250,7 @@ def read_class_names(name: str) -> dict[str, str]:
     `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
     `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
     """
-    rows = read_json(Path(name))
+    rows = read_entries(Path(name))
     if len(rows) == 1 and isinstance(rows[0], dict):
         pairs = list(rows[0].items())
     else:

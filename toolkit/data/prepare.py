@@ -1,4 +1,4 @@
-"""Files or hub -> one folder of tokens and targets per machine, named after everything it depends on."""
+"""Settings -> tables -> rows -> a cached folder of tokens and targets -> splits: the data of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,10 +17,10 @@ import torch
 from toolkit import launch
 from toolkit.config import ObjectiveSettings, flat
 from toolkit.data import balance, tokens
-from toolkit.data import rows as selection
 from toolkit.data.labels import Labels
-from toolkit.data.read import Table, columns_of, find_columns, read_tables
-from toolkit.data.rows import Rows, Targets
+from toolkit.data.read import read_tables
+from toolkit.data.rows import Targets, data_seed, group_cells, select_rows
+from toolkit.data.table import Table, columns_of, find_columns, text_column
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.utils.cache import cached_folder, digest_of_text
@@ -30,13 +29,13 @@ from toolkit.utils.features import features, first
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LAYOUT = 2  # raise when the content of a prepared folder changes
-WARN_UNKNOWN, MAX_UNKNOWN = 0.02, 0.5  # parts of all tokens
+_LAYOUT = 2  # increase when the content of a prepared folder changes
+WARN_UNKNOWN, MAX_UNKNOWN = 0.02, 0.5  # shares of all tokens
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a recipe needs of its data; the splits' arrays are mapped from `folder`."""
+    """The data of a run; the splits' arrays are memory-mapped from `folder`."""
 
     folder: Path
     digest: str
@@ -52,15 +51,15 @@ class Prepared:
     validation: Split
     test: Split | None
     feature_facts: Mapping[str, Any] = field(default_factory=dict)
-    """What features added to what the data depend on (`Feature.data_facts`)."""
+    """What features return from `Feature.data_facts`."""
     pos_weight: torch.Tensor | None = None
-    """(classes,) float32, on the device: the weight of a label that is present in the loss (--pos_weight)."""
+    """(classes,) float32, on the device: the weight of positive labels in the loss (--pos_weight)."""
     advice: str = ""
     """A line where the classes are uneven and no setting compensates for it."""
 
     @property
     def labels(self) -> Labels:
-        """The targets of labelled texts."""
+        """The targets, where these are labels."""
         return cast(Labels, self.targets)
 
     @property
@@ -70,7 +69,7 @@ class Prepared:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The task: equal in a checkpoint and in the run that resumes from it. JSON."""
+        """The task, which must be equal in a checkpoint and the run that resumes from it. JSON."""
         return self.targets.facts() | ({"text_pair": self.text_pair} if self.text_pair else {})
 
 
@@ -81,15 +80,15 @@ def prepare_data(
     accelerator: Accelerator | None = None,
     targets_class: type[Targets] | None = None,
 ) -> Prepared:
-    """Tokens of texts and their targets, made by one process per machine, loaded by all. `targets_class`: what is
-    learned of a row; by default what a feature has for these settings, else `Labels`.
+    """Tokenizes the texts and encodes their targets in one process per machine; all processes load them.
+    `targets_class`: what is learned from a row; by default a feature's for these settings, else `Labels`.
 
     Raises UserError for every fault of the input, and when machines have different data.
     """
     data = settings.data
     if accelerator is not None:
-        _refuse_other_settings(accelerator, settings)
-    if data.preprocessing_num_workers:  # the tokenizer reads it when it makes its first tokens
+        _require_equal_settings(accelerator, settings)
+    if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
     targets_class = targets_class or first(feature.targets(settings) for feature in features()) or Labels
     targets_class.check(settings, tokenizer)
@@ -97,7 +96,7 @@ def prepare_data(
     tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
-    if accelerator is not None:  # before an hour of work on data that differ
+    if accelerator is not None:  # before an hour of work on different data
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
         launch.require_equal(accelerator, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
     facts |= {"tables": digests, "tokenizer": fingerprint}
@@ -113,12 +112,12 @@ def prepare_data(
     )
     with cached_folder("tokens", digest, accelerator, source) as (folder, draft):
         if draft:
-            _write(settings, tokenizer, targets_class, facts, tables, draft)
+            _write_tokens(settings, tokenizer, targets_class, facts, tables, draft)
 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
     text_pair = getattr(data, "text_pair", None)
-    if text_pair and not tokens.tells_pairs_apart(model_config):
+    if text_pair and not tokens.has_token_types(model_config):
         meta["notes"].append("this model has one token type: only a separator distinguishes the two texts of a pair")
     prepared = Prepared(
         folder=folder,
@@ -133,14 +132,13 @@ def prepare_data(
         test=splits.get("test"),
         feature_facts=feature_facts,
     )
-    objective = getattr(settings, "objective", None)  # of labels; a recipe may have settings of its own without them
+    objective = getattr(settings, "objective", None)  # a user's recipe may lack this section
     device = torch.device("cpu") if accelerator is None else accelerator.device
-    return _balanced(prepared, objective, device) if objective else prepared
+    return _add_class_weights(prepared, objective, device) if objective else prepared
 
 
-def _refuse_other_settings(accelerator: Accelerator, settings: Any) -> None:
-    """Raises UserError where processes have different settings; paths may differ between machines, as the content of
-    the files is compared later."""
+def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
+    """Raises UserError where processes have different settings. Paths may differ: their content is compared later."""
     paths = {"train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"}
     paths |= {name for feature in features() for name in feature.paths}
     paths |= {"dataset_name"} if Path(str(settings.data.dataset_name)).is_dir() else set()
@@ -151,7 +149,7 @@ def _refuse_other_settings(accelerator: Accelerator, settings: Any) -> None:
 def _facts(
     settings: Any, tokenizer: Any, model_config: Any, targets_class: type[Targets], has_validation: bool
 ) -> dict[str, Any]:
-    """What the tokens depend on beside the content of the files and the tokenizer; a seed only where rows are drawn."""
+    """The settings that the tokens depend on; the seed only where rows are drawn."""
     data = settings.data
     pair = getattr(data, "text_pair", None) is not None
     facts = {"layout": _LAYOUT, **targets_class.data_facts(settings)}
@@ -162,34 +160,34 @@ def _facts(
     if "," in (data.text_column or ""):
         facts["separator"] = tokens.separator_of(tokenizer)
     if not has_validation or data.max_train_samples or data.max_eval_samples:
-        facts["seed"] = selection.seed_of(settings)
+        facts["seed"] = data_seed(settings)
     return facts
 
 
-def _balanced(data: Prepared, objective: ObjectiveSettings, device: torch.device) -> Prepared:
-    """With the weights and chances that the settings have for uneven classes."""
-    balance.refuse_unfit(data.labels, objective)
+def _add_class_weights(data: Prepared, objective: ObjectiveSettings, device: torch.device) -> Prepared:
+    """Adds the weights and sampling probabilities for uneven classes."""
+    balance.check_objective(data.labels, objective)
     splits: Any = {split.name: split for split in (data.train, data.validation, data.test) if split}
-    splits = balance.balanced(splits, data.labels, objective)
+    splits = balance.add_weights(splits, data.labels, objective)
     weights = balance.positive_weights(data.train, data.labels, objective)
     pos_weight = None if weights is None else torch.from_numpy(weights).to(device)
     lines, advice = balance.describe(splits["train"], data.labels, objective)
     return replace(data, **splits, pos_weight=pos_weight, notes=(*data.notes, *lines), advice=advice)
 
 
-def with_collator(settings: Any, data: Prepared) -> Prepared:
-    """The data, whose batches are made as a feature has it for these settings (`Feature.collator`)."""
+def add_collator(settings: Any, data: Prepared) -> Prepared:
+    """Sets the collator of a feature for these settings (`Feature.collator`) in every split."""
     collator = first(feature.collator(settings) for feature in features())
+    if collator is None:
+        return data
     splits: Any = {split.name: split for split in (data.train, data.validation, data.test) if split}
-    return replace(
-        data, **{name: replace(split, collator=collator) for name, split in splits.items()} if collator else {}
-    )
+    return replace(data, **{name: replace(split, collator=collator) for name, split in splits.items()})
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without the garbage collector, which would scan all rows in memory again and again: they are read in two thirds
-    of the time, and tokenized 5 % faster."""
+def _no_garbage_collection() -> Iterator[None]:
+    """The collector would scan all rows in memory again and again: without it reading takes two thirds of the time, and
+    tokenizing 5 % less."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -199,8 +197,8 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-@_no_collections()
-def _write(
+@_no_garbage_collection()
+def _write_tokens(
     settings: Any,
     tokenizer: Any,
     targets_class: type[Targets],
@@ -208,83 +206,35 @@ def _write(
     tables: Mapping[str, Table],
     folder: Path,
 ) -> None:
-    """Selects and checks the rows of every split before any is tokenized, then writes them to `folder`."""
-    train, data, separator = tables["train"], settings.data, tokens.separator_of(tokenizer)
+    """Selects and checks the rows of every split before tokenizing any; then writes them all to `folder`."""
+    train, data = tables["train"], settings.data
     setting, pair = targets_class.column_setting, getattr(data, "text_pair", None)
     others = find_columns(train, getattr(data, setting), targets_class.usual_columns, setting) if setting else ()
-    column = selection.text_column(train, data.text_column, [*others, pair])
+    column = text_column(train, data.text_column, [*others, pair])
     notes = [table.note for table in tables.values() if table.note]
     if len(columns := columns_of(train, column)) > 1:
+        separator = tokens.separator_of(tokenizer)
         notes.append(f"columns {', '.join(columns)} are one text, with {separator} between them")
-    targets, rows_of, more = _selected(settings, tokenizer, targets_class, facts, tables, column)
-    notes += [*more, *selection.overlaps(rows_of)]
-    for split, rows in rows_of.items():
+    targets, splits, more = select_rows(settings, tokenizer, targets_class, facts, tables, column)
+    notes += more
+    for split, rows in splits.items():
         (folder / split).mkdir()
         texts: Iterator[tokens.TextBlock] = rows.texts()
         if split != "train":  # for reports
             inputs = [*columns, *columns_of(rows.table, pair or column), *getattr(targets, "columns", ())]
-            deque(tokens.write_lines(folder / split / "groups.jsonl", selection.sources(rows, inputs)), maxlen=0)
-            texts = tokens.write_lines(folder / split / "texts.jsonl", texts, tokens.text_items)
-        blocks = tokens.encoded(tokenizer, texts, facts["max_length"], len(rows), f"tokens of {split}")
+            tokens.write_lines(folder / split / "groups.jsonl", group_cells(rows, inputs))
+            texts = tokens.save_texts(folder / split / "texts.jsonl", texts)
+        blocks = tokens.encode_blocks(tokenizer, texts, facts["max_length"], len(rows), f"tokens of {split}")
         counts = tokens.save_tokens(folder / split, blocks, unknown=tokenizer.unk_token_id)
-        notes += _notes_on(split, counts, len(rows), facts["max_length"])
+        notes += _token_notes(split, counts, len(rows), facts["max_length"])
         np.save(folder / split / "rows.npy", rows.numbers)
         notes += targets.save(folder / split, rows, tokenizer)
-    meta = {"labels": asdict(targets), "text_column": column, "notes": notes, "splits": list(rows_of)}
+    meta = {"labels": asdict(targets), "text_column": column, "notes": notes, "splits": list(splits)}
     (folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 
-def _selected(
-    settings: Any,
-    tokenizer: Any,
-    targets_class: type[Targets],
-    facts: Mapping[str, Any],
-    tables: Mapping[str, Table],
-    column: str,
-) -> tuple[Targets, dict[str, Rows], list[str]]:
-    """(the targets, the rows of each split that take part, notes)."""
-    data, train, seed, notes = settings.data, tables["train"], selection.seed_of(settings), list[str]()
-    pair = selection.pair_column(train, getattr(data, "text_pair", None), column)
-    texts = {"text_column": column} | ({"text_pair": pair} if pair else {})
-    texts |= targets_class.text_columns(settings, train, column)
-
-    def usable(table: Table) -> Rows:
-        rows, more = selection.usable_rows(table, texts, tokens.separator_of(tokenizer), data.drop_empty_text)
-        notes.extend(more)
-        if data.min_length is not None:
-            rows, note = selection.long_enough(rows, data.min_length, tokenizer)
-            notes.append(note)
-        return rows
-
-    rows = usable(train)
-    targets = targets_class.find(settings, train, column, rows.numbers)
-    rows_of = {"train": rows.with_targets(targets)}
-    for feature in features():
-        changed, more = feature.select_rows(settings, facts, rows_of["train"], targets)
-        rows_of |= changed
-        notes += more
-    others = {split: table for split, table in tables.items() if split not in rows_of}
-    if "validation" in rows_of and others:
-        notes.append(f"the other splits of the data take no part: {', '.join(others)}")
-        others = {}
-    for split, table in others.items():
-        if split == "test" and targets.all_missing(table):
-            notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
-        else:
-            rows_of[split] = usable(table).with_targets(targets)
-    if "validation" not in rows_of:
-        parts, more = selection.hold_back(rows_of.pop("train"), targets, data.validation_split, seed)
-        rows_of = {**parts, **rows_of}
-        notes += more
-    for split, rows in rows_of.items():
-        most = data.max_train_samples if split == "train" else data.max_eval_samples
-        rows_of[split], more = selection.sampled(rows, split, most, seed)
-        notes += more
-    return targets, rows_of, notes
-
-
-def _notes_on(split: str, counts: tokens.Counts, rows: int, max_length: int) -> Iterator[str]:
-    """Raises UserError for texts in a language the model cannot read: it would learn nothing."""
+def _token_notes(split: str, counts: tokens.Counts, rows: int, max_length: int) -> Iterator[str]:
+    """Raises UserError where most tokens are unknown: the model cannot read the language of the texts."""
     unknown = counts.unknown / max(1, counts.tokens)
     share = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
     if unknown > MAX_UNKNOWN:
@@ -293,8 +243,9 @@ def _notes_on(split: str, counts: tokens.Counts, rows: int, max_length: int) -> 
         )
     if unknown > WARN_UNKNOWN:
         yield f"{share}: does it read the language of these texts?"
-    if counts.cut:
-        yield f"{split}: {100 * counts.cut / rows:.1f} % of the texts are cut at {max_length} tokens (--max_length)"
+    if counts.truncated:
+        share = f"{100 * counts.truncated / rows:.1f} %"
+        yield f"{split}: {share} of the texts are cut at {max_length} tokens (--max_length)"
 
 
 def split_of_texts(
@@ -306,15 +257,14 @@ def split_of_texts(
     pairs: Sequence[str] | None = None,
     shared_as: str | None = None,
 ) -> Split:
-    """Texts in memory, without labels (all 0), as a split; and their second ones where they are pairs.
+    """A split of texts (and second texts of pairs) in memory; all labels are 0.
 
-    The split is in memory, or, where `shared_as` is a digest, in a folder of the cache that one process of the machine
-    makes; the caller removes it.
+    With `shared_as`, a digest, it lies in a cache folder that one process per machine writes and the caller removes.
     """
     rows = np.arange(len(texts), dtype=np.int64)
 
     def arrays() -> dict[str, np.ndarray]:
-        return {**tokens.encode(tokenizer, texts, max_length, pairs=pairs), "rows": rows, "labels": rows * 0}
+        return {**tokens.encode_texts(tokenizer, texts, max_length, pairs=pairs), "rows": rows, "labels": rows * 0}
 
     if shared_as is not None:
         with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
@@ -324,6 +274,6 @@ def split_of_texts(
                     np.save(draft / name / f"{file}.npy", array)
         return tokens.load_split(folder, name, model_config)
     in_memory: dict[str, Any] = arrays()
-    if not tokens.tells_pairs_apart(model_config):
+    if not tokens.has_token_types(model_config):
         in_memory.pop("token_types", None)
     return Split(name, Path(), buckets=tokens.LengthBuckets.of_model(model_config), **in_memory)

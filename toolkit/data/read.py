@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import glob
 import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from natsort import natsorted
 
 from toolkit import demo
 from toolkit.config import TextSettings
-from toolkit.data.opening import OPENERS, most_bytes, too_large
-from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
+from toolkit.data.json_files import parse_json, read_json
+from toolkit.data.table import BATCH_ROWS, Table, cast_batch, check_column_names, unify_schemas
+from toolkit.data.text_files import (
+    OPENERS,
+    explain_encoding_errors,
+    max_unpacked_bytes,
+    open_text,
+    read_csv,
+    read_plain,
+    split_lines,
+    too_large,
+)
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.utils.cache import (
     cache_folder,
@@ -35,93 +42,22 @@ from toolkit.utils.files import refuse_link_out
 from toolkit.utils.hub import reach
 from toolkit.utils.memory import limit_memory
 
-if TYPE_CHECKING:  # a process whose tokens are in the cache needs neither the library nor the rows
+if TYPE_CHECKING:  # a process whose tokens are cached does not import them
     import datasets
     import pyarrow
 
-_LAYOUT = 3  # raise when the files in a folder of rows change
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
+_LAYOUT = 3  # increase when the files in a cached folder of rows change
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
 """Rows are stored in batches of about this size: mapping the file costs 64 KB of memory for each."""
-# split -> the names it goes by
+# split -> its names in data sets
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows and their source; they are read when first used, and are in memory as a whole only where they are few."""
-
-    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, dict[str, Any]]]
-    name: str
-    """The file, the pattern, or `data set (split)`, as messages name it."""
-    digest: str
-    """Changes when the content does."""
-
-    @cached_property
-    def _read(self) -> tuple[datasets.Dataset, dict[str, Any]]:
-        return self.source() if callable(self.source) else (self.source, {})
-
-    @property
-    def rows(self) -> datasets.Dataset:
-        """Raises UserError when they cannot be read."""
-        return self._read[0]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def note(self) -> str:
-        """How the file, or the first of several, was read, where a setting or its form decides that."""
-        return str(self._read[1].get("note", ""))
-
-    def where(self, row: int) -> str:
-        """A row, from 0, as messages name it; of several files, its number in that file."""
-        files = self._read[1].get("files") or [[0, self.name]]
-        start, name = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
-        return f"{name}, row {row - start + 1}"
-
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """All rows in their order, some at a time, as record batches or tables of pyarrow.
-
-        They are read, not mapped: pages that were mapped and seen would count as this process's memory.
-        """
-        import pyarrow
-
-        if not self.rows.cache_files:
-            yield from self.rows.select_columns(columns or self.rows.column_names).with_format("arrow").iter(BATCH_ROWS)
-        for file in self.rows.cache_files:
-            with pyarrow.OSFile(file["filename"]) as stored, pyarrow.ipc.open_stream(stored) as stream:
-                for batch in stream:
-                    some = batch if columns is None else batch.select(columns)
-                    yield from (some.slice(start, BATCH_ROWS) for start in range(0, len(some), BATCH_ROWS))
-
-    def cells(
-        self, columns: Sequence[str], rows: np.ndarray | None = None
-    ) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
-        """(numbers of rows, their values in each column), some rows at a time: of all, or of `rows`, which ascend.
-        Raises UserError where there is no column of such a name."""
-        for name in columns:
-            if name not in self.rows.column_names:
-                raise UserError(f"{self.name} has no column {name!r}: it has {listing(self.rows.column_names)}")
-        start = 0
-        for batch in self.batches(list(dict.fromkeys(columns))) if columns else ():
-            numbers = np.arange(start, start := start + batch.num_rows)
-            if rows is not None:
-                selected = rows[slice(*np.searchsorted(rows, [numbers[0], start]))]
-                if len(selected) < len(numbers):
-                    batch, numbers = batch.take(selected - numbers[0]), selected
-            if len(numbers):
-                yield numbers, [batch.column(name).to_pylist() for name in columns]
-
-    def which(self, what: str, setting: str, others: Sequence[str], more: str = "") -> UserError:
-        """The error where it is unclear which column is meant."""
-        remedy = f"Name one of {listing(others)} with --{setting}" if others else "There is no other than the text"
-        return UserError(f"{self.name}: which column is the {what}? {remedy}{more}")
-
-
 def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Table]:
-    """The splits that the settings name: `train` and perhaps `validation` and `test`; `labelled`: a column beside the
-    texts is needed. Raises UserError."""
+    """The splits that the settings name: `train`, and `validation` and `test` where given. `labelled`: whether a label
+    column is needed. Raises UserError."""
     name = settings.dataset_name
     if not name:
         files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
@@ -144,8 +80,8 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
 
 
 def read_file(name: str, settings: TextSettings) -> Table:
-    """One file, or all that a pattern names, in the order of their names -> their rows. Raises UserError when one is
-    missing or empty, and, when rows are first used, for what cannot be parsed."""
+    """The table of a file, or of all files that match a pattern, in natural order. Raises UserError when one is missing
+    or empty, and, when rows are first used, for what cannot be parsed."""
     paths = [Path(name)]
     if not paths[0].is_file() and any(mark in name for mark in "*?["):
         paths = [Path(file) for file in natsorted(glob.glob(name)) if Path(file).is_file()]  # noqa: PTH207
@@ -154,9 +90,9 @@ def read_file(name: str, settings: TextSettings) -> Table:
     digests = [_digest_of(path) for path in paths]
     options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names,
                "by": settings.sample_by}  # fmt: skip
-    ways = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv", "line")]
+    changed = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv", "line")]
     digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
-    digest = "-".join([digest, settings.encoding, *ways])
+    digest = "-".join([digest, settings.encoding, *changed])
     return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)
 
 
@@ -175,13 +111,13 @@ def _digest_of(path: Path) -> str:
 
 
 def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """Rows of small files in memory, of others in the cache, where every later pass and process finds them parsed."""
+    """The rows, in memory for small files, else parsed once per machine into the cache; and `about`: see `Table`."""
     import datasets
     import pyarrow
 
-    packed = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
+    growth = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
     try:
-        if packed * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
+        if growth * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
             about, sink = _write_rows(paths, settings, None)
             return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), about
         with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (folder, draft):
@@ -195,31 +131,34 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
 
 
 def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[dict[str, Any], Any]:
-    """Writes all rows as one stream of Arrow, to memory without `output` -> (how they were read, and the first row of
-    each file; the sink)."""
+    """Writes all rows as one Arrow stream, to `output` or to memory -> (`about`, the sink). Raises UserError when a
+    file is invalid, has no rows or is in another encoding."""
     import pyarrow
 
     schema = widest = None
-    while schema is None or schema != widest:  # a second time, where a later row had another column or a wider type
+    while schema is None or schema != widest:  # a second pass, where a later row had another column or a wider type
         about: dict[str, Any] = {"note": "", "files": []}
         schema, rows = widest, 0
         writer: Any = None
-        batches: list[pyarrow.RecordBatch] = []
+        pending: list[pyarrow.RecordBatch] = []
         with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
             for path in paths:
-                about["files"].append([rows, str(path)])
-                note, parsed = read_batches(path, settings)
-                about["note"] = about["note"] or note
-                for batch in parsed:
-                    widest = _widened(path, batch.schema, widest)
-                    schema = schema or widest
-                    writer = writer or pyarrow.ipc.new_stream(sink, schema)
-                    if schema == widest:
-                        batches.append(cast_batch(batch, schema))
-                    if sum(part.nbytes for part in batches) >= _WRITTEN_BYTES:
-                        _write(writer, batches)
-                    rows += batch.num_rows
-            _write(writer, batches)
+                about["files"].append([first_row := rows, str(path)])
+                with explain_encoding_errors(path, settings.encoding):
+                    note, batches = _parse(path, settings)
+                    about["note"] = about["note"] or (note and f"{path}: {note}")
+                    for batch in batches:
+                        widest = _widen(path, batch.schema, widest)
+                        schema = schema or widest
+                        writer = writer or pyarrow.ipc.new_stream(sink, schema)
+                        if schema == widest:
+                            pending.append(cast_batch(batch, schema))
+                        if sum(part.nbytes for part in pending) >= _WRITTEN_BYTES:
+                            _write(writer, pending)
+                        rows += batch.num_rows
+                if rows == first_row:
+                    raise UserError(f"{path} has {'a header and ' * (format_of(path) in ('.csv', '.tsv'))}no rows")
+            _write(writer, pending)
             writer.close()
     return about, sink
 
@@ -233,8 +172,8 @@ def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
         batches.clear()
 
 
-def _widened(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
-    """The schema for the columns of these rows and of those before. Raises UserError where the files do not fit."""
+def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
+    """The schema of these rows and those before. Raises UserError where the files do not fit together."""
     if before is None:
         return schema
     if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
@@ -243,20 +182,72 @@ def _widened(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) 
             "them alike, or name a pattern that leaves it out"
         )
     try:
-        return wider(before, schema)
+        return unify_schemas(before, schema)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(f"{path}: its columns are of other types than those before it [{first_line(error)}]") from error
 
 
-def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
-    import pyarrow
+def format_of(path: Path) -> str:
+    """`reviews.csv.gz` -> `.csv`. Raises UserError for an ending without a reader."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in OPENERS:
+        suffixes.pop()
+    if not suffixes or suffixes[-1] not in FORMATS:
+        raise UserError(f"{path}: its format is unclear: name it {', '.join(FORMATS)} (also with .gz after it)")
+    return suffixes[-1]
 
-    if batch.schema == schema:
-        return batch
-    there = set(batch.schema.names)
-    nulls = partial(pyarrow.nulls, batch.num_rows)
-    columns = [batch[field.name].cast(field.type) if field.name in there else nulls(field.type) for field in schema]
-    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+
+def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.RecordBatch]]:
+    """(how the file is read, where a setting or its form decides that; its rows, at most BATCH_ROWS at a time)."""
+    kind = format_of(path)
+    if kind == ".parquet":
+        return "", _read_parquet(path)
+    if kind in (".json", ".jsonl"):
+        return read_json(path, settings, kind)
+    if kind == ".txt" and not settings.delimiter:
+        unit = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
+        return unit, read_plain(path, settings)
+    names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
+    options = [f"--{name} {getattr(settings, name)}" for name in names]
+    options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
+    return f"read with {', '.join(options)}" * bool(options), read_csv(path, settings, kind)
+
+
+def read_entries(path: Path) -> list[Any]:
+    """The entries of a JSON or JSONL file, or the lines of a text."""
+    kind = format_of(path)
+    with explain_encoding_errors(path, "utf-8"):
+        if kind in (".json", ".jsonl"):
+            return list(parse_json(path, kind, "utf-8"))
+        with open_text(path, "utf-8") as text:
+            return [line.strip() for line in split_lines(path, text) if line.strip()]
+
+
+def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """A file of a few kB may expand to gigabytes: its statistics are checked first, but may be false."""
+    import pyarrow
+    import pyarrow.parquet
+
+    limit, size = max_unpacked_bytes(path), 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            check_column_names(path, file.schema_arrow.names)
+            if sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups)) > limit:
+                raise too_large(path, limit)
+            batches = file.iter_batches(batch_size=BATCH_ROWS)
+            while True:
+                with limit_memory(limit):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                size += batch.nbytes
+                if size > limit:
+                    raise too_large(path, limit)
+                yield batch
+    except MemoryError as error:
+        raise too_large(path, limit) from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
 
 def read_demo(name: str) -> dict[str, Table]:
@@ -286,21 +277,21 @@ def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, di
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     """A hub data set, or a folder `datasets` reads -> its splits by name. Raises UserError.
 
-    A folder is identified by its content: `datasets` alone compares the times of its files, in its cache too.
+    A folder's cache is named by its content: `datasets` alone compares only the times of files.
     """
     import datasets
 
-    folder, content, cache, most = Path(name), "", None, sys.maxsize
+    folder, content, cache, limit = Path(name), "", None, sys.maxsize
     if folder.is_dir():
         files = [path for path in folder.rglob("*") if path.is_file()]
-        content, most = digest_of_files(folder, files), most_bytes(*files)
+        content, limit = digest_of_files(folder, files), max_unpacked_bytes(*files)
         cache = str(cache_folder() / "datasets" / content)
     else:
         reach(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
-        with limit_memory(most) if folder.is_dir() else contextlib.nullcontext():
+        with limit_memory(limit) if folder.is_dir() else contextlib.nullcontext():
             if folder.is_dir():
                 _refuse_addresses(folder)
                 _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=cache))
@@ -309,7 +300,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         raise
     except Exception as error:
         if isinstance(error.__cause__ or error, MemoryError):
-            raise too_large(folder, most) from error
+            raise too_large(folder, limit) from error
         hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
         raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
     digests = {split: f"{content}-{config}-{split}" if content else rows._fingerprint for split, rows in splits.items()}
@@ -317,7 +308,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
 
 
 def _refuse_addresses(folder: Path) -> None:
-    """Raises UserError where the README of a folder names an address: to look for data would ask there."""
+    """Raises UserError where the README of a folder names a URL, which `datasets` would fetch."""
     from huggingface_hub import metadata_load
 
     readme, configs = folder / "README.md", folder / ".huggingface.yaml"
@@ -328,29 +319,6 @@ def _refuse_addresses(folder: Path) -> None:
 
 
 def _refuse_data_outside(folder: Path, builder: Any) -> None:
-    """Raises UserError where a file of the data is, by its name in the README or by a link, elsewhere."""
+    """Raises UserError where a data file is outside the folder, by its name in the README or by a link."""
     for file in itertools.chain(*(builder.config.data_files or {}).values()):
         refuse_link_out(Path(str(file).rpartition("::")[2]), folder)  # zip://NAME::FILE
-
-
-def columns_of(table: Table, column: str) -> list[str]:
-    """`title,text` -> both, unless a column has that very name."""
-    if column in table.rows.column_names:
-        return [column]
-    return [part for name in column.split(",") if (part := name.strip())]
-
-
-def find_columns(table: Table, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
-    """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or none.
-    Raises UserError when one is missing."""
-    columns = table.rows.column_names
-    if value is None:
-        lowered = {column.lower().strip(): column for column in reversed(columns)}
-        return tuple(lowered[name] for name in usual if name in lowered)[:1]
-    for name in (names := columns_of(table, value)):
-        if name not in columns:
-            raise UserError(
-                f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}"
-            )
-    return tuple(names)

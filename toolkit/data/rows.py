@@ -1,10 +1,8 @@
-"""Which rows of a table take part, and in which split."""
+"""Which rows of the tables are used, and in which split."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,28 +10,27 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toolkit.data import tokens
-from toolkit.data.read import Table, columns_of, find_columns
+from toolkit.data.table import Table, pair_column, text_blocks
 from toolkit.errors import UserError, listing
+from toolkit.utils.features import features
 
-USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
-_MOST_GROUPS = 20
-_NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
+_MAX_GROUPS = 20
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or what a feature brings."""
+    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
 
     column_setting: ClassVar[str | None]
-    """The setting that names their column; None where they need none but the text."""
+    """The setting that names their column; None where they need only the text."""
     usual_columns: ClassVar[tuple[str, ...]]
-    """Names of columns that are usual for them."""
+    """Common names of that column."""
     split_class: ClassVar[type[tokens.Split]] = tokens.Split
-    """What a prepared split with them is loaded as."""
+    """The class that a prepared split is loaded as."""
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
-        """Raises UserError for a tokenizer that cannot write them."""
+        """Raises UserError for a tokenizer that cannot encode them."""
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
@@ -42,12 +39,12 @@ class Targets:
 
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """Setting -> column of further texts that must not be empty in a row that takes part."""
+        """Setting -> column of further texts; rows where one is empty are not used."""
         return {}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
-        """Looks at these rows of the training table. Raises UserError where they are ambiguous."""
+        """Infers the targets from these rows of the training table. Raises UserError where they are ambiguous."""
         raise NotImplementedError
 
     @classmethod
@@ -56,7 +53,7 @@ class Targets:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in loaded.items()})
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint and the run that goes on from it have in common. JSON."""
+        """What must be equal in a checkpoint and the run that resumes from it. JSON."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -64,42 +61,42 @@ class Targets:
         raise NotImplementedError
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples, ...): the targets of those rows; zeros that mean nothing where `save` makes them. Raises UserError
-        naming a row without one."""
+        """(samples, ...): the targets of those rows; unused zeros where `save` computes them. Raises UserError naming a
+        row without one."""
         return np.zeros(len(rows), np.int64)
 
     def all_missing(self, table: Table) -> bool:
-        """Whether a table has the column and nothing in it, as the test splits of many hub data sets."""
+        """Whether the column is there but empty, as in the test splits of many hub data sets."""
         return False
 
     def trial(self, split: Any) -> tuple[Any, Any] | None:
-        """(outputs, what is true) of some samples, which metrics are tried on before training; None: random logits."""
+        """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
         return None
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
-        """The class of each sample, where there is one, so that a part held back has some of each."""
+        """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
         return None
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """Writes those of a split beside its tokens: `labels.npy`, and what else its `split_class` reads. Returns
-        notes."""
+        """Writes a split's targets beside its tokens: `labels.npy`, and other files that its `split_class` reads.
+        Returns notes."""
         np.save(folder / "labels.npy", rows.targets)
         return []
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table that take part."""
+    """Selected rows of a table."""
 
     table: Table
     columns: tuple[str, ...]
-    """The text's, or several, `title,text`; and the second text's, where there is one."""
+    """The text column, or several as `title,text`; and the column of second texts, where there is one."""
     separator: str
     """Between the texts of several columns."""
     numbers: np.ndarray
-    """(samples,) int64, their places in the table, from 0; they ascend."""
+    """(samples,) int64, row numbers in the table, from 0, ascending."""
     hashes: np.ndarray
-    """(samples,) int64: texts that are equal have equal ones, in this process."""
+    """(samples,) int64 of the texts, valid in this process."""
     targets: np.ndarray
     """(samples, ...), as `Targets.encode` gives them; empty before they are encoded."""
 
@@ -107,11 +104,11 @@ class Rows:
         return len(self.numbers)
 
     def texts(self) -> Iterator[tuple[list[str], list[str] | None]]:
-        """Texts, and the second ones where there are any, some rows at a time."""
+        """Batches of (texts, second texts or None)."""
         for texts, *pairs in text_blocks(self.table, self.columns, self.separator, self.numbers):
             yield texts, pairs[0] if pairs else None
 
-    def with_targets(self, targets: Targets) -> Rows:
+    def encode_targets(self, targets: Targets) -> Rows:
         """Raises UserError naming a row without a label."""
         return replace(self, targets=targets.encode(self.table, self.numbers))
 
@@ -124,63 +121,64 @@ class Rows:
         )
 
 
-def text_column(table: Table, name: str | None, excluded: Iterable[str | None] = ()) -> str:
-    """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the only
-    one with texts that is not `excluded`. Raises UserError where none or several are possible."""
-    columns = find_columns(table, name, USUAL_TEXT, "text_column")
-    if not columns:
-        others = [other for other in table.rows.column_names if other not in excluded]
-        columns = tuple(name for name in others if _holds_texts(table, name))
-        if len(columns) != 1:
-            header = " (or all with --column_names, where the first line is no header)"
-            raise table.which("text", "text_column", columns or others, header)
-    return ",".join(columns)
-
-
-def _holds_texts(table: Table, column: str) -> bool:
-    """Neither numbers nor lists; CSV has its numbers as text."""
-    if getattr(table.rows.features[column], "dtype", None) not in ("string", "large_string"):
-        return False
-    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
-
-
-def pair_column(table: Table, name: str | None, column: str) -> str | None:
-    """The column of second texts that the setting names. Raises UserError when it is missing or the first text's."""
-    if name is not None and name in columns_of(table, column):
-        raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
-    return ",".join(find_columns(table, name, (), "text_pair")) or None
-
-
-def text_blocks(
-    table: Table, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
-) -> Iterator[list[list[str]]]:
-    """The texts of every row, or of `rows`, some rows at a time: a list for each of `columns`, of which one, `a,b`, may
-    be several columns of the table with the separator between them. Raises UserError for one that is missing."""
-    parts = [columns_of(table, column) for column in columns]
-    for _, cells in table.cells([name for part in parts for name in part], rows):
-        each = iter(cells)
-        yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
-
-
-def texts_of(table: Table, column: str, separator: str, rows: np.ndarray | None = None) -> Iterator[list[str]]:
-    """`text_blocks` of one column."""
-    return (texts for (texts,) in text_blocks(table, [column], separator, rows))
-
-
-def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
-    """The cells of one column or several -> a text for each row."""
-    texts = [["" if text is None else str(text) for text in column] for column in cells]
-    return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
-
-
-def seed_of(settings: Any) -> int:
-    """What draws rows: `--data_seed`, else the run's seed."""
+def data_seed(settings: Any) -> int:
+    """The seed that rows are drawn with: `--data_seed`, or the run's seed."""
     return int(settings.training.seed if settings.data.data_seed is None else settings.data.data_seed)
 
 
-def usable_rows(table: Table, texts: Mapping[str, str], separator: str, drop_empty: bool) -> tuple[Rows, list[str]]:
+def select_rows(
+    settings: Any,
+    tokenizer: Any,
+    targets_class: type[Targets],
+    facts: Mapping[str, Any],
+    tables: Mapping[str, Table],
+    column: str,
+) -> tuple[Targets, dict[str, Rows], list[str]]:
+    """(the targets, the rows of each split, notes); `column`: of the texts. Raises UserError for the first row without
+    a text or a target."""
+    data, train, seed, notes = settings.data, tables["train"], data_seed(settings), list[str]()
+    pair = pair_column(train, getattr(data, "text_pair", None), column)
+    texts = {"text_column": column} | ({"text_pair": pair} if pair else {})
+    texts |= targets_class.text_columns(settings, train, column)
+
+    def with_texts(table: Table) -> Rows:
+        rows, more = drop_empty(table, texts, tokens.separator_of(tokenizer), data.drop_empty_text)
+        notes.extend(more)
+        if data.min_length is not None:
+            rows, note = drop_short(rows, data.min_length, tokenizer)
+            notes.append(note)
+        return rows
+
+    rows = with_texts(train)
+    targets = targets_class.find(settings, train, column, rows.numbers)
+    splits = {"train": rows.encode_targets(targets)}
+    for feature in features():
+        changed, more = feature.select_rows(settings, facts, splits["train"], targets)
+        splits |= changed
+        notes += more
+    others = {split: table for split, table in tables.items() if split not in splits}
+    if "validation" in splits and others:
+        notes.append(f"the other splits of the data take no part: {', '.join(others)}")
+        others = {}
+    for split, table in others.items():
+        if split == "test" and targets.all_missing(table):
+            notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
+        else:
+            splits[split] = with_texts(table).encode_targets(targets)
+    if "validation" not in splits:
+        parts, more = hold_back(splits.pop("train"), targets, data.validation_split, seed)
+        splits = {**parts, **splits}
+        notes += more
+    for split, rows in splits.items():
+        limit = data.max_train_samples if split == "train" else data.max_eval_samples
+        splits[split], more = limit_rows(rows, split, limit, seed)
+        notes += more
+    return targets, splits, [*notes, *find_overlaps(splits)]
+
+
+def drop_empty(table: Table, texts: Mapping[str, str], separator: str, allowed: bool) -> tuple[Rows, list[str]]:
     """(the rows in which no column of texts is empty, notes); `texts`: columns by the settings that name them. Raises
-    UserError naming the rows with empty texts, unless they may be dropped."""
+    UserError naming the rows with empty texts, unless they are `allowed`."""
     inputs = tuple(texts[setting] for setting in ("text_column", "text_pair") if setting in texts)
     empty, hashes = [np.zeros((len(texts), 0), bool)], [np.zeros(0, np.int64)]
     for block in text_blocks(table, list(texts.values()), separator):
@@ -192,7 +190,7 @@ def usable_rows(table: Table, texts: Mapping[str, str], separator: str, drop_emp
         what = f"{setting.removesuffix('_column').replace('_pair', '')} in column {column!r}"  # the text, or the title
         if blank.all():
             raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
-        if blank.any() and not drop_empty:
+        if blank.any() and not allowed:
             raise UserError(
                 f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
                 f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
@@ -207,10 +205,10 @@ def usable_rows(table: Table, texts: Mapping[str, str], separator: str, drop_emp
     return Rows(table, inputs, separator, numbers, np.concatenate(hashes)[numbers], np.zeros(0)), notes
 
 
-def long_enough(rows: Rows, min_length: int, tokenizer: Any) -> tuple[Rows, str]:
-    """(those with at least `min_length` tokens, a note). Raises UserError when there are none."""
+def drop_short(rows: Rows, min_length: int, tokenizer: Any) -> tuple[Rows, str]:
+    """(the rows with at least `min_length` tokens, a note). Raises UserError when there are none."""
     name = rows.table.name
-    blocks = tokens.encoded(tokenizer, rows.texts(), min_length, len(rows), f"lengths of {name}")
+    blocks = tokens.encode_blocks(tokenizer, rows.texts(), min_length, len(rows), f"lengths of {name}")
     places = np.flatnonzero(np.concatenate([block.lengths for block in blocks]) >= min_length)
     if not len(places):
         raise UserError(f"{name}: no text has {min_length} tokens: lower --min_length, or leave it out")
@@ -218,18 +216,18 @@ def long_enough(rows: Rows, min_length: int, tokenizer: Any) -> tuple[Rows, str]
     return rows.take(places), f"{name}: {shorter} and are left out (--min_length)"
 
 
-def sampled(rows: Rows, split: str, most: int | None, seed: int) -> tuple[Rows, list[str]]:
-    """(at most so many rows, drawn by the seed, in their order; notes)."""
-    if most is None or most >= len(rows):
+def limit_rows(rows: Rows, split: str, limit: int | None, seed: int) -> tuple[Rows, list[str]]:
+    """(at most `limit` rows, drawn by the seed, in their order; notes)."""
+    if limit is None or limit >= len(rows):
         return rows, []
     setting = "max_train_samples" if split == "train" else "max_eval_samples"
-    places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
-    return rows.take(places), [f"{split}: {most} of {len(rows)} rows are used (--{setting})"]
+    places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:limit])
+    return rows.take(places), [f"{split}: {limit} of {len(rows)} rows are used (--{setting})"]
 
 
 def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[dict[str, Rows], list[str]]:
-    """({"train": rows, "validation": rows}, notes): a share of each class for validation, where there are classes.
-    Raises UserError where the rows are too few."""
+    """({"train": rows, "validation": rows}, notes): stratified where there are classes. Raises UserError where the rows
+    are too few."""
     name, places, notes = rows.table.name, np.arange(len(rows)), list[str]()
     strata = targets.strata(rows.targets)
     if strata is not None:
@@ -245,17 +243,16 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[di
         strata = None
         notes.append(f"{name}: too few rows to hold some of each class back")
     validation = np.zeros(len(rows), bool)
-    validation[places[_drawn(strata, len(places), count, seed)]] = True
+    validation[places[_stratified_sample(strata, len(places), count, seed)]] = True
     held_back = f"{count} of {len(rows)} rows are held back for validation"
     notes.append(f"{name}: {held_back} (--validation_split {share:g}, seed {seed})")
     parts = {"train": ~validation, "validation": validation}
     return {split: rows.take(np.flatnonzero(part)) for split, part in parts.items()}, notes
 
 
-def _drawn(strata: np.ndarray | None, count: int, held_back: int, seed: int) -> np.ndarray:
-    """The places of some of `count` rows: those that scikit-learn's StratifiedShuffleSplit (ShuffleSplit without
-    strata) draws with this seed, in a sixth of its memory: its lists of Python integers take 0.65 GB more for ten
-    million rows."""
+def _stratified_sample(strata: np.ndarray | None, count: int, held_back: int, seed: int) -> np.ndarray:
+    """Indices of `held_back` of `count` rows: those that scikit-learn's StratifiedShuffleSplit (ShuffleSplit without
+    strata) draws with this seed, in a sixth of its memory: 0.65 GB less for ten million rows."""
     random = np.random.RandomState(seed)
     if strata is None:
         return random.permutation(count)[:held_back]
@@ -271,8 +268,8 @@ def _drawn(strata: np.ndarray | None, count: int, held_back: int, seed: int) -> 
 
 
 def _proportional(counts: np.ndarray, draws: int, random: np.random.RandomState) -> np.ndarray:
-    """How many of so many draws each class gets, by its share of `counts`: rounded down, then one more for the largest
-    remainders (the largest remainder method), ties drawn at random as scikit-learn does."""
+    """The draws of each class, in proportion to `counts`, by the largest remainder method; ties are drawn at random as
+    scikit-learn does."""
     shares = counts / counts.sum() * draws
     sizes = np.floor(shares)
     missing, remainders = int(draws - sizes.sum()), shares - sizes
@@ -285,30 +282,30 @@ def _proportional(counts: np.ndarray, draws: int, random: np.random.RandomState)
     return sizes.astype(int)
 
 
-def overlaps(rows_of: dict[str, Rows]) -> Iterator[str]:
-    """Notes on texts (or pairs of them) of another split that are also in the training data."""
-    train = np.sort(rows_of["train"].hashes)
-    for split in [split for split in ("validation", "test") if split in rows_of]:
-        hashes = rows_of[split].hashes
+def find_overlaps(splits: dict[str, Rows]) -> Iterator[str]:
+    """Notes on texts (or pairs) of another split that are also in the training data."""
+    train = np.sort(splits["train"].hashes)
+    for split in [split for split in ("validation", "test") if split in splits]:
+        hashes = splits[split].hashes
         seen = train[np.searchsorted(train, hashes) % len(train)] == hashes
         if seen.any():
             yield (
                 f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too "
-                f"high (rows {listing(rows_of[split].numbers[seen] + 1)})"
+                f"high (rows {listing(splits[split].numbers[seen] + 1)})"
             )
 
 
-def sources(rows: Rows, inputs: Sequence[str]) -> Iterator[list[dict[str, str]]]:
-    """Of each row the cells of the columns that group rows (2 to 20 different values), some rows at a time; nothing
-    where there are none. `inputs`: columns that the model reads or learns, which do not count."""
-    table, most = rows.table.rows.with_format(None), min(_MOST_GROUPS, len(rows) // 2)
+def group_cells(rows: Rows, inputs: Sequence[str]) -> Iterator[dict[str, str]]:
+    """{column: cell} of each row, of the columns with 2 to 20 distinct values, by which metrics are grouped
+    in reports. `inputs`: columns that the model reads or learns, which are left out."""
+    table, limit = rows.table.rows.with_format(None), min(_MAX_GROUPS, len(rows) // 2)
     names = [name for name in table.column_names if name not in inputs]
-    names = [name for name in names if len({str(cell) for cell in table[:1000][name]}) <= most]  # of texts no more
+    names = [name for name in names if len({str(cell) for cell in table[:1000][name]}) <= limit]  # quick, for texts
     values: dict[str, set[str]] = {name: set() for name in names}
     for _, cells in rows.table.cells(names, rows.numbers):
         for name, column in zip(names, cells, strict=True):
-            if len(values[name]) <= most:
+            if len(values[name]) <= limit:
                 values[name].update(map(str, column))
-    names = [name for name in names if 1 < len(values[name]) <= most]
+    names = [name for name in names if 1 < len(values[name]) <= limit]
     for _, cells in rows.table.cells(names, rows.numbers):
-        yield [dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True)]
+        yield from (dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True))

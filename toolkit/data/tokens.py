@@ -1,4 +1,4 @@
-"""Tokens on disk: one flat array per split, mapped into memory, so that ranks share its pages."""
+"""Texts -> tokens on disk: one flat array per split, memory-mapped, so that ranks share its pages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
-from toolkit.data.progress import Progress
 from toolkit.demo import model_path
 from toolkit.errors import UserError
 from toolkit.pretrained import (
@@ -33,36 +32,36 @@ from toolkit.pretrained import (
     load_plain_tokenizer,
     refuse_unusable,
 )
+from toolkit.utils.progress import Progress
 
 _BATCH_TEXTS = 2000
-_Block = TypeVar("_Block")
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
-"""Some texts, and their second ones where they are pairs."""
+"""Texts, and second texts where they are pairs."""
 
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """Which texts may share a micro-batch. A BigBird reads batches of up to `full` tokens with full attention, which
-    padding does not change, and wider ones in blocks: which blocks a text attends to follows from the batch's width,
-    padding counted."""
+    """Which texts may share a micro-batch. A BigBird computes batches up to `full` tokens wide with full attention,
+    which padding does not change, and wider ones in blocks: which blocks a text attends to depends on the padded
+    width."""
 
     full: int
     block: int
 
     @classmethod
     def of_model(cls, config: Any) -> LengthBuckets | None:
-        """Of a model's config; None where the width of a batch changes nothing."""
+        """For a model's config; None where the width of a batch does not change the outputs."""
         config = encoder_config(config)
         if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
             return None
         return cls(full_attention_up_to(config.block_size, config.num_random_blocks), config.block_size)
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
-        """(samples,) int64: texts of one bucket are read together as each is alone."""
+        """(samples,) int64 bucket ids: texts of one bucket have the same outputs together as alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
     def widest(self, length: int) -> int:
-        """The most tokens that a text of the same bucket may have."""
+        """The largest length in the bucket of `length`."""
         return self.full if length <= self.full else -(-length // self.block) * self.block
 
 
@@ -79,20 +78,19 @@ class Split:
     labels: np.ndarray
     """(samples,) int64, (samples, classes) float32 or (samples,) float32."""
     rows: np.ndarray
-    """(samples,) int64, each sample's row in its source, counted from 0: its id."""
+    """(samples,) int64, the sample ids: their rows in the source, from 0."""
     buckets: LengthBuckets | None = field(default=None, kw_only=True)
-    """Where the model reads a text differently in a wider batch."""
+    """Set where the width of a batch changes the model's outputs."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
-    """(tokens,) int8, of pairs of texts: which of the two each token is of; None where the tokenizer has no types."""
+    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None where the tokenizer has no types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
-    """(samples,) float32: what each sample's loss counts (--class_weights); 1 where None."""
+    """(samples,) float32: the weight of each sample's loss (--class_weights); 1 where None."""
     chances: np.ndarray | None = field(default=None, kw_only=True)
-    """(samples,) float64, their sum is 1: how likely each is to be drawn (--sampling); None: an epoch has each once."""
+    """(samples,) float64, sampling probabilities (--sampling), their sum is 1; None: an epoch has each sample once."""
     columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
-    """Name -> (samples, ...): further values of each sample, for `Batch.columns`."""
+    """Name -> (samples, ...): extra arrays for `Batch.columns`."""
     collator: Any = field(default=None, kw_only=True)
-    """A class derived from `toolkit.data.batches.Collator`, or what is called as one, where that makes other batches
-    than these samples need."""
+    """A subclass of `toolkit.data.batches.Collator`, or a function that makes one; None: `Collator`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,13 +101,13 @@ class Split:
         return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
 
     def longest(self, count: int) -> np.ndarray:
-        """At most so many samples, the longest first."""
+        """The indices of the `count` longest samples, longest first."""
         count = min(count, len(self))
         longest = np.argpartition(self.lengths, -count)[-count:]
         return longest[np.argsort(-self.lengths[longest], kind="stable")]
 
     def span(self, index: int) -> slice:
-        """Where a sample lies in `input_ids` and `token_types`."""
+        """The sample's slice of `input_ids` and `token_types`."""
         return slice(self.offsets[index], self.offsets[index + 1])
 
     def tokens(self, index: int) -> np.ndarray:
@@ -117,78 +115,76 @@ class Split:
         return self.input_ids[self.span(index)]
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,): what each of some samples adds to the loss denominator: 1, int64, or its weight, float64."""
+        """(samples,): what each sample adds to the loss denominator: 1, int64, or its weight, float64."""
         if self.weights is None:
             return np.broadcast_to(np.int64(1), len(self))[indices]
         return self.weights[indices].astype(np.float64)
 
     def texts(self) -> list[str]:
-        """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""
+        """The source texts, pairs joined by a line break; empty for the training split, whose texts are not saved."""
         lines = read_lines(self.folder / "texts.jsonl")
         return [text if isinstance(text, str) else "\n".join(text) for text in lines]
 
-    def sources(self) -> list[dict[str, str]]:
-        """Of each sample the cells of the source's columns that group rows; empty where there are none."""
+    def group_cells(self) -> list[dict[str, str]]:
+        """{column: cell} of each sample, of the source's columns that group rows; empty where there are none."""
         return read_lines(self.folder / "groups.jsonl")
 
     def groups(self) -> dict[str, list[str]]:
-        """Criteria that group rows, their length and each such column -> the value of each sample."""
-        cells = self.sources()
+        """`length` and each column that groups rows -> the value of each sample."""
+        cells = self.group_cells()
         columns = {name: [row[name] for row in cells] for name in (cells[0] if cells else ())}
         return {"length": length_bins(self.lengths)} | columns
 
-    def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
-        """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
+    def truncate(self, tokenizer: Any, max_length: int, name: str) -> Split:
+        """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
         lines = read_lines(self.folder / "texts.jsonl")
         texts, pairs = (lines, None) if isinstance(lines[0], str) else zip(*lines, strict=True)
-        arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs)
+        arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs=pairs)
         return replace(self, name=name, **arrays)
 
 
 def length_bins(lengths: np.ndarray) -> list[str]:
-    """Of each sample the range of tokens that it is in: about five ranges with as many samples each."""
+    """The length range of each sample, `12 to 30 tokens`: up to five ranges with equal numbers of samples."""
     edges = np.unique(np.quantile(lengths, [0.2, 0.4, 0.6, 0.8], method="lower"))
     starts, ends = [int(lengths.min()), *(edges + 1).tolist()], [*edges.tolist(), int(lengths.max())]
     return [f"{starts[place]} to {ends[place]} tokens" for place in np.searchsorted(edges, lengths)]
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Of a JSONL file; nothing where there is none."""
+    """The items of a JSONL file; empty where it is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-def write_lines(
-    path: Path, blocks: Iterable[_Block], items_of: Callable[[Any], Iterable[Any]] = iter
-) -> Iterator[_Block]:
-    """Yields blocks as they are, and writes the items of each as JSON, an item a line."""
+def write_lines(path: Path, items: Iterable[Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for block in blocks:
-            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items_of(block))
-            yield block
+        file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
 
 
-def text_items(block: TextBlock) -> Iterable[Any]:
-    """What `Split.texts` reads: a text, or both of a pair."""
-    texts, pairs = block
-    return texts if pairs is None else zip(texts, pairs, strict=True)
+def save_texts(path: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
+    """Yields the blocks, and writes each text, or pair, as a line of JSON."""
+    with path.open("w", encoding="utf-8") as file:
+        for texts, pairs in blocks:
+            items = texts if pairs is None else zip(texts, pairs, strict=True)
+            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+            yield texts, pairs
 
 
 @contextlib.contextmanager
-def growing(path: Path, kind: Any) -> Iterator[Callable[[np.ndarray], None]]:
-    """Gives what appends to an .npy file of numbers: numpy leaves room in its header for any length."""
+def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], None]]:
+    """Gives a function that appends arrays to a new .npy file: numpy's header has room for any length."""
     length = 0
 
     def header() -> None:
-        described = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": (length,)}
-        np.lib.format.write_array_header_1_0(file, described)
+        kind = np.lib.format.dtype_to_descr(np.dtype(dtype))
+        np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": (length,)})
 
     def append(array: np.ndarray) -> None:
         nonlocal length
         length += len(array)
-        file.write(np.ascontiguousarray(array, kind).data)
+        file.write(np.ascontiguousarray(array, dtype).data)
 
     with path.open("wb") as file:
         header()
@@ -199,33 +195,33 @@ def growing(path: Path, kind: Any) -> Iterator[Callable[[np.ndarray], None]]:
 
 @dataclass
 class Counts:
-    """Of a split's tokens."""
+    """Counts of a split."""
 
-    cut: int = 0
-    """Texts that were cut at the longest length."""
+    truncated: int = 0
+    """Texts longer than `max_length`."""
     unknown: int = 0
-    """Tokens that the vocabulary does not have."""
+    """Unknown tokens."""
     tokens: int = 0
 
 
 def save_tokens(
     folder: Path, blocks: Iterable[Block], ids: str = "input_ids", offsets: str = "offsets", unknown: int | None = None
 ) -> Counts:
-    """Appends tokens to files in a folder as they are made. `unknown`: the id of tokens that the vocabulary lacks."""
+    """Appends blocks of tokens to .npy files in a folder as they come. `unknown`: the id of the unknown token."""
     counts = Counts()
     with contextlib.ExitStack() as files:
-        append = files.enter_context(growing(folder / f"{ids}.npy", np.int32))
-        append_ends = files.enter_context(growing(folder / f"{offsets}.npy", np.int64))
+        append = files.enter_context(append_to_npy(folder / f"{ids}.npy", np.int32))
+        append_ends = files.enter_context(append_to_npy(folder / f"{offsets}.npy", np.int64))
         append_ends(np.zeros(1, np.int64))
         append_types = None
         for block in blocks:
             append(block.ids)
             append_ends(counts.tokens + np.cumsum(block.lengths))
             if block.types is not None:
-                append_types = append_types or files.enter_context(growing(folder / "token_types.npy", np.int8))
+                append_types = append_types or files.enter_context(append_to_npy(folder / "token_types.npy", np.int8))
                 append_types(block.types)
             counts.tokens += len(block.ids)
-            counts.cut += block.cut
+            counts.truncated += block.truncated
             counts.unknown += int((block.ids == unknown).sum())
     return counts
 
@@ -234,9 +230,9 @@ _mapped: dict[Path, int] = {}
 
 
 @functools.cache
-def _explain_cut_files() -> Any:
-    """From now on one line where a mapped file became shorter. The signal comes within numpy: a handler in Python
-    would be called only after that, and so never."""
+def _report_truncated_files() -> Any:
+    """From now on a SIGBUS, because a memory-mapped file became shorter, ends the process with one line. Python's own
+    handlers run only after numpy's access has returned, which it never does."""
 
     def end(_: int) -> None:
         cut = [str(file) for file, size in _mapped.items() if file.is_file() and file.stat().st_size < size]
@@ -251,18 +247,18 @@ def _explain_cut_files() -> Any:
 
 
 def load_split(folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split) -> Split:
-    """Maps a saved split into memory, for a model: the files that are fields of `split_class`."""
-    _explain_cut_files()
+    """Memory-maps a saved split: the files that are fields of `split_class`."""
+    _report_truncated_files()
     _mapped.update({file: file.stat().st_size for file in (folder / name).glob("*.npy")})
     files = {file.stem: file for file in (folder / name).glob("*.npy")}
     arrays = {one.name: np.load(files[one.name], mmap_mode="r") for one in fields(split_class) if one.name in files}
-    if not tells_pairs_apart(model_config):
+    if not has_token_types(model_config):
         arrays.pop("token_types", None)
     return split_class(name, folder / name, buckets=LengthBuckets.of_model(model_config), **arrays)
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
-    """Raises UserError when there is none, or it cannot pad, or cannot segment words as `--tokenizer` asks."""
+    """Raises UserError when there is none, it cannot pad, or it does not support `--tokenizer`."""
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = load_plain_tokenizer(name)
@@ -282,28 +278,29 @@ class Block(NamedTuple):
     """(texts,) int64."""
     types: np.ndarray | None
     """(tokens,) int8, of pairs, where the tokenizer has them."""
-    cut: int
-    """Texts that were cut."""
+    truncated: int
+    """Texts that were truncated."""
 
 
-def encoded(
+def encode_blocks(
     tokenizer: Any,
     blocks: Iterable[TextBlock],
     max_length: int,
     total: int,
     what: str = "tokens",
 ) -> Iterator[Block]:
-    """Texts, and their second ones where they are pairs, some at a time -> their tokens, at most `max_length` of each.
+    """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; of a pair, the longer text is
+    truncated first.
 
-    Of a pair, the longer text is cut first. The tokenizer's own threads work on the next texts while the caller writes
-    these tokens. `what`: the name of the work where its progress is shown; `total`: of texts.
+    The tokenizer's threads work on the next texts while the caller writes these tokens. `what` and `total` (texts) are
+    for the progress line.
     """
-    # a copy: its truncation would stay, and be saved with the model by the process that tokenized
+    # a copy: its truncation setting would be saved with the model by the process that tokenized
     tokenizer = copy.deepcopy(tokenizer)
     bar, done = Progress(what, total, "texts"), 0
     fast = getattr(tokenizer, "is_fast", False)
-    tokenizer(["a"], truncation="longest_first", max_length=max_length)  # sets its truncation once, before the threads
-    # of two threads, one waits for the tokenizer's own threads, while the other makes arrays of tokens
+    tokenizer(["a"], truncation="longest_first", max_length=max_length)  # sets the truncation once, before the threads
+    # one thread waits for the tokenizer's own threads while the other makes arrays of tokens
     with ThreadPoolExecutor(2 if fast else 1, "tokenize") as threads:
         pending: deque[Future[Block]] = deque()
         for block in itertools.chain(blocks, [None]):
@@ -318,7 +315,7 @@ def encoded(
 
 def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
     typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
-    if fast:  # what transformers does with it takes as long as the tokens
+    if fast:  # transformers' own call takes twice as long
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(
             texts if pairs is None else list(zip(texts, pairs, strict=True))
         )
@@ -333,36 +330,36 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
             return_token_type_ids=typed,
         )
         ids, types = batch["input_ids"], batch["token_type_ids"] if typed else []
-        encodings = batch.encodings or ()  # none of tokenizers written in Python
+        encodings = batch.encodings or ()  # None for tokenizers written in Python
     lengths = np.fromiter(map(len, ids), np.int64, len(texts))
     flat = partial(np.fromiter, count=int(lengths.sum()))
     chain = itertools.chain.from_iterable
-    cut = sum(bool(each.overflowing) for each in encodings)
-    return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if typed else None, cut)
+    truncated = sum(bool(each.overflowing) for each in encodings)
+    return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if typed else None, truncated)
 
 
-def encode(
+def encode_texts(
     tokenizer: Any, texts: Sequence[str], max_length: int, what: str = "tokens", pairs: Sequence[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Texts in memory, and second ones where they are pairs -> `input_ids`, `offsets`, and `token_types` of pairs where
-    the tokenizer has them."""
+    """Texts (and second texts of pairs) in memory -> `input_ids`, `offsets`, and `token_types` of pairs where the
+    tokenizer has them."""
     parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
-    cut = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
-    blocks = list(encoded(tokenizer, cut, max_length, len(texts), what))
-    joined = [np.concatenate(some) for some in zip(*((block.ids, block.lengths) for block in blocks), strict=True)]
-    ids, lengths = joined or (np.zeros(0, np.int32), np.zeros(0, np.int64))
-    arrays = {"input_ids": ids, "offsets": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])}
+    pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
+    blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts), what))
+    ids = np.concatenate([np.zeros(0, np.int32), *(block.ids for block in blocks)])
+    lengths = [np.zeros(1, np.int64), *(block.lengths for block in blocks)]
+    arrays = {"input_ids": ids, "offsets": np.cumsum(np.concatenate(lengths))}
     types = [block.types for block in blocks if block.types is not None]
     return arrays | ({"token_types": np.concatenate(types)} if types else {})
 
 
 def separator_of(tokenizer: Any) -> str:
-    """The separator of the texts of several columns: a special token, which no tokenizer drops as white space."""
+    """Joins the texts of several columns: a special token, which no tokenizer drops as white space."""
     return str(tokenizer.sep_token or tokenizer.eos_token or "\n")
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Changes when the tokenizer would make other tokens."""
+    """Equal for tokenizers that make the same tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         state = json.loads(backend.to_str())
@@ -376,7 +373,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Raises UserError when the tokenizer can make tokens the model has no row for."""
+    """Raises UserError when the tokenizer has more tokens than the model has embeddings."""
     rows = getattr(encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
@@ -385,19 +382,16 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
         )
 
 
-def tells_pairs_apart(config: Any) -> bool:
-    """Whether a model has a token type for each text of a pair; where not, only the separator distinguishes them."""
+def has_token_types(config: Any) -> bool:
+    """Whether the model has a token type for each text of a pair; else only the separator distinguishes them."""
     return getattr(encoder_config(config), "type_vocab_size", 2) != 1
 
 
 def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
-    """The length of the settings, checked against the model's; the model's own where they have none.
-
-    Raises UserError when the model has fewer positions.
-    """
+    """`max_length`, or the model's limit when not given. Raises UserError when the model has fewer positions."""
     config = encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
-    # RoBERTa and its kin count positions from pad_token_id + 1
+    # RoBERTa and its variants count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")
     if positions and ("roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")):
         positions -= (config.pad_token_id or 0) + 1

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import MULTI, Labels, problem_of
-from toolkit.data.read import Table
+from toolkit.data.table import Table
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import classification_metrics

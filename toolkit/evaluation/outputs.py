@@ -19,12 +19,12 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Ahead, Batch, collator_of, micro_batches
-from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopRequested, stop_requested
 from toolkit.utils import memory
 from toolkit.utils.files import as_json
+from toolkit.utils.progress import PartOfProgress, Progress
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
 """(outputs, labels) of all samples -> metrics by name, as in transformers' Trainer: logits (N, C) and labels (N,) or

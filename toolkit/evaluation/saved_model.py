@@ -10,14 +10,14 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from toolkit.config import ModelSettings
-from toolkit.data.parse import format_of
 from toolkit.data.prepare import split_of_texts
-from toolkit.data.progress import PartOfProgress
+from toolkit.data.read import format_of
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
+from toolkit.utils.progress import PartOfProgress
 
 
 def training_run(name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
-from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, load_tokenizer, tells_pairs_apart
+from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, has_token_types, load_tokenizer
 from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
@@ -93,7 +93,7 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
 
 
 def _require_same_tokens(config: Any, teacher_tokenizer: Any, data: Prepared, tokenizer: Any, name: str) -> None:
-    types = "token_type_ids" in teacher_tokenizer.model_input_names and tells_pairs_apart(config)
+    types = "token_type_ids" in teacher_tokenizer.model_input_names and has_token_types(config)
     same_types = not data.text_pair or types == (data.train.token_types is not None)
     if fingerprint(teacher_tokenizer) != fingerprint(tokenizer) or not same_types:
         raise UserError(

@@ -38,7 +38,7 @@ def test_every_row_is_held_back_once(prepared: Prepare, tmp_path: Path) -> None:
         held += rows
         counts = np.bincount(data.validation.labels, minlength=4)
         assert set(counts[:3]) <= {3, 4}  # of each class some
-        assert data.validation.sources()[0] == {"source": ROWS[rows[0]]["source"]}
+        assert data.validation.group_cells()[0] == {"source": ROWS[rows[0]]["source"]}
         assert data.test is None
         done(tmp_path, fold)
     assert sorted(held) == list(range(31))

@@ -22,7 +22,7 @@ from tests.jobs_worker import run_jobs
 from tests.report.made import classifier
 from tests.runs import WAYS, recipe
 from toolkit.cli import build_parser
-from toolkit.data import parse, read
+from toolkit.data import read, table, text_files
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.features.predict import command as predict_file
@@ -64,8 +64,8 @@ def predicted(
     pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(source, index=False)
 
     def run(name: str, *more: str, window: int = 16, source: Path = source, model: Path = model) -> Path:
-        monkeypatch.setattr(parse, "BATCH_ROWS", 8)
-        monkeypatch.setattr(read, "BATCH_ROWS", 8)
+        for module in (table, text_files, read):
+            monkeypatch.setattr(module, "BATCH_ROWS", 8)
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
         words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no", *more]
         predict_file.predict_file(build_parser().parse_args([str(word) for word in words]))

@@ -26,8 +26,8 @@ from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.config import TaskSettings, TextSettings, build, fields_of, sections_of, tasks
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import prepare_data
-from toolkit.data.read import find_columns, read_file
-from toolkit.data.rows import text_column, texts_of
+from toolkit.data.read import read_file
+from toolkit.data.table import find_columns, text_column, texts_of
 from toolkit.data.tokens import LengthBuckets, Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line

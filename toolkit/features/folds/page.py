@@ -34,7 +34,7 @@ _MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 
 
 def write_part(folder: Path, fold: int, split: Split, lines: Sequence[dict[str, Any]]) -> None:
     """A fold's model's answers for its part: a line per row, which makes the fold complete."""
-    rows = zip(lines, split.texts(), split.lengths.tolist(), split.sources() or [{}] * len(split), strict=True)
+    rows = zip(lines, split.texts(), split.lengths.tolist(), split.group_cells() or [{}] * len(split), strict=True)
     write_atomically(
         folder / PART,
         (

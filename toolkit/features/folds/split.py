@@ -14,7 +14,7 @@ import numpy as np
 import pydantic
 
 from toolkit.data.labels import MULTI, Labels
-from toolkit.data.rows import Rows, Targets, sampled, seed_of
+from toolkit.data.rows import Rows, Targets, data_seed, limit_rows
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import explain_write_errors, read_table, replace_file
@@ -49,7 +49,7 @@ def data_facts(
         lines = [correction.model_dump() for _, correction in _corrections(Path(corrections)).values()]
         added["label_corrections"] = text_digest(json.dumps(lines))
     if folds:
-        added |= {"folds": folds, "seed": seed_of(settings)}
+        added |= {"folds": folds, "seed": data_seed(settings)}
         digest = digest_of_text(json.dumps({**facts, **added}, sort_keys=True))
         added["fold"] = next_fold(accelerator, str(settings.training.output_dir), folds, digest)
     return added
@@ -65,8 +65,8 @@ def select_rows(
         notes.append(note)
     if "fold" not in facts:
         return {"train": rows}, notes
-    seed = seed_of(settings)
-    rows, more = sampled(rows, "train", settings.data.max_train_samples, seed)
+    seed = data_seed(settings)
+    rows, more = limit_rows(rows, "train", settings.data.max_train_samples, seed)
     parts, note = without_part(rows, targets, facts["folds"], facts["fold"], seed)
     return parts, [*notes, *more, note]
 

@@ -21,10 +21,8 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TextSettings
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.parse import format_of
-from toolkit.data.progress import PartOfProgress, Progress
-from toolkit.data.read import Table, columns_of, find_columns, read_file
-from toolkit.data.rows import joined_texts, pair_column, text_column
+from toolkit.data.read import format_of, read_file
+from toolkit.data.table import Table, columns_of, find_columns, joined_texts, pair_column, text_column
 from toolkit.data.tokens import Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
@@ -34,6 +32,7 @@ from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.log import logger
+from toolkit.utils.progress import PartOfProgress, Progress
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 """A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""

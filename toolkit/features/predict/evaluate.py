@@ -14,9 +14,8 @@ import torch
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import MULTI, USUAL, Labels, find_labels, read_class_names
-from toolkit.data.parse import format_of
-from toolkit.data.read import Table, find_columns, read_file
-from toolkit.data.rows import texts_of
+from toolkit.data.read import format_of, read_file
+from toolkit.data.table import Table, find_columns, texts_of
 from toolkit.data.tokens import Split, separator_of
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
@@ -100,7 +99,8 @@ def _labels_in(table: Table, labels: Labels, options: Any, column: str) -> Label
     name = options.label_column or run.get("label_column")
     columns = find_columns(table, name, USUAL, "label_column")
     if not columns:
-        raise table.which("label", "label_column", [name for name in table.rows.column_names if name != column])
+        others = [name for name in table.rows.column_names if name != column]
+        raise table.ambiguous_column("label", "label_column", others)
     multi_hot = labels.problem_type == MULTI and find_labels(table, ",".join(columns), MULTI, column).multi_hot
     file = run.get("label_names_file")
     values = () if multi_hot or not file or not Path(file).is_file() else tuple(read_class_names(file))

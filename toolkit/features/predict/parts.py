@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.opening import OPENERS
-from toolkit.data.parse import format_of, wider
-from toolkit.data.read import cast_batch
+from toolkit.data.read import format_of
+from toolkit.data.table import cast_batch, unify_schemas
+from toolkit.data.text_files import OPENERS
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import explain_write_errors, replace_file
@@ -167,7 +167,7 @@ def _join_parquet(parts: list[Path], draft: Path) -> None:
 
     schema = pyarrow.parquet.read_schema(parts[0])
     for part in parts[1:]:  # the first rows may have had no labels at all where others have lists
-        schema = wider(schema, pyarrow.parquet.read_schema(part))
+        schema = unify_schemas(schema, pyarrow.parquet.read_schema(part))
     with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
         for part in parts:
             for batch in pyarrow.parquet.ParquetFile(part).iter_batches():

@@ -20,13 +20,13 @@ import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.data.progress import Progress
-from toolkit.data.read import Table
 from toolkit.data.rows import Rows, Targets
-from toolkit.data.tokens import Split, growing
+from toolkit.data.table import Table
+from toolkit.data.tokens import Split, append_to_npy
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
+from toolkit.utils.progress import Progress
 
 
 class Draw(NamedTuple):
@@ -180,7 +180,7 @@ class Masks(Targets):
 def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int) -> int:
     """Writes `words`, and returns its number of tokens."""
     bar, done, tokens = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
-    with growing(folder / "words.npy", np.bool_) as append:
+    with append_to_npy(folder / "words.npy", np.bool_) as append:
         for texts, _ in rows.texts():
             encoded = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
             starts = np.concatenate([*map(word_starts, texts, encoded["offset_mapping"])])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.data.rows import Rows, Targets
-from toolkit.data.tokens import Split, encoded, read_lines, save_tokens, write_lines
+from toolkit.data.table import Table, columns_of, find_columns
+from toolkit.data.tokens import Split, TextBlock, encode_blocks, read_lines, save_texts, save_tokens
 from toolkit.errors import UserError
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
@@ -88,7 +88,8 @@ class Titles(Targets):
         columns = find_columns(table, settings.data.title_column, USUAL, "title_column")
         texts = columns_of(table, text_column)
         if len(columns) != 1:
-            raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])
+            others = [name for name in table.rows.column_names if name not in texts]
+            raise table.ambiguous_column("title", "title_column", others)
         if columns[0] in texts:
             raise UserError(
                 f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and "
@@ -106,16 +107,15 @@ class Titles(Targets):
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes `target_ids`, `target_offsets`, unused `labels`, and, for validation and test, the titles."""
         super().save(folder, rows, tokenizer)
-        titles: Iterable[Sequence[str]] = self._titles(rows.table, rows.numbers)
+        titles: Iterator[TextBlock] = ((block, None) for block in self._titles(rows.table, rows.numbers))
         if folder.name != "train":
-            titles = write_lines(folder / "titles.jsonl", titles)
-        blocks = ((block, None) for block in titles)
+            titles = save_texts(folder / "titles.jsonl", titles)
         # + 1: the start token, which is not predicted
-        tokens = encoded(tokenizer, blocks, self.max_length + 1, len(rows), f"titles of {folder.name}")
+        tokens = encode_blocks(tokenizer, titles, self.max_length + 1, len(rows), f"titles of {folder.name}")
         counts = save_tokens(folder, tokens, "target_ids", "target_offsets")
-        if not counts.cut:
+        if not counts.truncated:
             return []
-        share = 100 * counts.cut / len(rows)
+        share = 100 * counts.truncated / len(rows)
         return [f"{folder.name}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"]
 
     def facts(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
-from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
@@ -23,6 +22,7 @@ from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.utils.modules import unwrapped
+from toolkit.utils.progress import PartOfProgress, Progress
 
 _DEFAULT_MAX_LENGTH = 33  # where generation_config.json sets none
 

@@ -1,0 +1,195 @@
+"""JSON and JSONL files -> batches of rows, with errors that name the line or the row."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from toolkit.config import TextSettings
+from toolkit.data.table import check_column_names, in_batches, unify_schemas
+from toolkit.data.text_files import column_names, open_text, split_lines
+from toolkit.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)  # pyarrow's errors are of these
+_JSON_CHARACTERS = 1 << 20
+_JSON_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def read_json(path: Path, settings: TextSettings, kind: str) -> tuple[str, Iterator[pyarrow.RecordBatch]]:
+    """(a note where rows are lists; batches of the rows, whose columns and types widen from batch to batch)."""
+    batches = in_batches(parse_json(path, kind, settings.encoding))
+    first = next(batches, [])
+    records = _Records(path, settings, first)
+    note = f"rows [{', '.join(records.names)}], lists without names (--column_names gives them others)"
+    return note if records.names else "", map(records.batch, itertools.chain([first] * bool(first), batches))
+
+
+def parse_json(path: Path, kind: str, encoding: str) -> Iterator[Any]:
+    """The lines of a `.jsonl` file; of a `.json` file the items of a list, of `{"data": [items]}`, or its lines."""
+    return _json_lines(path, encoding) if kind == ".jsonl" else _json(path, encoding)
+
+
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    items = dict(pairs)
+    if len(items) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
+    return items
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_refuse_duplicate_keys)
+
+
+def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
+    with open_text(path, encoding, "\n") as text:
+        for number, line in enumerate(split_lines(path, text), 1):
+            if line.strip():
+                try:
+                    yield _DECODER.decode(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+
+
+def _json(path: Path, encoding: str) -> Iterator[Any]:
+    """A list is read as a stream; anything else is first read whole."""
+    try:
+        with open_text(path, encoding) as file:
+            yield from _stream_items(file)
+        return
+    except UnicodeError:
+        raise
+    except (ValueError, IndexError, RecursionError):
+        pass  # not a list, or an invalid one: read it whole to name the fault
+    yield from _whole_json(path, encoding)
+
+
+def _stream_items(file: IO[str]) -> Iterator[Any]:
+    """The items of a JSON list, read as they are consumed. Raises ValueError, IndexError or RecursionError where the
+    file is not a list."""
+    text, place = file.read(_JSON_CHARACTERS).lstrip(), 0
+    if not text.startswith("["):
+        raise ValueError
+    while text[place] != "]":  # the character before an item
+        try:
+            item, end = _DECODER.raw_decode(text, _skip_space(text, place + 1))
+            if text[end := _skip_space(text, end)] not in ",]":
+                raise ValueError
+        except (ValueError, IndexError):  # the item continues after what was read
+            if not (more := file.read(max(_JSON_CHARACTERS, len(text) - place))):
+                raise
+            text, place = text[place:] + more, 0
+            continue
+        yield item
+        place = end
+    if text[place + 1 :].strip() or file.read().strip():
+        raise ValueError
+
+
+def _skip_space(text: str, start: int) -> int:
+    space = _JSON_SPACE.match(text, start)
+    return space.end() if space else start
+
+
+def _whole_json(path: Path, encoding: str) -> Iterable[Any]:
+    with open_text(path, encoding) as file:
+        text = file.read()
+    if not text.strip():
+        raise UserError(f"{path} is empty")
+    try:
+        loaded = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        lines = [line for line in text.split("\n") if line.strip()]
+        if len(lines) > 1 and all(line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines):
+            return _json_lines(path, encoding)
+        raise UserError(f"{path}: not JSON ({error})") from error
+    if isinstance(loaded, dict):
+        lists = [value for value in loaded.values() if isinstance(value, list)]
+        if len(lists) == len(loaded) == 1:
+            return lists[0]
+        if len(loaded) > 1 and (len(lists) == len(loaded) or all(isinstance(part, dict) for part in loaded.values())):
+            raise UserError(f"{path} is written by columns: write it by rows (pandas: to_json(orient='records'))")
+    return loaded if isinstance(loaded, list) else [loaded]
+
+
+class _Records:
+    """Rows that are objects, or lists of one length -> batches."""
+
+    def __init__(self, path: Path, settings: TextSettings, first: list[Any]) -> None:
+        """`first`: the first rows of the file, which decide whether all are lists."""
+        self.path, self.rows = path, 0
+        self.names: list[str] = []
+        """The columns, where rows are lists."""
+        self.types: dict[str, pyarrow.DataType] = {}
+        """The type of each column in the rows so far."""
+        if first and all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):
+            self.names = column_names(settings) or _names_of_lists(list(zip(*first, strict=True)))
+            check_column_names(path, self.names)
+            if len(self.names) != len(first[0]):
+                raise UserError(
+                    f"{path}: its rows have {len(first[0])} items, and --column_names names {len(self.names)}"
+                )
+
+    def batch(self, rows: list[Any]) -> pyarrow.RecordBatch:
+        import pyarrow
+
+        if width := len(self.names):
+            self._refuse_odd(rows, lambda row: isinstance(row, list) and len(row) == width, f"a list of {width} items")
+            names, columns = self.names, list(map(list, zip(*rows, strict=True)))
+        else:
+            self._refuse_odd(rows, lambda row: isinstance(row, dict), "an object with named fields")
+            names = list(dict.fromkeys([*self.types, *(name for row in rows for name in row)]))
+            check_column_names(self.path, names)
+            columns = [[row.get(name) for row in rows] for name in names]
+        arrays = [self._column(name, column) for name, column in zip(names, columns, strict=True)]
+        self.rows += len(rows)
+        return pyarrow.record_batch(arrays, names)
+
+    def _refuse_odd(self, rows: list[Any], fits: Callable[[Any], bool], kind: str) -> None:
+        odd = next((place for place, row in enumerate(rows) if not fits(row)), None)
+        if odd is not None:
+            raise UserError(f"{self.path}, row {self.rows + odd + 1}: not {kind} but {str(rows[odd])[:40]!r}")
+
+    def _column(self, name: str, values: list[Any]) -> pyarrow.Array:
+        import pyarrow
+
+        before = self.types.get(name, pyarrow.null())
+        array = _array(values, before)
+        if not isinstance(array, Exception):
+            self.types[name] = array.type
+            return array
+        # the first row (from 1) whose value has no common type with the rows before it
+        counts = range(len(values) + 1)
+        row = bisect.bisect_left(counts, True, key=lambda count: isinstance(_array(values[:count], before), Exception))
+        fault = f"{self.path}, row {self.rows + row}: field {name!r} is {str(values[row - 1])[:40]!r}"
+        if isinstance(array, UnicodeError):
+            raise UserError(f"{fault}, which holds half a character (a lone surrogate): mend the text") from array
+        raise UserError(f"{fault}, unlike the rows before it: make them all numbers, or all in quotes") from array
+
+
+def _names_of_lists(columns: Sequence[Sequence[Any]]) -> list[str]:
+    """`text` and `label` for two columns: the text is the one of strings, or with more distinct values."""
+    if len(columns) != 2:
+        return [str(place) for place in range(1, len(columns) + 1)]
+    first, second = ((all(isinstance(cell, str) for cell in column), len(set(map(str, column)))) for column in columns)
+    return ["text", "label"] if first >= second else ["label", "text"]
+
+
+def _array(values: list[Any], before: pyarrow.DataType) -> pyarrow.Array | Exception:
+    """The values in a type that also holds `before`."""
+    import pyarrow
+
+    try:
+        array = pyarrow.array(values)
+        return array.cast(
+            unify_schemas(pyarrow.schema([("", before)]), pyarrow.schema([("", array.type)])).field(0).type
+        )
+    except _UNFIT as error:
+        return error

@@ -1,0 +1,213 @@
+"""A table of rows: its columns, its cells and its texts, a batch of rows at a time."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.errors import UserError, did_you_mean, listing
+
+if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library nor the rows
+    import datasets
+    import pyarrow
+
+BATCH_ROWS = 2048
+USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
+_MAX_COLUMNS = 10_000
+_NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and their source. The rows are loaded when first used; large tables stay on disk."""
+
+    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, dict[str, Any]]]
+    """The rows, or a function that loads (rows, {"note": how they were read, "files": [[first row, file], ...]})."""
+    name: str
+    """The file, the pattern, or `data set (split)`, as messages name it."""
+    digest: str
+    """Changes when the content does."""
+
+    @cached_property
+    def _loaded(self) -> tuple[datasets.Dataset, dict[str, Any]]:
+        return self.source() if callable(self.source) else (self.source, {})
+
+    @property
+    def rows(self) -> datasets.Dataset:
+        """Raises UserError when they cannot be read."""
+        return self._loaded[0]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def note(self) -> str:
+        """How the first file was read, where a setting or the file's form decides that."""
+        return str(self._loaded[1].get("note", ""))
+
+    def where(self, row: int) -> str:
+        """The name of a row (from 0) in messages: its file, and its number (from 1) in that file."""
+        files = self._loaded[1].get("files") or [[0, self.name]]
+        start, name = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
+        return f"{name}, row {row - start + 1}"
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """All rows in order, as record batches or tables of pyarrow.
+
+        They are read, not memory-mapped: mapped pages would count as this process's memory.
+        """
+        import pyarrow
+
+        if not self.rows.cache_files:
+            yield from self.rows.select_columns(columns or self.rows.column_names).with_format("arrow").iter(BATCH_ROWS)
+        for file in self.rows.cache_files:
+            with pyarrow.OSFile(file["filename"]) as stored, pyarrow.ipc.open_stream(stored) as stream:
+                for batch in stream:
+                    selected = batch if columns is None else batch.select(columns)
+                    yield from (selected.slice(start, BATCH_ROWS) for start in range(0, len(selected), BATCH_ROWS))
+
+    def cells(
+        self, columns: Sequence[str], rows: np.ndarray | None = None
+    ) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
+        """Batches of (row numbers, the cells of each column): of all rows, or of `rows`, which ascend. Raises UserError
+        for a missing column."""
+        for name in columns:
+            if name not in self.rows.column_names:
+                raise UserError(f"{self.name} has no column {name!r}: it has {listing(self.rows.column_names)}")
+        start = 0
+        for batch in self.batches(list(dict.fromkeys(columns))) if columns else ():
+            numbers = np.arange(start, start := start + batch.num_rows)
+            if rows is not None:
+                selected = rows[slice(*np.searchsorted(rows, [numbers[0], start]))]
+                if len(selected) < len(numbers):
+                    batch, numbers = batch.take(selected - numbers[0]), selected
+            if len(numbers):
+                yield numbers, [batch.column(name).to_pylist() for name in columns]
+
+    def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
+        """The error where it is unclear which column is the text, the label, ..."""
+        remedy = f"Name one of {listing(names)} with --{setting}" if names else "There is no other than the text"
+        return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")
+
+
+def columns_of(table: Table, column: str) -> list[str]:
+    """`title,text` -> both, unless a column has that very name."""
+    if column in table.rows.column_names:
+        return [column]
+    return [part for name in column.split(",") if (part := name.strip())]
+
+
+def find_columns(table: Table, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
+    """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or none.
+    Raises UserError when one is missing."""
+    columns = table.rows.column_names
+    if value is None:
+        lowered = {column.lower().strip(): column for column in reversed(columns)}
+        return tuple(lowered[name] for name in usual if name in lowered)[:1]
+    for name in (names := columns_of(table, value)):
+        if name not in columns:
+            raise UserError(
+                f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
+                f"{listing(columns)}; name one with --{setting}"
+            )
+    return tuple(names)
+
+
+def text_column(table: Table, name: str | None, excluded: Iterable[str | None] = ()) -> str:
+    """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the only
+    text column that is not `excluded`. Raises UserError where none or several are possible."""
+    columns = find_columns(table, name, USUAL_TEXT, "text_column")
+    if not columns:
+        others = [other for other in table.rows.column_names if other not in excluded]
+        columns = tuple(name for name in others if _contains_text(table, name))
+        if len(columns) != 1:
+            header = " (or all with --column_names, where the first line is no header)"
+            raise table.ambiguous_column("text", "text_column", columns or others, header)
+    return ",".join(columns)
+
+
+def _contains_text(table: Table, column: str) -> bool:
+    """Not numbers (strings in CSV) and not lists."""
+    if getattr(table.rows.features[column], "dtype", None) not in ("string", "large_string"):
+        return False
+    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
+
+
+def pair_column(table: Table, name: str | None, column: str) -> str | None:
+    """The column of second texts that the setting names. Raises UserError when it is missing or the first text's."""
+    if name is not None and name in columns_of(table, column):
+        raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
+    return ",".join(find_columns(table, name, (), "text_pair")) or None
+
+
+def text_blocks(
+    table: Table, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
+) -> Iterator[list[list[str]]]:
+    """The texts of all rows, or of `rows`, a batch at a time: a list for each of `columns`. A column `a,b` stands for
+    several of the table, joined by the separator. Raises UserError for a missing column."""
+    parts = [columns_of(table, column) for column in columns]
+    for _, cells in table.cells([name for part in parts for name in part], rows):
+        each = iter(cells)
+        yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+
+
+def texts_of(table: Table, column: str, separator: str, rows: np.ndarray | None = None) -> Iterator[list[str]]:
+    """`text_blocks` of one column."""
+    return (texts for (texts,) in text_blocks(table, [column], separator, rows))
+
+
+def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
+    """The cells of one or several columns -> a text for each row."""
+    texts = [["" if text is None else str(text) for text in column] for column in cells]
+    return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
+
+
+def in_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    return iter(lambda: list(itertools.islice(iterator, BATCH_ROWS)), [])
+
+
+def check_column_names(path: Path, names: Sequence[str]) -> None:
+    """Raises UserError for too many columns, duplicate names, and names that cannot be encoded."""
+    if len(names) > _MAX_COLUMNS:
+        raise UserError(
+            f"{path} has {len(names)} columns, and at most {_MAX_COLUMNS} are read: keep those with the texts and the "
+            "labels"
+        )
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{path} has more than one column {listing(map(repr, duplicates))}: rename them")
+    odd = [
+        name for name in names if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
+    ]
+    if odd:
+        raise UserError(
+            f"{path}: the column name {odd[0][:40]!r} is no text: is the file damaged, or of another --encoding?"
+        )
+
+
+def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Schema:
+    """The columns of both, of types that hold both. Raises pyarrow's errors where there is none."""
+    import pyarrow
+
+    return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")
+
+
+def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    """The batch with the columns and types of the schema; nulls in missing columns."""
+    import pyarrow
+
+    if batch.schema == schema:
+        return batch
+    present = set(batch.schema.names)
+    nulls = partial(pyarrow.nulls, batch.num_rows)
+    columns = [batch[field.name].cast(field.type) if field.name in present else nulls(field.type) for field in schema]
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)

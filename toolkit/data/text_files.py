@@ -1,0 +1,277 @@
+"""Text files: decompress, decode, split into lines; CSV, TSV and plain text -> batches of rows. Errors name the line.
+
+Cells of CSV and TSV stay strings as written: a reader that guesses types makes `01` a number in one file and a text in
+the next, and `null` nothing.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import contextlib
+import csv
+import gzip
+import io
+import itertools
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.config import TextSettings
+from toolkit.data.table import BATCH_ROWS, check_column_names, in_batches
+from toolkit.errors import UserError
+from toolkit.utils.units import size_text
+
+if TYPE_CHECKING:
+    import pyarrow
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_UNPACKED_BYTES, _UNPACKED_RATIO = 1 << 30, 100
+"""A compressed file may expand to so many bytes, or to so many times its size; texts expand 3 to 20 times."""
+MAX_CELL = 1 << 26
+"""Characters of one cell, and of one line: bounds the memory that a quote without an end takes."""
+_LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
+_CHUNK_BYTES = 1 << 20
+_LINE_BREAK = re.compile(r"\r\n|\r|\n")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+
+
+def max_unpacked_bytes(*paths: Path) -> int:
+    """How far compressed files may expand: beyond it is more likely a decompression bomb than data."""
+    setting = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
+    compressed = sum(path.stat().st_size for path in paths)
+    return int(setting) if setting.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * compressed)
+
+
+def too_large(path: Path, limit: int) -> UserError:
+    """The error for a file that expands to more than `limit` bytes."""
+    return UserError(
+        f"{path} ({size_text(path.stat().st_size)}) becomes more than {size_text(limit)} unpacked: if you trust it, "
+        f"set TOOLKIT_MAX_UNPACKED_BYTES to what it may become (now {limit})"
+    )
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a file, decompressed where its name ends in .gz, .bz2 or .xz. Reading raises UserError."""
+
+    def __init__(self, path: Path) -> None:
+        opener = OPENERS.get(path.suffix.lower())
+        self.path, self.bytes_read = path, 0
+        self.limit = max_unpacked_bytes(path) if opener else None
+        try:
+            self.file = (opener or open)(path, "rb")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            count: int = self.file.readinto(buffer)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
+            if self.limit is None:
+                raise UserError(f"{self.path} cannot be read: {error}") from error
+            raise UserError(f"{self.path} is not a whole {self.path.suffix} file: {error}") from error
+        self.bytes_read += count
+        if self.limit is not None and self.bytes_read > self.limit:
+            raise too_large(self.path, self.limit)
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
+    """Like `open`, for compressed files too. Raises UserError; reading raises UnicodeError."""
+    # so that a byte order mark is not part of the first column's name
+    codec = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    try:
+        return io.TextIOWrapper(io.BufferedReader(_Unpacked(path), _CHUNK_BYTES), codec, newline=newline)
+    except LookupError as error:
+        raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
+
+
+def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
+    """Raises UserError for a line of MAX_CELL characters."""
+    for number in itertools.count(1):
+        line = text.readline(MAX_CELL)
+        if not line:
+            return
+        if len(line) == MAX_CELL:
+            raise UserError(
+                f"{path}, line {number}: longer than {MAX_CELL} characters: put each row, or each text, on a line of "
+                "its own"
+            )
+        yield line
+
+
+def _encoding_fault(path: Path, encoding: str) -> str:
+    """Names the first line that does not decode, and an encoding in which all lines do; none where most text that is
+    not ASCII does decode: then the file is damaged."""
+    decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
+    replacing = codecs.getincrementaldecoder(encoding)("replace")
+    bytes_read = line = bad = foreign = 0
+    start_bytes, fault = b"", ""
+    with io.BufferedReader(_Unpacked(path), _CHUNK_BYTES) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            start_bytes = start_bytes or chunk[:4]
+            final, bytes_read = not file.peek(1), bytes_read + len(chunk)
+            for name, decoder in list(decoders.items()):
+                try:
+                    decoder.decode(chunk, final)
+                except UnicodeError as error:
+                    del decoders[name]
+                    if name == encoding:
+                        decoded, start = getattr(error, "object", chunk), getattr(error, "start", 0)
+                        place = bytes_read - len(decoded) + start
+                        number = line + chunk.count(b"\n", 0, max(0, place - bytes_read + len(chunk))) + 1
+                        where = f"{path}, line {number}, byte {place + 1} of the file"
+                        fault = f"{where}: not {encoding} (0x{decoded[start]:02x})"
+            line += chunk.count(b"\n")
+            text = replacing.decode(chunk, final)
+            bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
+    if start_bytes == b"PK\x03\x04":
+        return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
+    if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return f"{fault}: pass --encoding utf-16"
+    other = next((name for name in decoders if name != encoding), None)
+    if other != "utf-8" and (bad == 1 or bad < foreign / 2):
+        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: mend those"
+    return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
+
+
+@contextlib.contextmanager
+def explain_encoding_errors(path: Path, encoding: str) -> Iterator[None]:
+    """Turns a UnicodeError into a UserError that names the line."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise UserError(_encoding_fault(path, encoding)) from error
+
+
+def column_names(settings: TextSettings) -> list[str]:
+    """The names in --column_names."""
+    return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
+
+
+def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    """A text for each line, or for the lines between blank ones, in the column `text`."""
+    import pyarrow
+
+    with open_text(path, settings.encoding, "\n") as text:
+        lines: Iterable[str] = (line.removesuffix("\n").removesuffix("\r") for line in split_lines(path, text))
+        if settings.sample_by == "paragraph":
+            groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
+            lines = ("\n".join(group).strip() for filled, group in groups if filled)
+        for texts in in_batches(lines):
+            yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
+
+
+def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.RecordBatch]:
+    """CSV or TSV. Raises UserError naming the line of a row that does not fit the header, or of an unclosed quote."""
+    import pyarrow
+
+    delimiter = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
+    delimiter = delimiter or _DELIMITERS[kind]
+    names = column_names(settings)
+    for rows, starts in _cells(path, settings, delimiter):
+        if not names:
+            names, rows, starts = rows[0], rows[1:], starts[1:]
+        names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
+        check_column_names(path, names)
+        widths = set(map(len, rows))
+        if max(widths, default=0) > len(names):
+            row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
+            remedy = f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
+            raise UserError(
+                f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
+                f"{remedy if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
+            )
+        if widths != {len(names)}:
+            rows = [[*row, *[""] * (len(names) - len(row))] for row in rows]
+        columns = zip(*rows, strict=True) if rows else [()] * len(names)
+        yield pyarrow.record_batch([pyarrow.array(column, "string") for column in columns], names)
+    if not names:
+        raise UserError(f"{path} is empty: it holds no columns")
+
+
+def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
+    """Batches of (rows that are not blank, the line that each starts on)."""
+    csv.field_size_limit(MAX_CELL)
+    quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
+    batch_lines: list[str] = []
+    lines_read, rows_read = 0, int(bool(settings.column_names))
+    with open_text(path, settings.encoding) as text:
+        lines = (batch_lines.append(line) or line for line in split_lines(path, text))  # type: ignore[func-returns-value]
+        reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+        while True:
+            rows: list[list[str]] = []
+            batch_lines.clear()
+            try:
+                rows.extend(itertools.islice(reader, BATCH_ROWS))  # keeps the rows before an error
+            except csv.Error as error:
+                ends = "end of data" in str(error) or "field limit" in str(error)
+                fault = "is never closed" if ends else f"is followed by more text on line {reader.line_num}"
+                start, number = lines_read + sum(map(_height, rows)) + 1, rows_read + sum(map(_is_filled, rows))
+                raise UserError(
+                    f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: where double "
+                    "quotes are part of the texts, pass --quoting none; else close it at the end of the cell, or "
+                    'double it ("")'
+                ) from error
+            if not rows:
+                return
+            starts: Sequence[int] = range(lines_read + 1, reader.line_num + 1)
+            if len(starts) > len(rows):
+                starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
+                _refuse_swallowed(path, batch_lines, delimiter, rows, starts, rows_read)
+            if min(map(len, rows)) < 2:
+                places = [place for place, row in enumerate(rows) if _is_filled(row)]
+                rows, starts = [rows[place] for place in places], [starts[place] for place in places]
+            lines_read, rows_read = reader.line_num, rows_read + len(rows)
+            if rows:
+                yield rows, starts
+
+
+def _is_filled(row: list[str]) -> bool:
+    return len(row) > 1 or (len(row) == 1 and not row[0].isspace())
+
+
+def _height(row: list[str]) -> int:
+    """The number of lines of a row."""
+    return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
+
+
+def _refuse_swallowed(
+    path: Path, lines: list[str], delimiter: str, rows: list[list[str]], starts: Sequence[int], rows_read: int
+) -> None:
+    """Raises UserError where an unclosed quote took in rows up to another row's quote: each line of the cell has as
+    many cells as the header, and in some column a value that other rows have there."""
+    heights = list(map(_height, rows))
+    width = max(map(len, rows))
+    for place, row in enumerate(rows):
+        if heights[place] == 1:
+            continue
+        first = starts[place] - starts[0]
+        parts = [line.rstrip("\r\n").split(delimiter) for line in lines[first : first + heights[place]]]
+        if {len(part) for part in parts} != {width}:
+            continue
+        for column in range(width):
+            values = {
+                row[column] for other, row in enumerate(rows)
+                if rows_read + other and heights[other] == 1 and column < len(row)
+            }  # fmt: skip
+            if all(part[column].strip() and part[column] in values for part in parts):
+                number = rows_read + sum(map(_is_filled, rows[:place]))
+                raise UserError(
+                    f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
+                    f"up to line {starts[place] + heights[place] - 1}: where double quotes are part of the texts, pass "
+                    "--quoting none; else double it"
+                )
