@@ -69,7 +69,7 @@ def test_every_name_of_trainer_is_in_the_installed_version(page: Path) -> None:
     same = next(row for row in rows if not row[1] and len(row[0]) > 5)  # "the same names"
     assert same[0] <= ours
     assert set().union(*(row[0] for row in first_columns(page, "`Trainer`"))) <= set(signature(Trainer).parameters)
-    for gone, now, *_ in first_columns(page, "gone" if page == PAGES[0] else "已去掉的"):
+    for gone, now, *_ in first_columns(page, "removed" if page == PAGES[0] else "已去掉的"):
         assert gone
         assert not gone & there
         assert now <= there

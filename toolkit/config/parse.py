@@ -56,8 +56,8 @@ _ELSEWHERE = {
 }  # fmt: skip
 # a setting of other trainers -> what takes its place here
 _INSTEAD = {
-    "pooling": "a head that reads the mean of all tokens is a change of the recipe: docs/your-own-recipe.md, A model "
-               "class of your own",
+    "pooling": "a head that reads the mean of all tokens is a change of the recipe: docs/your-own-recipe.md, "
+               "Another model class",
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"),
                     "a strategy is a file: --config_file accelerate_configs/zero2.yaml (ddp, zero1, zero3, fsdp2), or "
                     "deepspeed recipes/cls.py --deepspeed_config ds.json"),

@@ -21,7 +21,7 @@ from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import pieces_fault, use_fault
 from toolkit.utils.modules import unwrapped
 
-_LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters of its own"
+_LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters"
 _HOW_TO_FREEZE = (
     "Freeze parameters before the optimizer is made (--freeze_layers N), and give it all others; to let layers join "
     "one after the other, pass --unfreeze_every N"
