@@ -62,7 +62,7 @@ def work(case: dict[str, Any]) -> dict[str, float]:
     if case["who"] == "row, mask":
         model._text_by_text = model._padded = masked
     elif case["who"] != "row":
-        model._is_worth_it = lambda packed: case["who"] == "row, by text"
+        model._is_loop_faster = lambda packed: case["who"] == "row, by text"
     name, samples, steps = DATA[case["length"]]
     with tempfile.TemporaryDirectory() as folder:
         settings = build(TaskSettings, {

@@ -196,7 +196,7 @@ def allow_flex_attention() -> None:
 
 def main() -> None:
     launch.make_accelerator = accelerator_on_device
-    padding_free.refuse_other_logits = lambda *words: None  # it compares numbers
+    padding_free.check_logits = lambda *words: None  # it compares numbers
     PackedCollator.prepare_model = in_mode(PackedCollator.prepare_model)  # type: ignore[method-assign]
     allow_flex_attention()
     # a search for titles asks after each token whether all have ended

@@ -1,4 +1,4 @@
-"""`--padding_free`: the losses, gradients and predictions of padded batches, by each way to compute attention."""
+"""`--padding_free`: losses, gradients and predictions equal those of padded batches, by each attention kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.architectures import make_architecture
 from tests.faults import refusal
@@ -25,14 +24,14 @@ from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.features.padding_free import model
-from toolkit.features.padding_free.batches import PackedCollator, budget
+from toolkit.features.padding_free.batches import PackedCollator, round_up
 from toolkit.features.padding_free.feature import FEATURE
 from toolkit.features.padding_free.model import Packed
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier
 
 FAMILIES = ("BERT", "RoBERTa", "XLM-R", "ModernBERT")
-# without first-token families' last layer too; and what is refused
+# families whose last layer computes all positions; and those that are refused
 OTHERS, REFUSED = ("ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE"), ("DeBERTa-v3", "ALBERT", "BigBird", "Qwen3")
 LENGTHS = [60, 33, 20, 5, 3, 1, 1]
 CPU = torch.device("cpu")
@@ -68,16 +67,16 @@ def load(folder_of: Callable[[str], Path]) -> Models:
     return load_architecture
 
 
-def collators(tokenizer: Any, most: int | None = None) -> tuple[Collator, PackedCollator]:
-    """Of the same texts: padded, and in rows."""
+def collators_of(tokenizer: Any, max_tokens: int | None = None) -> tuple[Collator, PackedCollator]:
+    """A padding and a packing one of the same texts."""
     ids = np.random.default_rng(0).integers(5, len(tokenizer), sum(LENGTHS)).astype(np.int32)
     numbers = np.arange(len(LENGTHS))
     split = Split("train", Path(), ids, np.cumsum([0, *LENGTHS]), numbers % 2, numbers)
-    return Collator(split, tokenizer, CPU), PackedCollator(split, tokenizer, CPU, most)
+    return Collator(split, tokenizer, CPU), PackedCollator(split, tokenizer, CPU, max_tokens)
 
 
-def computed(classifier: Any, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(the logits, the gradients of their squares' sum)."""
+def logits_and_gradients(classifier: Any, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(logits, gradients of the sum of their squares)."""
     logits = classifier(**batch.inputs).logits
     weights = [weight for weight in classifier.parameters() if weight.requires_grad]
     return logits, list(torch.autograd.grad(logits.square().sum(), weights))
@@ -86,16 +85,16 @@ def computed(classifier: Any, batch: Batch) -> tuple[torch.Tensor, list[torch.Te
 def reference_kernel(
     q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, scale: float, window_size: tuple[int, int]
 ) -> torch.Tensor:
-    """What `varlen_attn` is documented to compute, in float32 on a CPU."""
+    """`varlen_attn` as documented, in float32 on a CPU."""
     outputs = []
     for text in range(len(cu_k) - 1):
         queries = slice(int(cu_q[text]), int(cu_q[text + 1]))
         keys = slice(int(cu_k[text]), int(cu_k[text + 1]))
         assert queries.stop - queries.start <= max_q
         assert keys.stop - keys.start <= max_k
-        places = torch.arange(keys.stop - keys.start)
-        apart = (places[: queries.stop - queries.start, None] - places).abs()
-        mask = apart <= window_size[0] if window_size[0] >= 0 else torch.ones_like(apart, dtype=torch.bool)
+        positions = torch.arange(keys.stop - keys.start)
+        distance = (positions[: queries.stop - queries.start, None] - positions).abs()
+        mask = distance <= window_size[0] if window_size[0] >= 0 else torch.ones_like(distance, dtype=torch.bool)
         parts = [states.transpose(0, 1)[None] for states in (q[queries], k[keys], v[keys])]
         outputs.append(F.scaled_dot_product_attention(*parts, mask, scale=scale)[0].transpose(0, 1))
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -103,90 +102,90 @@ def reference_kernel(
     return torch.cat(outputs)
 
 
-def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_is_worth_it", lambda packed: kind == "text by text")
-    if kind == "kernel":
-        monkeypatch.setattr(model, "_has_kernel", lambda query: True)
+def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_is_loop_faster", lambda packed: kind == "text by text")
+    if kind == "varlen_attn":
+        monkeypatch.setattr(model, "_supports_varlen", lambda query: True)
         monkeypatch.setattr(model, "varlen_attn", reference_kernel)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
-@pytest.mark.parametrize("kind", ["text by text", "padded in attention", "kernel"])
+@pytest.mark.parametrize("kind", ["text by text", "padded in attention", "varlen_attn"])
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
-def test_logits_and_gradients(
+def test_logits_and_gradients_are_equal(
     name: str, kind: str, on_gpu: bool, load: Models, accelerator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classifier, tokenizer = load(name)
-    padded, packed = collators(tokenizer)
+    padded, packed = collators_of(tokenizer)
     indices = np.arange(len(LENGTHS))
     names = [name for name, weight in classifier.named_parameters() if weight.requires_grad]
-    expected, gradients = computed(classifier.train(), padded(indices))
+    expected, gradients = logits_and_gradients(classifier.train(), padded(indices))
     packed.prepare_model(accelerator, classifier)
-    use(kind, monkeypatch)
-    packed.rounds = on_gpu
+    use_kernel(kind, monkeypatch)
+    packed.rounds_up = on_gpu
     batch = packed(indices)
     assert batch.inputs["input_ids"].shape == (1, 128 if on_gpu else 123)
-    logits, found = computed(classifier, batch)
+    logits, packed_gradients = logits_and_gradients(classifier, batch)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.detach().std()))
-    for weight, one, other in zip(names, found, gradients, strict=True):
-        if not weight.endswith(("key.bias", "k_lin.bias")):  # of which the softmax makes nothing: 0
+    for weight, one, other in zip(names, packed_gradients, gradients, strict=True):
+        if not weight.endswith(("key.bias", "k_lin.bias")):  # 0: softmax ignores them
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
-    assert torch.equal(classifier(**padded(indices).inputs).logits, expected)  # padded batches are as they were
+    assert torch.equal(classifier(**padded(indices).inputs).logits, expected)  # padded batches still work
 
 
-def test_the_last_layer_computes_the_first_tokens_alone(load: Models, accelerator: Any) -> None:
+def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator: Any) -> None:
     classifier, tokenizer = load("BERT")
-    _, packed = collators(tokenizer)
+    _, packed = collators_of(tokenizer)
     packed.prepare_model(accelerator, classifier)
-    widths: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
     dense = classifier.bert.encoder.layer[-1].attention.output.dense
 
-    def noted(states: torch.Tensor) -> torch.Tensor:
-        widths.append(tuple(states.shape[:2]))
+    def record_shape(states: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(states.shape[:2]))
         return F.linear(states, dense.weight, dense.bias)
 
-    dense.forward = noted
+    dense.forward = record_shape
     classifier(**packed(np.arange(7)).inputs)
-    # whoever reads the last layer gets every token
+    # a hook on the last layer gets every token
     classifier.bert.encoder.layer[-1].attention.register_forward_hook(lambda *words: None)
     classifier(**packed(np.arange(7)).inputs)
-    assert widths == [(7, 1), (1, 123)]
+    assert shapes == [(7, 1), (1, 123)]
 
 
 def test_a_row(tokenizer: Any) -> None:
-    _, packed = collators(tokenizer, most=125)
-    packed.rounds = True
+    _, packed = collators_of(tokenizer, max_tokens=125)
+    packed.rounds_up = True
     batch = packed(np.array([2, 0, 6]))
     mask: Any = batch.inputs["attention_mask"]
-    assert mask.lengths == (20, 60, 1, 7)  # budget(81) is 88
+    assert mask.lengths == (20, 60, 1, 7)  # round_up(81) is 88
     assert batch.inputs["position_ids"][0, [0, 19, 20, 79, 80, 81, 87]].tolist() == [0, 19, 0, 59, 0, 0, 6]
     assert batch.inputs["input_ids"][0, 81:].eq(tokenizer.pad_token_id).all()
     assert batch.token_samples is not None
     assert batch.token_samples[0].tolist() == [0] * 20 + [1] * 60 + [2] + [3] * 7
     assert (batch.tokens, batch.samples, batch.ids.tolist()) == (81, 3, [2, 0, 6])
-    assert packed(np.arange(7)).inputs["input_ids"].shape == (1, 125)  # no more than may be
-    nothing = packed(np.zeros(0, np.int64))  # a process that only keeps step
+    assert packed(np.arange(7)).inputs["input_ids"].shape == (1, 125)  # max_tokens
+    nothing = packed(np.zeros(0, np.int64))  # for a rank without samples
     assert (nothing.weights.tolist(), nothing.ids.tolist()) == ([0], [-1])
-    short = packed(np.array([4, 5]))  # padding no longer than the longest text, whose positions the model has
+    short = packed(np.array([4, 5]))  # padding texts are no longer than the longest text
     assert short.inputs["attention_mask"].lengths == (3, 1, 3, 1)  # type: ignore[attr-defined]
 
 
-def test_few_budgets() -> None:
-    budgets = {budget(tokens) for tokens in range(1024, 16385)}
-    assert len(budgets) == 4 * 8 + 1
+def test_rows_have_few_lengths() -> None:
+    lengths = {round_up(tokens) for tokens in range(1024, 16385)}
+    assert len(lengths) == 4 * 8 + 1
     for tokens in range(64, 5000):
-        assert tokens <= budget(tokens) <= tokens * 9 / 8
+        assert tokens <= round_up(tokens) <= tokens * 9 / 8
 
 
-def test_the_kernel_is_taken_for_half_precision_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own, on `meta`: its shapes."""
+def test_varlen_attn_is_used_in_half_precision_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device meta: shapes only."""
     calls: list[Any] = []
 
-    def counted(*words: Any, **options: Any) -> Any:
+    def record_call(*words: Any, **options: Any) -> Any:
         calls.append(options["window_size"])
         return varlen.varlen_attn(*words, **options)
 
-    monkeypatch.setattr(model, "varlen_attn", counted)
+    monkeypatch.setattr(model, "varlen_attn", record_call)
     with torch.device("meta"):
         packed = Packed((3, 2), 2, 3, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64))
         key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16)
@@ -202,35 +201,35 @@ def test_the_kernel_is_taken_for_half_precision_without_dropout(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_models_that_cannot(name: str, load: Models, accelerator: Any) -> None:
+def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
     classifier, tokenizer = load(name)
-    _, packed = collators(tokenizer)
+    _, packed = collators_of(tokenizer)
     refusal(packed.prepare_model, accelerator, classifier, says=["--padding_free", type(classifier).__name__])
 
 
-def test_heads_that_cannot(load: Models, accelerator: Any) -> None:
+def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) -> None:
     modern, tokenizer = load("ModernBERT")
-    _, packed = collators(tokenizer)
+    _, packed = collators_of(tokenizer)
     modern.config.classifier_pooling = "mean"
-    refusal(packed.prepare_model, accelerator, modern, says=["its head"])
-    refusal(packed.prepare_model, accelerator, torch.nn.Linear(2, 2), says=["Linear", "no classifier"])
+    refusal(packed.prepare_model, accelerator, modern, says=["head"])
+    refusal(packed.prepare_model, accelerator, torch.nn.Linear(2, 2), says=["Linear", "classifier"])
     eager, _ = load("BERT", attn_implementation="eager")
     refusal(packed.prepare_model, accelerator, eager, says=["'eager'"])
     fine, _ = load("BERT")
-    with pytest.raises(AttributeError, match="Packed"):  # a script that has not prepared it
+    with pytest.raises(AttributeError, match="Packed"):  # not prepared
         fine(**packed(np.arange(7)).inputs)
 
 
 def test_settings() -> None:
     settings = {"model_name_or_path": "m", "train_file": "t.csv", "padding_free": True}
     chosen = FEATURE.collator(build(TaskSettings, {**settings, "max_tokens_per_batch": 300}))
-    assert (chosen.func, chosen.keywords) == (PackedCollator, {"most": 300})
+    assert (chosen.func, chosen.keywords) == (PackedCollator, {"max_tokens": 300})
     assert FEATURE.collator(build(TaskSettings, {**settings, "padding_free": False})) is None
     auto = build(TaskSettings, {**settings, "per_device_batch_size": "auto"})
     refusal(FEATURE.collator, auto, says=["--per_device_batch_size auto", "--padding_free"])
 
 
-# whole runs
+# ---- whole runs
 
 COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "other", "--dropout", 0,
           "--report_to", "none", "--global_batch_size", 22, "--max_steps", 6, "--eval_every", 3, "--learning_rate",
@@ -241,24 +240,24 @@ JOBS: dict[str, list[Any]] = {
     "lora": ["--per_device_batch_size", 6, "--lora_r", 3, "--gradient_checkpointing", "--class_weights", "balanced"],
     "second passes": ["--per_device_batch_size", 6, "--r_drop_alpha", 1.0, "--fgm_epsilon", 0.5],
 }
-ROWS = ["--padding_free", "true"]
+PACKED = ["--padding_free", "true"]
 Runs = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, folder_of: Callable[[str], Path], rows: Path) -> Runs:
-    """A way -> the folder with its runs; of `single` each padded, too, and those of each family."""
+    """Way to start -> folder of its runs; `single` has also each run with padding, and runs of each family."""
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
     def run(way: str) -> Path:
-        jobs = [(name, "BERT", [*words, "--mixed_precision", "no", *ROWS]) for name, words in JOBS.items()]
-        jobs.append(("bf16", "BERT", [*JOBS["plain"], "--mixed_precision", "bf16", *ROWS]))
+        jobs = [(name, "BERT", [*words, "--mixed_precision", "no", *PACKED]) for name, words in JOBS.items()]
+        jobs.append(("bf16", "BERT", [*JOBS["plain"], "--mixed_precision", "bf16", *PACKED]))
         if way == "single":
             jobs += [(f"{name} padded", model, words[:-2]) for name, model, words in jobs]
             for name in FAMILIES:
                 words = ["--per_device_batch_size", 6, "--mixed_precision", "no"]
-                jobs += [(name, name, [*words, *ROWS]), (f"{name} padded", name, words)]
+                jobs += [(name, name, [*words, *PACKED]), (f"{name} padded", name, words)]
         common = ["recipes.cls", "--train_file", rows, *COMMON]
         run_jobs(folder / way, WAYS[way], [
             [*common, "--model_name_or_path", folder_of(model), "--output_dir", folder / way / name, *words]
@@ -275,24 +274,24 @@ def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
     mine, theirs = (lines_of(folder / "eval.jsonl") for folder in (run, expected))
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=rel)
     if rel <= 1e-5:
-        mine, theirs = (lines_of(folder / "predictions.jsonl") for folder in (run, expected))
-        for line, other in zip(mine, theirs, strict=True):
-            assert (line["id"], line["prediction"]) == (other["id"], other["prediction"])
+        answers = [[(line["id"], line["prediction"]) for line in lines_of(folder / "predictions.jsonl")]
+                   for folder in (run, expected)]  # fmt: skip
+        assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *JOBS])
-def test_the_losses_of_padded_batches(name: str, runs_of: Runs) -> None:
+def test_losses_equal_those_of_padded_batches(name: str, runs_of: Runs) -> None:
     folder = runs_of("single")
     assert_same(folder / name, folder / f"{name} padded")
 
 
-def test_bf16_is_as_near(runs_of: Runs) -> None:
+def test_bf16_losses_are_close(runs_of: Runs) -> None:
     folder = runs_of("single")
     assert_same(folder / "bf16", folder / "bf16 padded", rel=0.03)
     assert_same(folder / "bf16", folder / "plain", rel=0.03)
 
 
-def test_nothing_is_padded_and_the_counts_stay(runs_of: Runs) -> None:
+def test_no_padding_and_the_same_number_of_tokens(runs_of: Runs) -> None:
     folder = runs_of("single")
     for name in JOBS:
         mine, theirs = (lines_of(folder / run / "metrics.jsonl") for run in (name, f"{name} padded"))
@@ -301,7 +300,7 @@ def test_nothing_is_padded_and_the_counts_stay(runs_of: Runs) -> None:
         assert max(line["padding"] for line in theirs) > 0.01
 
 
-def test_what_is_saved_is_a_plain_model(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
+def test_the_saved_model_is_an_ordinary_one(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
     run = runs_of("single") / "plain"
     assert "padding_free" not in (run / "model" / "config.json").read_text(encoding="utf-8")
     words = ["predict", run / "model", rows, "--output", tmp_path / "out.jsonl", "--mixed_precision", "no"]
@@ -317,14 +316,3 @@ def test_strategies_agree(way: str, runs_of: Runs) -> None:
     for name in JOBS:
         assert_same(runs_of(way) / name, runs_of("single") / f"{name} padded")
     assert_same(runs_of(way) / "bf16", runs_of("single") / "bf16 padded", rel=0.03)
-
-
-def test_other_attention_is_transformers_own(accelerator: Any, load: Models) -> None:
-    """The function that stands for `sdpa` afterwards, without rows."""
-    classifier, tokenizer = load("BERT")
-    collators(tokenizer)[1].prepare_model(accelerator, classifier)
-    query, mask = torch.randn(2, 3, 5, 4), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
-    mine, theirs = (
-        function(classifier, query, query, query, mask) for function in (model.attend, sdpa_attention_forward)
-    )
-    assert torch.equal(mine[0], theirs[0])

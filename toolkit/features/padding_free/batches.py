@@ -1,4 +1,4 @@
-"""Samples -> one row of tokens, a text after the other, whose positions begin anew with each text."""
+"""Collates a micro-batch into one row of packed texts, whose positions restart with each text."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 import torch
 
 from toolkit.data.batches import Batch, Collator
-from toolkit.features.padding_free.model import Packed, take_rows
+from toolkit.features.padding_free.model import Packed, accept_packed
 
-_BUDGETS = 8
-"""Lengths of a row on a GPU, between one power of two and the next: at most 1/8 of a row is padding, 1/25 usually."""
+_LENGTHS = 8
+"""Row lengths on a GPU from one power of two to the next: at most 1/8 of a row is padding, 1/25 on average."""
 
 
 class PackedCollator(Collator):
-    """Sample indices -> a `Batch` of one row. On a GPU its length is one of a few (`budget`), for kernels, compiled
-    layers and the allocator of memory: texts of padding fill it."""
+    """Sample indices -> a `Batch` of one row. On a GPU texts of padding fill it to one of few lengths (`round_up`), for
+    kernels, compiled layers and the caching allocator."""
 
-    def __init__(self, split: Any, tokenizer: Any, device: torch.device, most: int | None = None) -> None:
-        """`most`: the most tokens of a row, as far as its texts leave that open."""
+    def __init__(self, split: Any, tokenizer: Any, device: torch.device, max_tokens: int | None = None) -> None:
+        """`max_tokens`: no padding beyond this length of a row."""
         super().__init__(split, tokenizer, device)
-        self.most, self.rounds = most, device.type != "cpu"
+        self.max_tokens, self.rounds_up = max_tokens, device.type != "cpu"
 
     def __call__(self, indices: np.ndarray) -> Batch:
         batch = super().__call__(indices)
@@ -36,14 +36,14 @@ class PackedCollator(Collator):
         """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as `attention_mask`."""
         lengths = [len(sample) for sample in samples]
         total, longest = sum(lengths), max(lengths)
-        padding = min(budget(total), max(total, self.most or budget(total))) - total if self.rounds else 0
-        whole, rest = divmod(padding, longest)  # no longer than the texts: positions end somewhere
-        lengths += [longest] * whole + [rest] * (rest > 0)
-        width = budget(longest) if self.rounds else longest
-        offsets = np.fromiter(accumulate(lengths, initial=0), np.int32)
+        padding = min(round_up(total), max(total, self.max_tokens or round_up(total))) - total if self.rounds_up else 0
+        count, rest = divmod(padding, longest)  # padding texts no longer than the others: positions are limited
+        lengths += [longest] * count + [rest] * (rest > 0)
+        width = round_up(longest) if self.rounds_up else longest
+        cu_seqlens = np.fromiter(accumulate(lengths, initial=0), np.int32)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        places = np.repeat(np.arange(len(lengths)) * width, lengths) + positions
-        packed = Packed(tuple(lengths), len(samples), width, self.move(offsets), self.move(places))
+        padded_indices = np.repeat(np.arange(len(lengths)) * width, lengths) + positions
+        packed = Packed(tuple(lengths), len(samples), width, self.move(cu_seqlens), self.move(padded_indices))
         inputs = {
             "input_ids": self.row(samples, padding, self.pad_id),
             "position_ids": self.move(positions[None]),
@@ -58,10 +58,9 @@ class PackedCollator(Collator):
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         probe = copy.copy(self)
         probe.device = next(model.parameters()).device
-        take_rows(accelerator, model, probe.inputs([np.arange(3, 10), np.arange(8, 4, -1)], None))
+        accept_packed(accelerator, model, probe.inputs([np.arange(3, 10), np.arange(8, 4, -1)], None))
 
 
-def budget(tokens: int) -> int:
-    """The next of the lengths that a row may have."""
-    step = max(8, (1 << (tokens.bit_length() - 1)) // _BUDGETS)
+def round_up(tokens: int) -> int:
+    step = max(8, (1 << (tokens.bit_length() - 1)) // _LENGTHS)
     return -(-tokens // step) * step

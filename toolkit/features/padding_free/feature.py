@@ -17,11 +17,11 @@ class PaddingFreeSettings:
     """Batches without padding."""
 
     padding_free: bool = False
-    """Compute a micro-batch's texts end to end in one row: the same losses, and no padding outside of attention."""
+    """Pack the texts of a micro-batch into one row: the same losses without padding (except in attention, at times)."""
 
 
 class PaddingFreeFeature(Feature):
-    """Batches of one row, and models that take them."""
+    """Packed batches, and classifiers that accept them."""
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"padding_free": PaddingFreeSettings} if issubclass(settings_class, TaskSettings) else {}
@@ -30,12 +30,10 @@ class PaddingFreeFeature(Feature):
         if not section_in(settings, PaddingFreeSettings).padding_free:
             return None
         if settings.training.per_device_batch_size == "auto":
-            raise UserError(
-                "--per_device_batch_size auto counts padded texts, and --padding_free has none: give a number"
-            )
+            raise UserError("--per_device_batch_size auto estimates padded batches: give a number with --padding_free")
         from toolkit.features.padding_free.batches import PackedCollator
 
-        return partial(PackedCollator, most=settings.training.max_tokens_per_batch)
+        return partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)
 
 
 FEATURE = PaddingFreeFeature()

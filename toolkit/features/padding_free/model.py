@@ -1,7 +1,7 @@
-"""Classifiers of transformers that take texts end to end in one row.
+"""transformers' classifiers on packed texts: several in one row, without padding.
 
-Attention ends at each text (`attend`); after the last layer only each text's first token is there, a row each, where a
-head that reads `hidden_states[:, 0]` finds it. Hooks do that; parameters, classes and padded batches stay as they are.
+`attend` restricts attention to each text; after the last layer the first token of each text becomes a row, as heads
+that read `hidden_states[:, 0]` expect. Done by hooks: parameters, classes and padded batches do not change.
 """
 
 from __future__ import annotations
@@ -25,162 +25,157 @@ from toolkit.models.layers import outer_layers
 
 @dataclass(frozen=True)
 class Packed:
-    """The texts of a row. It stands in the place of the attention mask: a model that was not made to take it fails."""
+    """The texts of a row. It is passed as attention mask, so that an unprepared model fails."""
 
     lengths: tuple[int, ...]
-    """Of the N texts in tokens, those of padding last."""
-    texts: int
-    """How many are no padding."""
+    """Tokens of the N texts; padding texts last."""
+    num_texts: int
+    """Without padding texts."""
     width: int
-    """At least the longest length."""
-    offsets: torch.Tensor
-    """(N + 1,) int32: where each text begins, and the last one ends."""
-    places: torch.Tensor
-    """(T,) int64: each token's place in the texts padded to (N, width)."""
+    """Of padded texts; at least the longest length."""
+    cu_seqlens: torch.Tensor
+    """(N + 1,) int32: cumulative lengths, from 0."""
+    padded_indices: torch.Tensor
+    """(T,) int64: index of each token in the flattened padded texts (N, width)."""
 
     @property
-    def firsts(self) -> torch.Tensor:
-        """(N,): each text's first token."""
-        return self.offsets[:-1].long()
+    def first_tokens(self) -> torch.Tensor:
+        """(N,): index of each text's first token."""
+        return self.cu_seqlens[:-1].long()
 
     @functools.cached_property
-    def keys(self) -> torch.Tensor:
-        """(N, 1, 1, width) bool: what is a token in the padded texts."""
-        columns = torch.arange(self.width, device=self.offsets.device)
-        return (columns < self.offsets.diff()[:, None])[:, None, None]
+    def key_mask(self) -> torch.Tensor:
+        """(N, 1, 1, width) bool: tokens of the padded texts that are no padding."""
+        columns = torch.arange(self.width, device=self.cu_seqlens.device)
+        return (columns < self.cu_seqlens.diff()[:, None])[:, None, None]
 
 
-def take_rows(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
-    """Lets a classifier take what `PackedCollator` makes, besides padded batches; its encoder's last layer then
-    computes the first tokens alone where nothing else is read. Raises UserError for one that cannot, as far as its
-    attention and the logits of a `probe` show."""
+def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
+    """Makes a classifier accept packed batches besides padded ones. Raises UserError if it cannot, judged by its
+    attention and its logits for `probe`, a packed batch."""
     model = model.get_base_model() if hasattr(model, "peft_config") else model
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or not (layers := outer_layers(model.base_model)):
-        raise UserError(f"--padding_free: {name} is no classifier of transformers with layers: leave it out")
+        raise UserError(f"--padding_free needs a classifier of transformers, and {name} is none: leave it out")
     if (attention := model.config._attn_implementation) != "sdpa":
-        way = "leave it out, or --attn_implementation, or take a model that has it (docs/scaling.md names some)"
-        raise UserError(f"--padding_free: {name} has the attention {attention!r}, and texts in a row need sdpa: {way}")
+        way = "leave it out, or --attn_implementation, or take a model with sdpa (docs/scaling.md)"
+        raise UserError(f"--padding_free needs the attention sdpa, and {name} has {attention!r}: {way}")
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
     model.register_forward_pre_hook(_unpack, with_kwargs=True)
-    model.register_forward_hook(_drop_padding, with_kwargs=True)
-    layers[-1].register_forward_hook(_gather_firsts, with_kwargs=True)
-    refuse_other_logits(model, probe)
+    model.register_forward_hook(_drop_padding_texts, with_kwargs=True)
+    layers[-1].register_forward_hook(_select_first_tokens, with_kwargs=True)
+    check_logits(model, probe)
     dropout = max(getattr(model.config, f"attention{name}", None) or 0 for name in ("_probs_dropout_prob", "_dropout"))
     if accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
         why = f"no dropout (here {dropout}: pass --dropout 0)" if dropout else "no fp32 (pass --mixed_precision bf16)"
-        log_on_main(
-            accelerator, f"--padding_free: attention alone is padded, for torch's kernel of texts in a row has {why}"
-        )
+        log_on_main(accelerator, f"--padding_free: attention is padded, since torch's varlen_attn has {why}")
 
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, packed: Packed | None = None, sliding_window: int | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """transformers' attention `sdpa`; with `packed` that of each text to itself.
+    """transformers' attention `sdpa`; with `packed`, within each text.
 
-    query (1, nh, T, hs), or of the first tokens (N, nh, 1, hs); key and value (1, nh, T, hs) -> as many rows as the
-    query has, (1, T, nh, hs) or (N, 1, nh, hs).
+    query (1, nh, T, hs), key and value (1, nh, T, hs) -> (1, T, nh, hs). query (N, nh, 1, hs), the first tokens only ->
+    (N, 1, nh, hs).
     """
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (T, nh, hs)
-    reach = packed.width if sliding_window is None else sliding_window - 1  # transformers' counts the token itself
-    by_text = q.device.type == "cpu" and _is_worth_it(packed)
-    compute = _in_kernel if _has_kernel(q) and not dropout else _text_by_text if by_text else _padded
-    output = compute(q, k, v, packed, reach, dropout_p=dropout, scale=scaling)
+    window = packed.width if sliding_window is None else sliding_window - 1  # transformers' includes the token itself
+    loop = q.device.type == "cpu" and _is_loop_faster(packed)
+    compute = _varlen if _supports_varlen(q) and not dropout else _text_by_text if loop else _padded
+    output = compute(q, k, v, packed, window, dropout_p=dropout, scale=scaling)
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
-def _has_kernel(query: Tensor) -> bool:
-    """Of flash attention, which `varlen_attn` runs, from Ampere on."""
+def _supports_varlen(query: Tensor) -> bool:
+    """Whether flash attention, which `varlen_attn` runs, supports this query (from Ampere on)."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     if query.device.type == "cpu" or not is_half or query.shape[-1] % 8 or query.shape[-1] > 256:
         return False
     return not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _is_worth_it(packed: Packed) -> bool:
-    """Whether texts one by one, which are many calls, take less of a CPU than padded ones: long or uneven texts."""
-    count, tokens = len(packed.lengths), len(packed.places)
+def _is_loop_faster(packed: Packed) -> bool:
+    """Whether a loop over texts beats padding on a CPU: with long texts or uneven lengths."""
+    count, tokens = len(packed.lengths), len(packed.padded_indices)
     return tokens > 128 * count or packed.width * count > 1.2 * tokens
 
 
-def _in_kernel(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
-    offsets, width = packed.offsets, packed.width
-    if len(q) != len(k):  # a query each
-        offsets, width = torch.arange(len(offsets), dtype=torch.int32, device=q.device), 1
-    sizes: Any = (offsets, packed.offsets, width, packed.width)
-    window = (reach, reach) if reach < packed.width else (-1, -1)
-    return cast(Tensor, varlen_attn(q, k, v, *sizes, scale=options["scale"], window_size=window))
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **options: Any) -> Tensor:
+    cu_queries, longest = packed.cu_seqlens, packed.width
+    if len(q) != len(k):  # one query for each text
+        cu_queries, longest = torch.arange(len(cu_queries), dtype=torch.int32, device=q.device), 1
+    sizes: Any = (cu_queries, packed.cu_seqlens, longest, packed.width)
+    both_sides = (window, window) if window < packed.width else (-1, -1)
+    return cast(Tensor, varlen_attn(q, k, v, *sizes, scale=options["scale"], window_size=both_sides))
 
 
-def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
+def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **options: Any) -> Tensor:
     lengths, outputs = list(packed.lengths), []
     queries = q.split(lengths if len(q) == len(k) else [1] * len(lengths))
     for parts in zip(queries, k.split(lengths), v.split(lengths), strict=True):
         query, key, value = (states.transpose(0, 1)[None] for states in parts)  # (1, nh, length, hs)
-        mask = _near(key.shape[2], reach, q.device)[: query.shape[2]] if reach < key.shape[2] else None
+        mask = _window_mask(key.shape[2], window, q.device)[: query.shape[2]] if window < key.shape[2] else None
         outputs.append(F.scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
-    """By a few kernels for all texts, in any precision and with dropout."""
-    count, width, mask = len(packed.lengths), packed.width, packed.keys
-    if reach < width:  # padding sees itself, or its part of the softmax would be empty
-        mask = (_near(width, reach, q.device) & mask) | torch.eye(width, dtype=torch.bool, device=q.device)
+def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **options: Any) -> Tensor:
+    """A few kernels for all texts, in any precision and with dropout."""
+    count, width, mask = len(packed.lengths), packed.width, packed.key_mask
+    if window < width:  # padding attends to itself: a fully masked row has no softmax
+        mask = (_window_mask(width, window, q.device) & mask) | torch.eye(width, dtype=torch.bool, device=q.device)
 
     def pad(states: Tensor) -> Tensor:  # (T, nh, hs) -> (N, nh, width, hs)
-        rows = states.new_zeros(count * width, *states.shape[1:]).index_copy(0, packed.places, states)
+        rows = states.new_zeros(count * width, *states.shape[1:]).index_copy(0, packed.padded_indices, states)
         return rows.unflatten(0, (count, width)).transpose(1, 2)
 
-    is_whole = len(q) == len(k)
-    query, mask = (pad(q), mask) if is_whole else (q.unsqueeze(2), mask[:, :, :1])
+    has_all_queries = len(q) == len(k)
+    query, mask = (pad(q), mask) if has_all_queries else (q.unsqueeze(2), mask[:, :, :1])
     output = F.scaled_dot_product_attention(query, pad(k), pad(v), mask, **options).transpose(1, 2).flatten(0, 1)
-    return output[packed.places] if is_whole else output
+    return output[packed.padded_indices] if has_all_queries else output
 
 
-def _near(width: int, reach: int, device: torch.device) -> Tensor:
-    """(width, width) bool: of which tokens on either side a token reads."""
-    places = torch.arange(width, device=device)
-    return (places[:, None] - places).abs() <= reach
+def _window_mask(width: int, window: int, device: torch.device) -> Tensor:
+    """(width, width) bool: pairs of tokens at most `window` apart."""
+    positions = torch.arange(width, device=device)
+    return (positions[:, None] - positions).abs() <= window
 
 
 def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
-    """What a `Packed` stands for: no mask, positions as the model counts them, and options for its layers."""
+    """Replaces a `Packed` mask by None, shifts positions as the model counts them, and adds options for its layers."""
     packed = inputs.get("attention_mask")
     if not isinstance(packed, Packed):
         return None
-    embeddings = getattr(model.base_model, "embeddings", None)  # RoBERTa and its kin count from the one after padding
+    embeddings = getattr(model.base_model, "embeddings", None)  # RoBERTa's positions start at padding_idx + 1
     padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-    kinds = getattr(model.config, "layer_types", None)  # ModernBERT has a mask for each, and makes none where they are
+    kinds = getattr(model.config, "layer_types", None)  # ModernBERT takes a mask for each
     options: dict[str, Any] = {"packed": packed, "attention_mask": dict.fromkeys(kinds) if kinds else None}
     options["position_ids"] = inputs["position_ids"] + (0 if padding is None else padding + 1)
     if only_head_reads(model, {}):
-        options["first_token_only"] = packed.firsts
+        options["first_token_only"] = packed.first_tokens
     return args, inputs | options
 
 
-def _gather_firsts(layer: Any, args: Any, options: dict[str, Any], output: Any) -> Any:
-    """Of the last layer: (1, T, H) -> (N, 1, H), unless it has computed no more."""
+def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output: Any) -> Any:
+    """(1, T, H) -> (N, 1, H), unless the last layer has computed the first tokens only."""
     packed = options.get("packed")
-    if packed is None or output.shape[1] == 1:
-        return None
-    return output[0, packed.firsts, None]
+    return None if packed is None or output.shape[1] == 1 else output[0, packed.first_tokens, None]
 
 
-def _drop_padding(model: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+def _drop_padding_texts(model: Any, args: Any, options: dict[str, Any], output: Any) -> None:
     if "packed" in options:
-        output.logits = output.logits[: options["packed"].texts]  # (B, C)
+        output.logits = output.logits[: options["packed"].num_texts]  # (B, C)
 
 
 @torch.no_grad()
-def refuse_other_logits(model: Any, probe: dict[str, Any]) -> None:
-    """Raises UserError unless the texts of a `probe` have in one row the logits that each of them has alone."""
+def check_logits(model: Any, probe: dict[str, Any]) -> None:
+    """Raises UserError unless each text of `probe`, a packed batch, has the logits that it has alone."""
     training, packed = model.training, probe["attention_mask"]
-    texts = probe["input_ids"].split(packed.lengths, dim=1)[: packed.texts]
+    texts = probe["input_ids"].split(packed.lengths, dim=1)[: packed.num_texts]
     expected = torch.cat([model.eval()(input_ids=text).logits for text in texts])
     try:
         logits = model(**probe).logits
@@ -189,5 +184,5 @@ def refuse_other_logits(model: Any, probe: dict[str, Any]) -> None:
         same = False
     model.train(training)
     if not same:
-        why = "other logits than each has alone: its attention, its positions or its head are of another kind"
-        raise UserError(f"--padding_free: {type(model).__name__} gives texts in one row {why}; leave it out")
+        why = "has other logits for packed texts than for single ones (its attention, positions or head do not fit)"
+        raise UserError(f"--padding_free: {type(model).__name__} {why}: leave it out")
