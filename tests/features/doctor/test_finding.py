@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import printable
-from toolkit.features.doctor import host, job, network, peers
+from toolkit.features.doctor import host, job, peers
 from toolkit.launch.network import UnreachableError
 from toolkit.launch.nodes import Nodes, doctor_command
 from toolkit.launch.rendezvous import RendezvousError
@@ -31,7 +31,7 @@ FAILED = [{"ok": False, "error": HOSTILE}] * 2
         UnreachableError(HOSTILE, 1, "no_route", "").remedy,
         doctor_command("10.0.0.1", HOSTILE),
         next(host.check_files({"x": Path(HOSTILE)})).remedy,
-        [*network.check_interfaces(NODES)][1].remedy,
+        [*host.check_interfaces(NODES)][1].remedy,
         peers._check_backend("gloo", FAILED, ["A", "B"], NODES).remedy,
         job.line_elsewhere(job.read(["--train_file", HOSTILE], {}), 1),
         job.line_to_start(job.read(["recipes/cls.py", "--train_file", HOSTILE], {})),

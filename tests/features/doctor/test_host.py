@@ -1,4 +1,4 @@
-"""Disks, shared memory, locks of builds, and variables of the shell."""
+"""Disks, shared memory, locks of builds, environment variables, and interfaces."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from toolkit.features.doctor import host
+from toolkit.features.doctor.finding import Finding
+from toolkit.launch.nodes import Nodes
 
 GB = 10**9
 Usage = namedtuple("Usage", "total used free percent")
 HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); time.sleep(60)"
+
+ONE = Nodes(1, 0, "", ("127.0.0.1",), 29500)
+TWO = Nodes(2, 0, "--machine_rank", ("10.0.0.1", "10.0.0.2"), 29600)
 
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "fail")])
@@ -55,7 +62,7 @@ def test_torch_looks_in_the_same_place(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (none,) = host.check_builds(dict(os.environ))
-    assert (none.level, none.text) == ("ok", f"{get_default_build_root()}: no lock is left")
+    assert (none.level, none.text) == ("ok", f"{get_default_build_root()}: no stale lock")
 
 
 def test_variables_that_a_launcher_left_and_those_of_nccl() -> None:
@@ -68,3 +75,26 @@ def test_variables_that_a_launcher_left_and_those_of_nccl() -> None:
     assert "RANK=3" in launcher.text
     assert "\x1b" not in launcher.text
     assert (variables.level, variables.text) == ("note", "NCCL_IB_DISABLE=1")
+
+
+def test_the_interface_that_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way out; other networks cannot be reached."""
+    addresses = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "172.17.0.1": "docker0"}
+    states = {name: SimpleNamespace(mtu=1500, isup=name != "docker0") for name in addresses.values()}
+    monkeypatch.setattr(host.network, "source_address_for", lambda to: "10.0.0.1" if to.startswith("10.0.") else None)
+    monkeypatch.setattr(host.network, "local_addresses", lambda: addresses)
+    monkeypatch.setattr(host.psutil, "net_if_stats", lambda: states)
+
+    def findings(nodes: Nodes) -> dict[str, Finding]:
+        return {finding.name: finding for finding in host.check_interfaces(nodes)}
+
+    two = findings(TWO)
+    assert two["interfaces"].text == "eth0 10.0.0.1 (MTU 1500), docker0 172.17.0.1 (down, MTU 1500)"
+    assert (two["chosen"].level, two["chosen"].text) == ("ok", "eth0 (10.0.0.1), by the route to 10.0.0.2")
+    assert two["this one"].text == "this is machine 0 of 2 (--machine_rank)"
+    nowhere = findings(replace(TWO, addresses=("10.0.0.1", "10.9.9.9")))["chosen"]
+    assert (nowhere.level, nowhere.remedy) == ("fail", "`ip route get 10.9.9.9`, `ip -br link`")
+    assert findings(replace(TWO, addresses=("10.0.0.1",)))["chosen"].text.startswith("eth0 (10.0.0.1)")
+    assert findings(ONE)["chosen"].text == "no default route: this machine can only run alone"
+    states["eth0"].isup = False
+    assert findings(TWO)["10.0.0.1"].remedy.startswith("sudo ip link set eth0 up")

@@ -1,1 +1,1 @@
-"""`toolkit doctor`: what will keep a run from starting or working, here and between machines, and what to type."""
+"""`toolkit doctor`: problems that keep a run from starting or working, on and between machines, and their remedies."""

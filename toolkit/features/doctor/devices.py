@@ -1,4 +1,4 @@
-"""GPUs: whether the driver answers, torch sees them, and their memory is free; NCCL or gloo."""
+"""Checks of GPUs: the driver, torch's view of them, their free memory; and of NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
 from toolkit.utils.units import size_text
 
-_MUCH_BYTES = 1 << 30
+_MAX_BYTES_IN_USE = 1 << 30
 _QUERY = ("--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What nvidia-smi and torch report of this machine."""
+    """The GPUs of this machine, by nvidia-smi and by torch."""
 
     gpus: Sequence[Sequence[str]] = ()
-    """Rows of nvidia-smi: index, name, MiB of memory, MiB in use, the driver's version."""
+    """Rows of nvidia-smi: index, name, MiB of memory, MiB in use, driver version."""
     driver_fault: str = ""
-    """nvidia-smi's error; empty where it answered, or is not installed."""
+    """The error of nvidia-smi; "" where it works or is not installed."""
     torch: str = ""
     cuda: str | None = None
     accelerator: str = "cpu"
     names: Sequence[str] = ()
-    """Of the GPUs that torch sees."""
+    """The GPUs that torch sees."""
     nccl: str = ""
     gloo: bool = True
     warnings: Sequence[str] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """What torch.utils.collect_env lists, for the report of a fault."""
+    """The output of torch.utils.collect_env, for a bug report."""
 
 
 def look() -> Devices:
-    """Raises whatever the import of torch raises."""
+    """Raises any error of importing torch."""
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         import torch
@@ -64,27 +64,25 @@ def look() -> Devices:
 
 
 def check(devices: Devices, env: Mapping[str, str], install: str) -> Iterator[Finding]:
-    """`install`: the line that installs the torch which this package needs."""
+    """`install`: the command that installs the torch version of this package."""
     if fault := devices.driver_fault:
         remedy = "sudo reboot" if "mismatch" in fault else "`sudo dmesg | grep -iE 'nvrm|xid'` shows why"
-        yield Finding("devices", "driver", "fail", f"nvidia-smi fails: {fault}", remedy)
+        yield Finding("driver", "fail", f"nvidia-smi fails: {fault}", remedy)
     elif devices.gpus:
-        yield Finding("devices", "driver", "ok", f"NVIDIA {devices.gpus[0][-1]}")
+        yield Finding("driver", "ok", f"NVIDIA {devices.gpus[0][-1]}")
     yield _check_torch(devices, env, install)
     for index, name, memory, used, _ in devices.gpus:
         total, in_use = (int(size) << 20 if size.isdigit() else 0 for size in (memory, used))  # "[N/A]" on some
-        text, much = f"{name}, {size_text(in_use)} of {size_text(total)} in use", in_use > max(_MUCH_BYTES, total // 20)
-        remedy = (
-            f"`nvidia-smi` or `sudo fuser -v /dev/nvidia{index}` shows by which process: kill it if it is left over"
-        )
-        yield Finding("devices", f"gpu {index}", "warn" if much else "ok", text, remedy if much else "")
+        text = f"{name}, {size_text(in_use)} of {size_text(total)} in use"
+        busy = in_use > max(_MAX_BYTES_IN_USE, total // 20)
+        remedy = f"find the process by `nvidia-smi` or `sudo fuser -v /dev/nvidia{index}`, and kill it if it is stale"
+        yield Finding(f"gpu {index}", "warn" if busy else "ok", text, remedy if busy else "")
     if devices.nccl:
-        yield Finding("devices", "backend", "ok", f"NCCL {devices.nccl} between GPUs")
+        yield Finding("backend", "ok", f"NCCL {devices.nccl} between GPUs")
     elif devices.gloo:
-        yield Finding("devices", "backend", "ok", "gloo between processes (NCCL needs GPUs)")
+        yield Finding("backend", "ok", "gloo between processes (NCCL needs GPUs)")
     else:
-        text = "this torch has neither NCCL nor gloo: it cannot run several processes"
-        yield Finding("devices", "backend", "fail", text, install)
+        yield Finding("backend", "fail", "this torch has no NCCL and no gloo: it cannot run several processes", install)
 
 
 def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Finding:
@@ -94,14 +92,14 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
     if devices.names:
         kind, names = f"CUDA {devices.cuda}" if devices.cuda else "ROCm", ", ".join(sorted(set(devices.names)))
         text = f"{version} with {kind} sees {len(devices.names)} GPU{'s' * (len(devices.names) > 1)} ({names})"
-        return Finding("devices", "torch", "ok", text)
+        return Finding("torch", "ok", text)
     if not count:
         text = "no GPU here: everything runs on the CPU"
         text = text if devices.accelerator == "cpu" else f"{version} computes on {devices.accelerator}"
-        return Finding("devices", "torch", "note", text)
+        return Finding("torch", "note", text)
     if not devices.cuda:
         text = f"{version} is built without CUDA, and this machine has {count} NVIDIA GPU(s)"
-        remedy += "  (PyPI's build for Linux is the one with CUDA)"
+        remedy += "  (the build for Linux on PyPI has CUDA)"
     elif "CUDA_VISIBLE_DEVICES" in env:
         text = f"torch sees no GPU of {count}: CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
         remedy = "unset CUDA_VISIBLE_DEVICES"
@@ -112,4 +110,4 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
         remedy = "sudo modprobe nvidia_uvm"
         if "too old" in why:
             remedy = "a newer driver (`sudo ubuntu-drivers install`), or a build of torch for its CUDA (pytorch.org)"
-    return Finding("devices", "torch", "fail", text, remedy)
+    return Finding("torch", "fail", text, remedy)

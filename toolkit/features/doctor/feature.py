@@ -1,4 +1,4 @@
-"""`toolkit doctor`: what would keep a run from starting."""
+"""The command `toolkit doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from toolkit.utils.features import Command, Feature
 FEATURE = Feature(
     Command(
         "doctor",
-        "find what would keep a run from starting, here or between machines",
+        "find problems that keep a run from starting, on or between machines",
         "toolkit.features.doctor.command:run",
         relaunches=False,
     )

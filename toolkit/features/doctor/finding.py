@@ -1,10 +1,10 @@
-"""What a check finds, the line to type for it, and the report that people read."""
+"""The results of checks, each with a remedy, and the report that lists them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["ok", "note", "warn", "fail"]
@@ -13,19 +13,24 @@ _MARKS: dict[Level, str] = {"ok": "ok", "note": "--", "warn": "!!", "fail": "FAI
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: `ok`, a `note`, a `warn`ing, or a `fail`ure for which a run cannot work as meant."""
+    """One line of the report; after a `fail` a run cannot work."""
 
-    area: str
-    """The heading of the report."""
     name: str
     level: Level
     text: str
     remedy: str = ""
-    """The line to type, or what to look at."""
+    """The command to type, or what to look at."""
+    area: str = ""
+    """The heading in the report."""
+
+
+def in_area(area: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Sets the area of the findings that have none."""
+    return [finding if finding.area else replace(finding, area=area) for finding in findings]
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Findings by area; a mark, a name and a text per line, the remedy below it."""
+    """A heading for each area, a line for each finding, the remedy below it."""
     width = max((len(finding.name) for finding in findings), default=0)
     lines = []
     for area, group in itertools.groupby(findings, key=lambda finding: finding.area):
@@ -38,7 +43,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding], start: str) -> str:
-    """`2 failures, 1 warning; first: ...`; where nothing failed, `start` is what to type next."""
+    """`2 failures, 1 warning; first: ...`; where nothing failed, `start` is the command to type next."""
     failures = [finding.text for finding in findings if finding.level == "fail"]
     warnings = [finding.text for finding in findings if finding.level == "warn"]
     if not failures and not warnings:

@@ -1,4 +1,4 @@
-"""What a run needs of a machine beside devices and a network: its files, room on disk, no stale lock, a clean shell."""
+"""Checks of a machine: files, free disk space, locks of killed builds, environment variables, network interfaces."""
 
 from __future__ import annotations
 
@@ -12,72 +12,74 @@ import psutil
 
 from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
+from toolkit.launch import network
+from toolkit.launch.nodes import Nodes
 from toolkit.launch.relaunch import clean_environment
 from toolkit.utils.units import size_text
 
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
-# a job's own, or harmless
-_MAY_STAY = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
-_OF_NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "CUDA_VISIBLE_DEVICES")
+# launcher variables that belong to a job, or do no harm
+_IGNORED_VARIABLES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
+_NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "CUDA_VISIBLE_DEVICES")
+_TEST_NET = "192.0.2.1"
+"""An address reserved for documentation: packets to it would take the default route."""
 
 
 def check_files(files: Mapping[str, Path]) -> Iterator[Finding]:
-    """`files`: setting -> the file or folder that it names."""
+    """`files`: setting -> path."""
     for setting, path in files.items():
         quoted = shlex.quote(printable(path))
         if not path.exists():
-            text, remedy = f"there is no {printable(path)} (looked in {Path.cwd()})", f"copy {quoted} to this machine"
-            yield Finding("files", setting, "fail", text, f"{remedy}, or start in its folder")
+            text = f"there is no {printable(path)} (looked in {Path.cwd()})"
+            yield Finding(setting, "fail", text, f"copy {quoted} to this machine, or start in its folder")
         elif not os.access(path, os.R_OK):
-            yield Finding(
-                "files", setting, "fail", f"{printable(path)} cannot be read by this user", f"ls -la {quoted}"
-            )
+            yield Finding(setting, "fail", f"{printable(path)} cannot be read by this user", f"ls -la {quoted}")
         else:
             size = "" if path.is_dir() else f": {size_text(path.stat().st_size)}"
-            yield Finding("files", setting, "ok", f"{printable(path)}{size}")
+            yield Finding(setting, "ok", f"{printable(path)}{size}")
 
 
 def check_disk(output: Path) -> Iterator[Finding]:
-    """Room where a run writes, and in /dev/shm, which NCCL and the workers of data loaders need."""
-    # the nearest folder above that exists: the others are made when they are needed
+    """Free space in the output folder, and in /dev/shm, which NCCL and data loader workers need."""
+    # a run creates the missing folders below it
     folder = next(path for path in (output.absolute(), *output.absolute().parents) if path.is_dir())
     free, quoted = psutil.disk_usage(str(folder)).free, shlex.quote(str(folder))
     text = f"{size_text(free)} free in {folder} (the run's output)"
     if not os.access(folder, os.W_OK | os.X_OK):
         remedy = f"`sudo chown $USER {quoted}`, or another --output_dir"
-        yield Finding("host", "disk", "fail", f"{folder} cannot be written by this user", remedy)
+        yield Finding("disk", "fail", f"{folder} cannot be written by this user", remedy)
     elif free < _LITTLE_DISK:
-        remedy = f"`du -xh {quoted} | sort -h | tail` shows what takes the room"
+        remedy = f"`du -xh {quoted} | sort -h | tail` lists the largest folders"
         text += ": a checkpoint takes 12 bytes or more per parameter"
-        yield Finding("host", "disk", "fail" if free < _NO_DISK else "warn", text, remedy)
+        yield Finding("disk", "fail" if free < _NO_DISK else "warn", text, remedy)
     else:
-        yield Finding("host", "disk", "ok", text)
+        yield Finding("disk", "ok", text)
     shm = Path("/dev/shm")
     if shm.is_dir() and (size := psutil.disk_usage(str(shm)).total) < _SMALL_SHM:
-        text = f"{shm} has {size_text(size)}: NCCL and data loaders fail in so little, with a bus error"
-        yield Finding("host", "shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)")
+        text = f"{shm} has only {size_text(size)}: NCCL and data loaders may fail with a bus error"
+        yield Finding("shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)")
 
 
 def check_builds(env: Mapping[str, str]) -> Iterator[Finding]:
-    """torch's FileBaton makes a file `lock` while it builds; a build that is killed does not remove it."""
+    """Locks of killed builds of extensions: torch's FileBaton creates a file `lock`, which a killed build leaves."""
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     folder = Path(env.get("TORCH_EXTENSIONS_DIR") or folder)
     locks = [path.resolve() for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
     open_files = _open_files() if locks else set()
     if not locks:
-        yield Finding("builds", "cache", "ok", f"{folder}: no lock is left")
+        yield Finding("cache", "ok", f"{folder}: no stale lock")
     for lock in locks:
         name, minutes = lock.parent.name, (time.time() - lock.stat().st_mtime) / 60
         if str(lock) in open_files:
-            yield Finding("builds", name, "note", f"{name} is being built (for {minutes:.0f} min now)")
+            yield Finding(name, "note", f"{name} is being built (for {minutes:.0f} min now)")
             continue
-        text = f"a build of {name} that was killed left a lock {minutes:.0f} min ago (or another machine that shares "
-        text += f"this folder is building it): every run that needs {name} waits forever"
-        yield Finding("builds", name, "fail", text, f"rm {shlex.quote(str(lock))}")
+        text = f"a killed build of {name} left a lock {minutes:.0f} min ago (or another machine that shares this "
+        text += f"folder is building it): every run that needs {name} waits forever"
+        yield Finding(name, "fail", text, f"rm {shlex.quote(str(lock))}")
 
 
 def _open_files() -> set[str]:
-    """Of all processes of this user; those of other users cannot be seen."""
+    """The files that this user's processes have open."""
     paths: set[str] = set()
     for process in psutil.process_iter():
         try:
@@ -88,10 +90,44 @@ def _open_files() -> set[str]:
 
 
 def check_shell(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that change, without a word, what is started."""
-    names = sorted(name for name in set(env) - set(clean_environment(env)) if not name.startswith(_MAY_STAY))
+    """Environment variables that silently change how a run starts."""
+    names = sorted(name for name in set(env) - set(clean_environment(env)) if not name.startswith(_IGNORED_VARIABLES))
     if names:
         text = f"this shell has a launcher's variables: {', '.join(f'{name}={env[name]}' for name in names)}"
-        yield Finding("shell", "launcher", "warn", printable(text), f"unset {shlex.join(names)}")
-    if variables := [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_OF_NETWORK)]:
-        yield Finding("shell", "variables", "note", printable(", ".join(variables)))
+        yield Finding("launcher", "warn", printable(text), f"unset {shlex.join(names)}")
+    if variables := [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_NETWORK_VARIABLES)]:
+        yield Finding("variables", "note", printable(", ".join(variables)))
+
+
+def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
+    """Lists the interfaces, and the one that traffic between machines will use."""
+    interfaces, states = network.local_addresses(), psutil.net_if_stats()
+    down = {name for name, state in states.items() if not state.isup}  # switched off, or without a cable
+    listed = ", ".join(
+        f"{name} {address} ({'down, ' * (name in down)}MTU {states[name].mtu})"
+        for address, name in interfaces.items()
+        if name in states and not network.is_loopback(address)
+    )
+    yield Finding("interfaces", "ok", listed or "this machine has only its loopback interface")
+    others = nodes.others()
+    address, why = network.source_address_for(others[0] if others else _TEST_NET), "the default route"
+    if others:
+        why = f"the route to {others[0]}"
+    elif nodes.count > 1:
+        address, why = next(iter(network.resolve_addresses(nodes.first)), None), "its address in the settings"
+    if address in interfaces:
+        yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by {why}")
+    elif others:
+        remedy = f"`ip route get {shlex.quote(others[0])}`, `ip -br link`"
+        yield Finding("chosen", "fail", f"no interface leads to {others[0]}", remedy)
+    else:
+        yield Finding("chosen", "note", "no default route: this machine can only run alone")
+    if nodes.count > 1:
+        text = f"this is machine {nodes.rank} of {nodes.count} ({nodes.rank_source})"
+        yield Finding("this one", "ok", text, area="machines")
+        name = nodes.address_of(nodes.rank)
+        addresses = network.resolve_addresses(name) if name else ()
+        for interface in {interfaces.get(address) for address in addresses} & down:
+            text = f"{name} is an address of this machine, but its interface {interface} is down or has no cable"
+            remedy = f"sudo ip link set {interface} up; `ethtool {interface}`: is the cable in, the switch on?"
+            yield Finding(name, "fail", text, remedy, "machines")

@@ -1,4 +1,4 @@
-"""`toolkit doctor`'s command line: the one that a run is started with, and the doctor's own options."""
+"""The command line of `toolkit doctor`: that of a run, and a few options."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ _FOLDERS = ("dataset_name", "model_name_or_path")
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as this machine would start it."""
+    """A parsed command line."""
 
     options: argparse.Namespace
-    """`timeout` (seconds that the machines wait for each other), `json`, and the settings that name files."""
+    """`timeout` (of the rendezvous, in seconds), `json`, and the settings that name files."""
     words: Sequence[str]
     """The command line."""
     script: Path | None
     files: dict[str, Path]
-    """Setting -> the file or folder that it names, there or not."""
+    """Setting -> path, which need not exist."""
     config_file: Path | None
     nodes: Nodes
     use_cpu: bool
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The doctor's own options, and the settings that it looks at."""
     parser = Parser(
         prog="toolkit doctor",
         usage="toolkit doctor [RECIPE.py] [SETTINGS.yaml] [--name value ...] [--config_file FILE | --peers A,B] "
         "[--timeout SECONDS] [--json]",
-        description="Looks for what will keep a run from starting or working, on this machine and, with --peers or a "
-        "config file of several machines, between them: type the same on each. It ends in seconds.",
-        epilog="The line a run is started with works as it is, `toolkit doctor` for `accelerate launch`: "
+        description="Finds problems that keep a run from starting or working, on this machine and, with --peers or a "
+        "config file of several machines, between them: type the same command on each. It takes seconds.",
+        epilog="Takes the command line of a run, with `toolkit doctor` in place of `accelerate launch`: "
         "--config_file, --num_processes, --machine_rank, --machines, --main_process_ip, --main_process_port. "
         "Exit codes: 0 nothing failed, 1 something did, 130 interrupted.",
         allow_abbrev=False,
@@ -60,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
-    """Raises UserError for a line that no run could be started with."""
+    """Raises UserError for a command line that cannot start a run."""
     options, rest = _parser().parse_known_args(list(words))
     if not 1 <= options.timeout <= _LONGEST_TIMEOUT:
         raise UserError(f"--timeout {options.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
@@ -88,7 +87,7 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
 
 
 def _first_file(words: Sequence[str], suffixes: tuple[str, ...]) -> Path | None:
-    """The recipe, or its file of settings. Raises UserError for one that is missing."""
+    """The recipe, or its settings file. Raises UserError if it does not exist."""
     path = next((Path(word) for word in words if word.endswith(suffixes) and not word.startswith("-")), None)
     if path and not path.is_file():
         raise UserError(f"there is no {path} (looked in {Path.cwd()}): copy the same files to all machines")
@@ -96,7 +95,7 @@ def _first_file(words: Sequence[str], suffixes: tuple[str, ...]) -> Path | None:
 
 
 def _refuse_unknown(words: Sequence[str], script: Path | None) -> None:
-    """A file named by a mistyped setting would not be checked. A recipe may have settings of its own."""
+    """A file behind a misspelt setting would not be checked. Any word in the recipe may be one of its settings."""
     sections = [section for task in config.tasks().values() for section in config.sections_of(task).values()]
     known = {field.name for section in sections for field in dataclasses.fields(section)}
     recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
@@ -112,7 +111,7 @@ def _find(name: str | None, script: Path | None, folder: str) -> Path | None:
 
 
 def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
-    """A model or a data set that is neither a path nor there is the hub's."""
+    """Setting -> path; names of models and data sets on the hub are left out."""
     paths = {name: Path(settings[name]).expanduser() for name in (*_FILES, *_FOLDERS) if settings[name]}
     return {
         name: path
@@ -122,12 +121,12 @@ def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
 
 
 def line_elsewhere(job: Job, rank: int) -> str:
-    """What to type on machine `rank`: the same as here, with its number where this line has one."""
+    """The command for machine `rank`: this one, with its --machine_rank."""
     return "toolkit doctor " + re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(job.words))
 
 
 def line_to_start(job: Job) -> str:
-    """`accelerate launch ...` for this line; empty where it names no recipe."""
+    """`accelerate launch ...`; "" for a command line without a recipe."""
     if job.script is None:
         return ""
     words = re.sub(r" --json\b| --timeout[ =]\S+", "", f" {shlex.join(job.words)}").replace(" --peers", " --machines")

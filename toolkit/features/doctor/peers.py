@@ -1,4 +1,4 @@
-"""The machines together: the rendezvous of a run, and an all-reduce with its bandwidth and latency."""
+"""Checks between machines: the rendezvous of a run, and an all-reduce with its bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from datetime import timedelta
 from typing import Any
 
 from toolkit.errors import first_line, printable
-from toolkit.features.doctor.finding import Finding
+from toolkit.features.doctor.finding import Finding, in_area
 from toolkit.launch import network
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.rendezvous import Rendezvous, RendezvousError, find_ranks
 from toolkit.utils.timeouts import call_with_timeout
 
-_CONNECT_SECONDS = 4.0  # an address that nobody has shows after 3 s, while the kernel asks for it
+_CONNECT_SECONDS = 4.0  # ARP for an unused address fails after 3 s
 _EXCHANGE_SECONDS, _REDUCE_SECONDS = 25.0, 12.0
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS, _BANDWIDTH_BYTES = 10, 3, 16 << 20
-_SLOW = 125.0
-"""10^6 bytes per second: 1 Gbit/s."""
-_EXAMPLE_BYTES = 4 * 110e6
-"""The gradients of a model with 110 million parameters in fp32."""
+_SLOW = 125.0  # MB/s: 1 Gbit/s
+_EXAMPLE_BYTES = 4 * 110e6  # fp32 gradients of 110M parameters
 _SOMEWHERE = "THAT_MACHINE"
 
 
@@ -37,9 +35,9 @@ AllReduce = dict[str, list[dict[str, Any]]]
 def check(
     nodes: Nodes, script: str, seconds: float, uses_nccl: bool, lines: Mapping[int, str]
 ) -> tuple[list[Finding], AllReduce]:
-    """What the machines found out together, the same on each of them. `lines`: machine -> what to type on it.
+    """The findings are the same on all machines. `lines`: machine -> the command to type on it.
 
-    No text of another machine becomes a part of a remedy.
+    A remedy never contains text that another machine sent.
     """
     os.environ.update({"RANK": str(nodes.rank), "WORLD_SIZE": str(nodes.count), "LOCAL_RANK": "0",
                        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.first, "MASTER_PORT": str(nodes.port),
@@ -52,42 +50,41 @@ def check(
         results = _all_reduce(rendezvous, uses_nccl)
         findings = [_check_backend(backend, results[backend], hosts, nodes) for backend in results]
         rendezvous.exchange("done", _EXCHANGE_SECONDS)
-        time.sleep(0.5 * (nodes.rank == 0))  # it serves the store: the others have to read the last answer
-        return [Finding("machines", "rendezvous", "ok", text), *findings], results
+        time.sleep(0.5 * (nodes.rank == 0))  # rank 0 hosts the store, from which the others read the last reply
+        return [Finding("rendezvous", "ok", text), *in_area("all-reduce", findings)], results
     except RendezvousError as error:
         if error.missing:
             return [_explain_missing(error, rank, nodes, seconds, lines[rank]) for rank in error.missing], {}
-        remedy = "type the same on all machines, with the machines in the same order"
-        return [Finding("machines", "rendezvous", "fail", str(error), remedy)], {}
+        remedy = "type the same command on all machines, with the machines in the same order"
+        return [Finding("rendezvous", "fail", str(error), remedy)], {}
     except (RuntimeError, LookupError, TypeError, ValueError) as error:
-        text = (
-            f"the machines lost each other, or one runs another version of this toolkit: {printable(first_line(error))}"
-        )
-        return [Finding("machines", "rendezvous", "fail", text)], {}
+        why = printable(first_line(error))
+        text = f"the connection was lost, or a machine runs another version of this toolkit: {why}"
+        return [Finding("rendezvous", "fail", text)], {}
 
 
 def _explain_missing(error: RendezvousError, rank: int, nodes: Nodes, seconds: float, line: str) -> Finding:
-    """Rank 0 is called by the others, which can tell a port that drops packets from one that refuses them; of another
-    machine rank 0 finds out whether it answers at all."""
+    """Why a machine is missing: a rank can tell whether the port of rank 0 drops or refuses packets, rank 0 only
+    whether a machine answers at all."""
     obstacle, address = error.unreachable, nodes.address_of(rank)
     if rank and address:
         try:
             network.connect(address, nodes.port, _CONNECT_SECONDS).close()
         except network.UnreachableError as unreachable:
             obstacle = unreachable
-    text, remedy = f"{nodes.name_of(rank)} did not come within {seconds:.0f} s", f"on it type: {line}"
+    text, remedy = f"{nodes.name_of(rank)} did not connect within {seconds:.0f} s", f"on it type: {line}"
     if rank and (obstacle is None or obstacle.kind == "refused"):  # only rank 0 listens
         text += "; the machine answers" if address else ""
-        remedy += f"; if that was typed, a firewall here may stop it: sudo ufw allow from {_SOMEWHERE}"
+        remedy += f"; if it runs there, a firewall here may block it: sudo ufw allow from {_SOMEWHERE}"
     elif obstacle is not None:
         text, remedy = f"{text}: {obstacle}", f"{remedy}; {obstacle.remedy}"
     else:
         text = str(error)
-    return Finding("machines", f"machine {rank}", "fail", text, remedy)
+    return Finding(f"machine {rank}", "fail", text, remedy)
 
 
 def _all_reduce(rendezvous: Rendezvous, uses_nccl: bool) -> AllReduce:
-    """By gloo, and by NCCL where gloo worked and every machine has GPUs."""
+    """With gloo, then with NCCL if gloo worked and every machine has GPUs."""
     results: AllReduce = {}
     with_nccl = all(rendezvous.exchange(uses_nccl, _EXCHANGE_SECONDS))
     for backend in ("gloo", "nccl") if with_nccl else ("gloo",):
@@ -101,7 +98,7 @@ def _all_reduce(rendezvous: Rendezvous, uses_nccl: bool) -> AllReduce:
 
 
 def _measure(rendezvous: Rendezvous, backend: str) -> dict[str, Any]:
-    """The bandwidth is that of a machine's line in a ring, as nccl-tests have it: 2 (n - 1) / n bytes sent per byte."""
+    """Latency, and the bus bandwidth of a ring as nccl-tests define it: 2 (n - 1) / n bytes sent per byte."""
     import torch
     from torch import distributed
 
@@ -114,9 +111,9 @@ def _measure(rendezvous: Rendezvous, backend: str) -> dict[str, Any]:
 
     def fastest(numel: int, repeats: int) -> float:
         durations = []
-        for _ in range(1 + repeats):  # the first one connects
+        for _ in range(1 + repeats):  # the first one sets up connections
             numbers = torch.full((numel,), float(rendezvous.me.rank + 1), device=device)
-            float(numbers[0])  # waits for the device
+            float(numbers[0])  # synchronises the device
             started = time.perf_counter()
             distributed.all_reduce(numbers, group=group)
             total = float(numbers[-1])
@@ -133,18 +130,18 @@ def _measure(rendezvous: Rendezvous, backend: str) -> dict[str, Any]:
 def _check_backend(backend: str, results: Sequence[Mapping[str, Any]], hosts: Sequence[str], nodes: Nodes) -> Finding:
     faults = [f"{host}: {printable(result.get('error', ''), 300)}"
               for host, result in zip(hosts, results, strict=True) if not result["ok"]]  # fmt: skip
-    if faults:  # every port is needed, over the interface between the machines, in packets that pass
+    if faults:  # all ports must be open, the right interface chosen, and its MTU small enough
         other = shlex.quote(next(iter(nodes.others()), _SOMEWHERE))
         remedy = f"on each machine: sudo ufw allow from {_SOMEWHERE}; export {backend.upper()}_SOCKET_IFNAME=NAME; "
         remedy += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
         remedy += "; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` says more" * (backend == "nccl")
-        return Finding("all-reduce", backend, "fail", f"failed between the machines ({'; '.join(faults)})", remedy)
+        return Finding(backend, "fail", f"failed between the machines ({'; '.join(faults)})", remedy)
     latency = max(float(result["latency_ms"]) for result in results)
     rate = min(float(result["mbytes_per_second"]) for result in results)
     text = f"16 MB summed over {len(hosts)} machines at {rate / 125:.1f} Gbit/s, a single number in {latency:.2f} ms"
     if rate >= _SLOW:
-        return Finding("all-reduce", backend, "ok", text)
+        return Finding(backend, "ok", text)
     seconds = 2 * (len(hosts) - 1) / len(hosts) * _EXAMPLE_BYTES / (rate * 1e6)
     text += f": each step of a model with 110M parameters in fp32 takes {seconds:.1f} s for its all-reduce alone"
     faster = "`export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME` on all machines"
-    return Finding("all-reduce", backend, "warn", text, f"a faster interface, if there is one: {faster}")
+    return Finding(backend, "warn", text, f"choose a faster interface, if there is one: {faster}")

@@ -1,4 +1,4 @@
-"""Python and the libraries: whether they fit this package and each other, by `pip check`."""
+"""Checks that Python and the libraries have compatible versions, by `pip check`."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _MISFIT = re.compile(
 
 
 def install_command(name: str) -> str:
-    """The line that installs the version of a library that this package needs, whatever is there."""
+    """The command that reinstalls a library in the version that this package needs."""
     lines = map(Requirement, importlib.metadata.requires(OURS) or [])
     needed = next((f"{line.name}{line.specifier}" for line in lines if line.name == name), name)
     return f"pip install --force-reinstall '{needed}'"
 
 
 def check() -> Iterator[Finding]:
-    """What this package and the libraries that it uses require; other packages do not matter."""
+    """The requirements of this package and of the libraries that it uses; other packages are ignored."""
     python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
-    yield Finding("versions", "python", "ok", python)
+    yield Finding("python", "ok", python)
     installed = versions(ALL_PACKAGES)
     libraries = ", ".join(f"{name} {installed[name]}" for name in ALL_PACKAGES if installed[name])
-    yield Finding("versions", "libraries", "ok", libraries)
+    yield Finding("libraries", "ok", libraries)
     command = [sys.executable, "-P", "-m", "pip", "check"]
     result = subprocess.run(
         command, stdin=subprocess.DEVNULL, timeout=_SECONDS, capture_output=True, text=True, check=False
     )
     if "No module named pip" in result.stderr:
-        text = "their requirements were not checked: this environment has no pip"
-        yield Finding("versions", "requirements", "note", text, f"uv pip check --python {sys.executable}")
+        text = "not checked: this environment has no pip"
+        yield Finding("requirements", "note", text, f"uv pip check --python {sys.executable}")
     for line in result.stdout.splitlines():
         match = _MISFIT.match(line)
         if match and match["owner"] in (OURS, *ALL_PACKAGES):
             needed = match["needed"] or match["missing"]
             name = re.split(r"[^\w.-]", needed)[0]
-            yield Finding("versions", name, "fail", printable(line), f"pip install '{needed}'")
+            yield Finding(name, "fail", printable(line), f"pip install '{needed}'")
