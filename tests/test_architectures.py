@@ -218,7 +218,7 @@ def test_what_does_not_work_says_so(model_of: Callable[[str], Path], tmp_path: P
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     own = {"AutoConfig": "configuration.NewConfig", "AutoModelForSequenceClassification": "modeling.NewModel"}
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "new", "auto_map": own}), encoding="utf-8")
-    with pytest.raises(UserError, match="comes with code of its own, which is not run") as caught:
+    with pytest.raises(UserError, match="needs its own Python code, which is not executed") as caught:
         _loaded(folder)
     assert "\n" not in str(caught.value)
 

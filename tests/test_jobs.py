@@ -183,7 +183,7 @@ def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path, t
     arguments = ["--train_file", rows, "--model_name_or_path", tiny_model]
     prepared = start(["toolkit", "prepare", *arguments]).succeeded()
     assert "train: 56 samples" in prepared.out
-    folder = Path(prepared.out.splitlines()[-1].removeprefix("kept in "))
+    folder = Path(prepared.out.splitlines()[-1].removeprefix("cached in "))
     before = {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")}
     assert folder in before
     assert toolkit_cache in folder.parents

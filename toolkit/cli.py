@@ -1,4 +1,4 @@
-"""The `toolkit` command: the table of its commands. Heavy libraries are imported by the command that needs them."""
+"""The `toolkit` command and the table of its subcommands, which import heavy libraries themselves."""
 
 from __future__ import annotations
 
@@ -12,26 +12,22 @@ from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.utils import collector
 from toolkit.utils.features import Command, features
 
-_OTHER_WAYS = {
-    "train": " (recipes train: python recipes/cls.py --help)",
-}
-
 
 def commands(word: str = "") -> dict[str, Command]:
-    """By name: the core's, then those of features; where `word` is one of the core that no feature extends, it alone:
-    features take memory that `toolkit convert` has no use for."""
+    """All commands by name: the core's, then the features'. Only the command `word`, if it is one of the core that no
+    feature extends: importing the features takes memory that `toolkit convert` does not need."""
     core = [module.COMMAND for module in (init, cache, prepare, convert, clean, to_bigbird, report)]
-    if alone := [command for command in core if command.name == word and not command.extensible]:
-        return {word: alone[0]}
+    if single := [command for command in core if command.name == word and not command.extensible]:
+        return {word: single[0]}
     table: dict[str, Command] = {}
     for command in (*core, *(c for feature in features() for c in feature.commands)):
         if table.setdefault(command.name, command) is not command:
-            raise UserError(f"two commands are called `toolkit {command.name}`: rename the feature's")
+            raise UserError(f"two commands are named `toolkit {command.name}`: rename the feature's")
     return table
 
 
 def build_parser(table: dict[str, Command] | None = None) -> Parser:
-    """The parser of `toolkit --help`, and of each command that has arguments."""
+    """The parser of `toolkit` and of each command that adds arguments."""
     parser = Parser(
         prog="toolkit", description="Fine-tune encoders: data, prediction, checkpoints, reports.", allow_abbrev=False
     )
@@ -58,7 +54,7 @@ def main() -> None:
     collector.before_imports()
     try:
         table = commands(*sys.argv[1:2])
-    except UserError as error:  # a feature of the user's
+    except UserError as error:  # in a user's feature
         sys.exit(f"error: {error}")
     command = table.get(sys.argv[1]) if sys.argv[1:] else None
     launch.run(lambda: _run(table), module="toolkit", relaunches=command is None or command.relaunches)
@@ -67,7 +63,8 @@ def main() -> None:
 def _run(table: dict[str, Command]) -> None:
     words = sys.argv[1:]
     if words and not words[0].startswith("-") and words[0] not in table:
-        hint = _OTHER_WAYS.get(words[0]) or did_you_mean(words[0], table)
+        recipes = " (recipes train: python recipes/cls.py --help)"
+        hint = recipes if words[0] == "train" else did_you_mean(words[0], table)
         raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
     command, arguments = table.get(words[0]) if words else None, words[1:]
     if command and command.add_arguments is None:
@@ -90,7 +87,7 @@ def _call(command: Command, arguments: Any) -> None:
         run = getattr(importlib.import_module(module), name)
     try:
         run(*arguments) if command.passes_rest else run(arguments)
-    except UserError as error:  # a recipe's setting, where the user named the model as an argument
+    except UserError as error:  # the model was a positional argument, not a recipe's setting
         if any("--model_name_or_path" in word for word in sys.argv):
             raise
         raise UserError(str(error).removeprefix("--model_name_or_path ")) from error

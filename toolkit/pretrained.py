@@ -1,4 +1,4 @@
-"""A pretrained model by its name: its config, its tokenizer, and one-line errors that name it."""
+"""Loads the config and tokenizer of a pretrained model by name, with one-line errors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from toolkit.utils.model_config import check_model_config
 from toolkit.utils.units import size_text
 
 _FEW_PARAMETERS = 10**8
-_WIDEST = 4096  # a config.json may say anything
-# In what DeepSpeed, Accelerate, torch and Lightning save while they train, and in a Trainer's output folder.
-_OF_TRAINING = re.compile(
+_MAX_WIDTH = 4096  # of a trial layer: config.json may hold any number
+# file names in checkpoints of DeepSpeed, Accelerate, torch and Lightning, and in a Trainer's output folder
+_CHECKPOINT_FILES = re.compile(
     r"latest|.*_(model|optim)_states\.pt|random_states_\d+\.pkl|pytorch_model_fsdp.*|\.metadata|checkpoint-\d+"
     r"|.*\.(distcp|ckpt|pth?)",
     re.DOTALL,
@@ -37,7 +37,7 @@ _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 
 
 def load_config(settings: PretrainedSettings) -> Any:
-    """The model's config. Raises UserError for one that cannot be read, or asks for far more than its weights hold."""
+    """Raises UserError for a config that cannot be read, or describes a far larger model than its weights."""
     name = str(settings.model_name_or_path)
     with explain_load_errors(name):
         content = PreTrainedConfig.get_config_dict(model_path(name))[0]
@@ -45,58 +45,57 @@ def load_config(settings: PretrainedSettings) -> Any:
         _refuse_oversized(name, content)
         config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
         if any("/" in str(part._attn_implementation) for part in _parts(config)):
-            config._attn_implementation = None  # a kernel of the hub is code: only the command line may name it
+            config._attn_implementation = None  # a kernel on the hub is code: only the command line may choose it
         for part in _parts(config):
-            # tuples have no names; chunks change no number, and fail where they do not divide a length
+            # dicts, not tuples; chunking changes no result, and fails on lengths that it does not divide
             part.return_dict, part.chunk_size_feed_forward = True, 0
         return config
 
 
 def _parts(config: Any) -> list[Any]:
-    """The config, and those of an encoder-decoder's parts."""
+    """The config and its sub-configs (of an encoder-decoder)."""
     return [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
 
 
 def layer_of(settings: PretrainedSettings) -> Callable[[], tuple[int, int]]:
-    """For `launch.make_accelerator`: (hidden_size, intermediate_size) of the model's layers, read when it is called;
-    those of BERT-base where the config lacks them, or cannot be read, which is reported when the model is loaded."""
+    """For `launch.make_accelerator`: a function that reads the (hidden_size, intermediate_size) of the model's layers.
+    BERT-base's if the config lacks them or cannot be read (loading the model reports that)."""
 
     def widths() -> tuple[int, int]:
         config: dict[str, Any] = {}
         with contextlib.suppress(UserError):
             config = encoder_config(load_config(settings)).to_dict()
-        hidden = min(_size(config, "hidden_size", "dim", "d_model"), _WIDEST) or 768
+        hidden = min(_size(config, "hidden_size", "dim", "d_model"), _MAX_WIDTH) or 768
         inner = _size(config, "intermediate_size", "hidden_dim", "d_ff", "encoder_ffn_dim")
-        return hidden, min(inner, 4 * _WIDEST) or 4 * hidden
+        return hidden, min(inner, 4 * _MAX_WIDTH) or 4 * hidden
 
     return widths
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these numbers that a config has, or 0."""
+    """The first of these keys that the config has, as an int, or 0."""
     value = next((config[name] for name in names if config.get(name)), 0)
     return int(value) if isinstance(value, int | float) and abs(value) < 1e30 else 0
 
 
 def _refuse_oversized(name: str, config: dict[str, Any]) -> None:
-    """transformers allocates what config.json asks for (a list of layers in the config itself, random weights in the
-    model) before it compares that with the weights."""
+    """transformers allocates what config.json asks for (layers of the config, random weights) before it reads the
+    weights."""
     folder = Path(model_path(name))
     size = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
     parameters = _parameters(config) if size else 0
-    # 8: for quantized weights, and layers that share theirs
+    # 8: for quantized weights and shared layers
     if parameters > max(_FEW_PARAMETERS, 8 * size):
         raise UserError(
-            f"--model_name_or_path {name}: its config.json asks for about {parameters:.0e} parameters "
-            f"(num_hidden_layers, hidden_size, vocab_size), and its weights have {size_text(size)}: name the folder "
-            "the weights belong to"
+            f"--model_name_or_path {name}: its config.json describes about {parameters:.0e} parameters "
+            f"(num_hidden_layers, hidden_size, vocab_size), but its weights have {size_text(size)}: use the "
+            "config.json that belongs to the weights"
         )
 
 
 def _parameters(config: dict[str, Any]) -> int:
-    """About the number of parameters of this config, encoder and decoder together."""
+    """The approximate number of parameters, encoder and decoder together."""
     parts = sum(_parameters(part) for part in config.values() if isinstance(part, dict))
-
     size = partial(_size, config)
     hidden, layers = size("hidden_size", "dim", "d_model"), size("num_hidden_layers", "n_layers", "num_layers")
     rows = size("vocab_size") + size("max_position_embeddings") + size("type_vocab_size")
@@ -107,7 +106,7 @@ def _parameters(config: dict[str, Any]) -> int:
 
 
 def model_digest(name: str) -> str:
-    """A digest of the files of a model's folder, or the commit of a hub's model that has been loaded."""
+    """A digest of a model folder's files, or the commit of a cached hub model."""
     folder = Path(model_path(name))
     if folder.is_dir():
         return digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
@@ -116,20 +115,20 @@ def model_digest(name: str) -> str:
 
 
 def encoder_config(config: Any) -> Any:
-    """The encoder's config, of an encoder-decoder too."""
+    """The encoder's part of an encoder-decoder's config; other configs as they are."""
     return getattr(config, "encoder", config)
 
 
 def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
-    """Tokens up to which a BigBird runs full attention: two blocks that read all, three neighbours, 2 x random."""
+    """Tokens up to which a BigBird uses full attention: 2 global, 3 sliding and 2 x random blocks."""
     return (5 + 2 * num_random_blocks) * block_size
 
 
 def load_plain_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder, a hub name or a `demo:` name. Raises UserError as `refuse_unusable` does."""
+    """Loads the tokenizer of a folder, a hub name or a `demo:` name. Raises UserError, also as `refuse_unusable`."""
     with explain_load_errors(name):
         if cached_file(model_path(name), "config.json", _raise_exceptions_for_missing_entries=False):
-            # AutoTokenizer builds the config, and a name for each of its labels
+            # AutoTokenizer builds the config, with a name for each label
             content = PreTrainedConfig.get_config_dict(model_path(name))[0]
             check_model_config(content, f"--model_name_or_path {name}: its config.json")
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
@@ -138,7 +137,7 @@ def load_plain_tokenizer(name: str) -> Any:
 
 
 def refuse_unusable(tokenizer: Any, name: str) -> None:
-    """Raises UserError for a tokenizer made of nothing, and one that cannot pad."""
+    """Raises UserError for a tokenizer without a vocabulary or a padding token."""
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"--model_name_or_path {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it")
     if tokenizer.pad_token_id is None:
@@ -146,17 +145,17 @@ def refuse_unusable(tokenizer: Any, name: str) -> None:
 
 
 def refuse_random(name: str, missing: Iterable[str]) -> None:
-    """Raises UserError for parameters that the weights lack: they would train as if they were pretrained."""
+    """Raises UserError for `missing` parameters, which would be initialised at random silently."""
     if missing := sorted(missing):
         raise UserError(
-            f"--model_name_or_path {name}: its weights do not fit its config.json ({listing(missing, 3)} would be "
-            "random, or lost): name the folder the weights belong to"
+            f"--model_name_or_path {name}: its weights do not match its config.json ({listing(missing, 3)} would be "
+            "random, or lost): use the config.json that belongs to the weights"
         )
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without progress bars for short work, and without the page of warnings about a new head, which is intended."""
+    """Silences progress bars, and the warnings about a newly initialised head."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -171,8 +170,8 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_weights() -> Iterator[None]:
-    """Loads whole weights also under a config that would shard them on the way: a head made shard by shard
-    would depend on the number of processes."""
+    """Disables ZeRO-3's sharding while a model is loaded: a head initialised shard by shard would depend on the number
+    of processes."""
     reference = require(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers")
     transformers_deepspeed.unset_hf_deepspeed_config()
     try:
@@ -182,33 +181,33 @@ def whole_weights() -> Iterator[None]:
 
 
 def _refuse_wrong_folder(name: str) -> None:
-    """Raises UserError for a run's folder instead of the model in it, a missing folder (before a hub is asked for a
-    model of that name), a training checkpoint, an adapter, and a folder whose files lie elsewhere."""
+    """Raises UserError for a missing folder (before the hub is asked for it), a run's folder instead of the model in
+    it, a training checkpoint, an adapter, and a folder with links that lead outside."""
     path = Path(name)
     in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
     local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or (len(path.parts) > 1 and in_a_run)
     if local and not path.exists() and not name.startswith(PREFIX):
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, siblings)
-        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
+        hint = did_you_mean(path.name, siblings)
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{hint} [config.json]")
     if (path / "manifest.json").is_file():
         raise UserError(
-            f"--model_name_or_path {name} is a checkpoint of training: make a model's folder of it with "
+            f"--model_name_or_path {name} is a training checkpoint: convert it to a model folder with "
             f"`toolkit convert {name} OUT`"
         )
     if (path / "adapter_config.json").is_file() and not _is_model(path):
         raise UserError(
-            f"--model_name_or_path {name} is a LoRA adapter without its model: make a whole one with "
+            f"--model_name_or_path {name} is a LoRA adapter without its model: merge them with "
             f"`toolkit convert {name} OUT --merge_lora --base_model FOLDER`"
         )
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else [name] * path.is_file()
-    if not _is_model(path) and any(map(_OF_TRAINING.fullmatch, names)):
+    if not _is_model(path) and any(map(_CHECKPOINT_FILES.fullmatch, names)):
         raise UserError(
-            f"--model_name_or_path {name} is a checkpoint of training, and no model: make a model's folder of it with "
+            f"--model_name_or_path {name} is a training checkpoint: convert it to a model folder with "
             f"`toolkit convert {name} OUT --config_from FOLDER`, where FOLDER has the model's config.json and tokenizer"
         )
     if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
-        raise UserError(f"{name} is a run's folder, and its model is in {path / 'model'}: name that")
+        raise UserError(f"{name} is a run's folder: pass its model, {path / 'model'}")
     if path.is_dir():
         refuse_files_outside(path)
 
@@ -220,11 +219,11 @@ def _is_model(path: Path) -> bool:
 
 @contextlib.contextmanager
 def explain_load_errors(name: str, attention: str | None = None) -> Iterator[None]:
-    """Turns any error of a library about this model into a UserError of one line that names it."""
+    """Turns a library's error while loading this model into a one-line UserError."""
     _refuse_wrong_folder(name)
     if not name.startswith(PREFIX) and not Path(name).exists():
         reach(name)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a page of retries without a network
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it logs many retries
     try:
         yield
     except UserError:
@@ -233,8 +232,8 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[Non
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"--model_name_or_path {name} comes with code of its own, which is not run: name a model whose "
-                f"architecture transformers {transformers.__version__} has (docs/models.md)"
+                f"--model_name_or_path {name} needs its own Python code, which is not executed: use a model whose "
+                f"architecture transformers {transformers.__version__} includes (docs/models.md)"
             ) from error
         if attention and any(word in str(error).lower() for word in ("attn", "attention", "kernel")):
             raise UserError(f"--attn_implementation {attention} cannot be used: {reason}") from error

@@ -46,9 +46,9 @@ def names_in(folder: Path) -> list[str]:
     ("words", "message"),
     [
         (["convert", "none", "out"], "none does not exist"),
-        (["convert", "run"], "name the folder to make"),
+        (["convert", "run"], "name the folder to create"),
         (["convert", "--inspect", "run", "out"], "writes nothing: leave OUT out"),
-        (["convert", "run", "out", "--json"], "--json goes with --inspect"),
+        (["convert", "run", "out", "--json"], "--json needs --inspect"),
         (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
         (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
         (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),

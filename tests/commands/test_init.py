@@ -66,7 +66,7 @@ def test_init_keeps_what_the_user_has_and_says_so(
     assert (tmp_path / "recipes" / "cls.py").read_text() == "print('mine')\n"
     out = capsys.readouterr().out
     assert f"{len(SHIPPED) - 2} files copied" in out
-    assert "kept your own version of: recipes/cls.py (" in out
+    assert "you changed them: recipes/cls.py (" in out
     assert "cd " not in out
 
 

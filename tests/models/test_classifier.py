@@ -100,7 +100,7 @@ def test_a_config_that_asks_for_all_memory_is_refused(broken: Path, size: str, p
     parts = {"model_type": "encoder-decoder", "encoder": config, "decoder": config, part: huge}
     (broken / "config.json").write_text(json.dumps(parts if part else huge))
     with pytest.raises(
-        UserError, match=r"asks for about .e.* parameters .* its weights have|is 3000000000 and should be"
+        UserError, match=r"describes about .e.* parameters .* its weights have|is 3000000000 and should be"
     ):
         load_config(ModelSettings(model_name_or_path=str(broken)))
 

@@ -199,10 +199,10 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
         ({"model_type": "big_bird"}, "is a BigBird already, of 48 positions"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type relative_key"),
         ({"is_decoder": True}, "is a decoder"),
-        ({"num_hidden_layers": 1}, "do not fit its config.json (encoder.layer.1."),
-        ({"num_hidden_layers": 3}, "do not fit its config.json (bert.encoder.layer.2."),
-        ({"hidden_size": 48}, "do not fit its config.json"),
-        ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight "),
+        ({"num_hidden_layers": 1}, "do not match its config.json (encoder.layer.1."),
+        ({"num_hidden_layers": 3}, "do not match its config.json (bert.encoder.layer.2."),
+        ({"hidden_size": 48}, "do not match its config.json"),
+        ({"vocab_size": 200}, "do not match its config.json (bert.embeddings.word_embeddings.weight "),
     ],
 )
 def test_other_models_are_refused(bert: Bert, out: Path, changed: dict[str, Any], said: str) -> None:

@@ -74,7 +74,7 @@ def test_what_is_damaged_is_made_again_and_said(
     assert once() == folder
     assert len(made) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"{folder} is damaged ({said}): it is made again"
+    assert line == f"{folder} is damaged ({said}): rebuilding it"
     fault(f"a damaged token cache ({said})", line.replace(str(folder.parent), "CACHE"))
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from toolkit.errors import UserError
 from toolkit.utils.files import (
-    create_file,
     draft_path,
     explain_write_errors,
     read_table,
     remove_drafts,
     replace_file,
     replace_folder,
+    write_new,
 )
 from toolkit.utils.units import size_text
 
@@ -28,7 +28,7 @@ def test_a_new_file_is_never_one_that_is_there(tmp_path: Path, there: str) -> No
     if there != "file":
         path.symlink_to(other)
     with pytest.raises(FileExistsError):
-        create_file(path)
+        write_new(path, "x")
     assert not other.exists() or other.read_text() == "kept"
 
 

@@ -41,7 +41,7 @@ def test_a_hub_that_is_not_there(load: Any, setting: str, closed: str, capsys: p
     with pytest.raises(UserError) as caught:
         load()
     assert time.monotonic() - started < 10
-    assert f"fetching it from {closed} (HF_ENDPOINT names another hub)" in capsys.readouterr().err
+    assert f"fetching it from {closed} (set HF_ENDPOINT for another hub)" in capsys.readouterr().err
     for part in (f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"):
         assert part in str(caught.value)
 
@@ -51,5 +51,5 @@ def test_a_copy_in_the_cache_is_taken(
 ) -> None:
     monkeypatch.setattr("toolkit.utils.hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     reach("nobody/no-model")
-    assert f"{closed} cannot be reached, so the copy in the cache is taken" in capsys.readouterr().err
+    assert f"{closed} cannot be reached: using the copy in the cache" in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

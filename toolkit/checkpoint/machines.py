@@ -22,7 +22,7 @@ from toolkit.checkpoint.save import bytes_of
 from toolkit.checkpoint.tensor_index import read_into
 from toolkit.errors import UserError
 from toolkit.launch.network import node_id
-from toolkit.utils.files import create_file, flush_path
+from toolkit.utils.files import flush_path
 from toolkit.utils.units import size_text
 
 _CHUNK = 16 << 20
@@ -38,7 +38,7 @@ def remote_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
     probe = folder / broadcast_object_list([f"{folders.PROBE}{secrets.token_hex(8)}"])[0]
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        create_file(probe).close()
+        probe.open("xb").close()
     accelerator.wait_for_everyone()
     shared: list[bool] = gather_object([os.access(probe, os.F_OK)])
     if accelerator.is_main_process:
@@ -99,7 +99,7 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
         with contextlib.ExitStack() as stack:
             if rank in writers:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(create_file(path))
+                file = stack.enter_context(path.open("xb"))
             for start in range(0, size, _CHUNK):
                 block = buffer[: min(_CHUNK, size - start)]
                 if rank == reader:

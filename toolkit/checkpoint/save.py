@@ -23,7 +23,7 @@ from toolkit.checkpoint.live import LiveState, full_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_hyperparameters, is_json, split_state
 from toolkit.checkpoint.safetensors_header import Layout, lay_out
 from toolkit.errors import UserError
-from toolkit.utils.files import as_json, create_file
+from toolkit.utils.files import as_json
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     layout = draft.layout
     checksums: dict[str, int] = {}
     data_crc32 = 0
-    with create_file(folder / draft.name) as file:
+    with (folder / draft.name).open("xb") as file:
         file.write(layout.header())  # a placeholder of the final header's length
         for name in layout.tensors:
             content = bytes_of(draft.tensors[name][0])

@@ -1,4 +1,4 @@
-"""`toolkit cache`: lists or removes what is reused between runs."""
+"""`toolkit cache`: lists or prunes the cache of tokens and models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _DAY_SECONDS = 24 * 3600
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
     parser.add_argument(
-        "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes what no run used since [30]"
+        "--unused_days",
+        type=float,
+        default=30.0,
+        metavar="DAYS",
+        help="prune removes what no run has used for so many days [30]",
     )
 
 
@@ -34,14 +38,14 @@ def run(options: argparse.Namespace) -> None:
         if removed or options.action == "list":
             name = folder.relative_to(cache_folder())
             lines.append(f"{'removed ' * removed}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
-    contents = f"holds nothing that was unused for {options.unused_days:g} days" if folders else "is empty"
+    contents = f"has no folder unused for {options.unused_days:g} days" if folders else "is empty"
     print("\n".join(lines) or f"{cache_folder()} {contents}")
 
 
 COMMAND = Command(
     "cache",
-    "list the tokens and models that are kept, or remove those that are not used",
+    "list the cached tokens and models, or remove unused ones",
     run,
     add_arguments,
-    description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
+    description=f"Lists or prunes the cache in {cache_folder()} ($TOOLKIT_CACHE).",
 )

@@ -1,4 +1,4 @@
-"""`toolkit clean`: frees the disk of the checkpoints of finished runs. Imports no torch."""
+"""`toolkit clean`: removes the checkpoints of finished runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def clean(path: Path) -> str:
-    """Returns a line with the bytes that were freed. Raises UserError where the run is not finished."""
+    """Returns a line with the bytes freed. Raises UserError if the run is not finished."""
     if not (path / "config.json").is_file():
-        raise UserError(f"{path} {'is no run: it has no config.json' if path.is_dir() else 'does not exist'}")
+        raise UserError(f"{path} {'is not a run: it has no config.json' if path.is_dir() else 'does not exist'}")
     config = read_table(path / "config.json", {})
     with _locked(path):
         if why := _unfinished(path, config):
@@ -52,7 +52,7 @@ def clean(path: Path) -> str:
 
 
 def _unfinished(path: Path, config: dict[str, Any]) -> str:
-    """Why a run is not finished; empty where it is."""
+    """Why a run is not finished; empty if it is."""
     report = path / "report.html"
     if "stopped" in config:
         return "was stopped"
@@ -69,7 +69,7 @@ def _unfinished(path: Path, config: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """With the lock that a run holds on its folder."""
+    """Takes the lock that a run holds on its folder."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path / ".lock", timeout=0)

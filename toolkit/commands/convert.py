@@ -1,4 +1,4 @@
-"""The command line of `toolkit convert`."""
+"""`toolkit convert`: parses its command line, and prints what a checkpoint contains (`--inspect`)."""
 
 from __future__ import annotations
 
@@ -23,40 +23,52 @@ from toolkit.utils.units import size_text
 
 _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
-    "its tags, a torch.distributed.checkpoint folder, a file of torch.save (Lightning's .ckpt too), an adapter's or a "
-    "model's folder. Nothing in it is executed. OUT appears whole or not at all."
+    "its tags, a torch.distributed.checkpoint folder, a torch.save file (such as Lightning's .ckpt), an adapter's or a "
+    "model's folder. No code in it is executed. OUT is written completely or not at all."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="see below")
-    parser.add_argument("out", nargs="?", type=Path, help="the folder to make")
+    parser.add_argument("out", nargs="?", type=Path, help="the folder to create")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
     parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes", type=parse_size,
                         help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
     parser.add_argument(
-        "--config_from", metavar="FOLDER", type=_folder, help="has config.json and the tokenizer, or the adapter's"
+        "--config_from",
+        metavar="FOLDER",
+        type=_folder,
+        help="with config.json and the tokenizer, or the adapter's config",
     )
     parser.add_argument(
-        "--base_model", metavar="FOLDER", type=_folder, help="has the frozen parameters that CHECKPOINT leaves out"
+        "--base_model", metavar="FOLDER", type=_folder, help="with the frozen parameters that CHECKPOINT lacks"
     )
     parser.add_argument(
-        "--prefix", default="", metavar="NAME", help="take the tensors under NAME. alone, by the rest of their names"
+        "--prefix",
+        default="",
+        metavar="NAME",
+        help="convert only the tensors whose names begin with NAME., without that prefix",
     )
-    parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
-    parser.add_argument("--keep_tied", action="store_true", help="write tied weights under each of their names")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
-    parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
-    parser.add_argument("--without_checksums", action="store_true", help="also files that were saved without them")
+    parser.add_argument(
+        "--merge_lora", action="store_true", help="write the whole model with the adapter merged, not the adapter alone"
+    )
+    parser.add_argument("--keep_tied", action="store_true", help="write tied weights under all their names")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument(
+        "--sync", action="store_true", help="flush OUT to the disk before exiting [only with --overwrite]"
+    )
+    parser.add_argument("--without_checksums", action="store_true", help="accept files without checksums")
     parser.add_argument("--verify", action="store_true", help="read the output again and compare")
-    parser.add_argument("--dry_run", action="store_true", help="check everything and list what would be written")
-    parser.add_argument("--inspect", action="store_true", help="print what CHECKPOINT holds; takes no OUT")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check everything and list the files without writing them"
+    )
+    parser.add_argument("--inspect", action="store_true", help="print what CHECKPOINT contains; takes no OUT")
     parser.add_argument("--json", action="store_true", help="with --inspect: as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
-    # Before numpy is imported: merging needs no threads of BLAS, which would each take memory.
+    # before numpy is imported: BLAS threads would take memory and speed up nothing
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _check(arguments)
     if arguments.inspect:
@@ -65,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         as_json = arguments.json and json.dumps(facts, ensure_ascii=False, indent=1, default=str)
         print(as_json or "\n".join(_lines(reader, facts)))
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the draft is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
     print("\n".join(convert(ConvertSettings(**settings))))
 
@@ -91,13 +103,15 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.inspect and arguments.out is not None:
         raise UserError("toolkit convert --inspect CHECKPOINT writes nothing: leave OUT out")
     if arguments.json and not arguments.inspect:
-        raise UserError("--json goes with --inspect")
+        raise UserError("--json needs --inspect")
     if not arguments.inspect and arguments.out is None:
-        raise UserError("toolkit convert CHECKPOINT OUT: name the folder to make (or only look, with --inspect)")
+        raise UserError(
+            "toolkit convert CHECKPOINT OUT: name the folder to create (or look at CHECKPOINT with --inspect)"
+        )
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    """What `--inspect --json` prints: what a checkpoint holds, from its structure alone."""
+    """The output of `--inspect --json`, from the checkpoint's headers; no tensor is read."""
     weights, tensors = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
     names = model_names(reader)
     missing = []
@@ -106,7 +120,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
     if reader.excluded:
         count = sum(math.prod(shape) for shape in reader.excluded.values())
         missing.append(
-            f"{len(reader.excluded)} frozen parameters with {count:,} numbers: --base_model FOLDER supplies them"
+            f"{len(reader.excluded)} frozen parameters with {count:,} elements: --base_model FOLDER supplies them"
         )
     return {
         "checkpoint": str(reader.path),
@@ -136,13 +150,13 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _lines(reader: CheckpointReader, facts: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """The output of `--inspect`."""
     step = "step not recorded" if reader.step is None else f"step {reader.step}"
     dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
     sizes = [size_text(size) for size in facts["output_bytes"].values()]
     return [
         f"{reader.path}: {reader.strategy}, {reader.world} process{'es' * (reader.world > 1)}, {step}",
-        f"  parameters  {facts['parameters']} with {facts['numbers']:,} numbers ({dtypes}), "
+        f"  parameters  {facts['parameters']} with {facts['numbers']:,} elements ({dtypes}), "
         f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
         f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
         + (", a LoRA adapter" if facts["lora"] else ""),

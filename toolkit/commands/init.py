@@ -1,4 +1,4 @@
-"""`toolkit init`: copies the recipes and the config files to where the user works, ready to edit."""
+"""`toolkit init`: copies the recipes and config files to the user's folder, ready to edit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from toolkit.errors import UserError
 from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
-# folder -> the files of it that are copied
+# folder -> patterns of the files to copy
 _PATTERNS = {"recipes": ("*.py", "*.yaml"), "accelerate_configs": ("*.yaml",), "ds_configs": ("*.json",)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="made if it is missing [.]")
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="created if it is missing [.]")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     new, different = copy_templates(folder)
     print(f"{len(new)} files copied to {folder.resolve()}")
     if different:
-        print(f"kept your own version of: {', '.join(different)} (to get ours, move a file away and run this again)")
+        print(f"not overwritten, as you changed them: {', '.join(different)} (move a file away to get ours)")
     print("next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
@@ -35,14 +35,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
-    """Copies what `folder` lacks; returns (copied files, files that are there and differ from ours).
+    """Copies the files that `folder` lacks. Returns (copied files, existing files that differ from ours).
 
-    Raises UserError where the folder cannot be written.
+    Raises UserError if the folder cannot be written.
     """
     source = templates()
     ours = [path for name, patterns in _PATTERNS.items() for each in patterns for path in (source / name).glob(each)]
     if not ours:
-        raise UserError(f"no recipes lie in {source}: this installation is incomplete; install finetune-toolkit again")
+        raise UserError(f"no recipes in {source}: this installation is incomplete; reinstall finetune-toolkit")
     new, different = [], []
     for path in sorted(ours):
         name = path.relative_to(source)

@@ -1,4 +1,4 @@
-"""`toolkit prepare [RECIPE] --name value ...`: makes the tokens that a recipe with these settings would make."""
+"""`toolkit prepare [RECIPE] --name value ...`: tokenizes and caches the data of a recipe with these settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def run(arguments: list[str]) -> None:
     from toolkit.config.recipes import begins_with_name, settings_of_recipe
 
     task = arguments.pop(0) if begins_with_name(arguments) else "cls"
-    description = "Takes a recipe's settings and tokenizes its data, as its first run would."
+    description = "Tokenizes and caches a recipe's data, as its first run would; takes the recipe's settings."
     settings = settings_of_recipe(task, arguments, "prepare", description)
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> None:
     for note in filter(None, (*data.notes, data.advice)):
         print(note)
     print(data.targets.describe())
-    print(f"kept in {data.folder}")
+    print(f"cached in {data.folder}")
 
 
 COMMAND = Command("prepare", "tokenize a job's data ahead of time", run)

@@ -1,4 +1,4 @@
-"""`toolkit report RUN`: writes a run's report.html again."""
+"""`toolkit report RUN`: rewrites a run's report.html."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def run(options: argparse.Namespace) -> None:
     print(write_report_of_folder(options.run, options))
 
 
-COMMAND = Command("report", "write a run's report.html again", run, add_arguments, extensible=True)
+COMMAND = Command("report", "rewrite a run's report.html", run, add_arguments, extensible=True)

@@ -1,4 +1,4 @@
-"""The command line of `toolkit to-bigbird`; imports nothing heavy."""
+"""`toolkit to-bigbird`: parses its command line without heavy imports."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from toolkit.utils.features import Command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
-    parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument("--max_length", type=int, default=4096, metavar="TOKENS", help="it is to read [4096]")
-    parser.add_argument("--block_size", type=int, default=64, metavar="TOKENS", help="of BigBird's attention [64]")
-    parser.add_argument("--num_random_blocks", type=int, default=3, metavar="BLOCKS", help="of its attention [3]")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT, if it is as this command wrote it")
+    parser.add_argument("out", metavar="OUT", help="the folder to create")
+    parser.add_argument(
+        "--max_length", type=int, default=4096, metavar="TOKENS", help="the longest text that OUT reads [4096]"
+    )
+    parser.add_argument("--block_size", type=int, default=64, metavar="TOKENS", help="block size of its attention [64]")
+    parser.add_argument(
+        "--num_random_blocks", type=int, default=3, metavar="BLOCKS", help="random blocks of its attention [3]"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace OUT if nothing in it has changed since this command wrote it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Does what the command line asks. Raises UserError."""
+    """Raises UserError."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit to-bigbird runs in one process: start it without a launcher")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no accelerator is used: DeepSpeed does not warn that it has none
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # so that DeepSpeed does not warn of a missing accelerator
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
     sizes = SparseSizes(arguments.max_length, arguments.block_size, arguments.num_random_blocks)
@@ -34,9 +40,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 COMMAND = Command(
     "to-bigbird",
-    "make a BERT read long texts",
+    "make a BERT that reads long texts",
     run,
     add_arguments,
     description="Writes a BigBird with the weights and the tokenizer of BERT to OUT, for texts of --max_length.",
-    epilog="OUT appears whole or not at all. Its vocabulary and language are BERT's.",
+    epilog="OUT is written completely or not at all. Its vocabulary and language are BERT's.",
 )

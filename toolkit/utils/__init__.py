@@ -1,1 +1,1 @@
-"""Small helpers that stand on nothing else."""
+"""Helpers that import no other part of the package, except `errors`."""

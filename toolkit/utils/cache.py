@@ -1,4 +1,4 @@
-"""What is made once per machine and reused: tokens, and models made longer."""
+"""The cache in `cache_folder()`: folders built once per machine (tokens, converted models), checksums, prune."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 20
 FILES = "files.json"
-"""In each folder, written last: what it was made of, and the size and checksum of every file."""
+"""In each cached folder, written last: its source, and the size and checksum of every file."""
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
@@ -32,11 +32,11 @@ _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 def cached_folder(
     kind: str, digest: str, accelerator: Accelerator | None, source: str = ""
 ) -> Iterator[tuple[Path, Path | None]]:
-    """Gives (the cache folder `kind`/`digest`, a draft to fill): None for the draft where the folder is complete. The
-    draft becomes the folder when the block ends. One process per machine fills it. `toolkit cache` prints `source`.
+    """Yields (the cache folder `kind`/`digest`, a draft to fill, or None if the folder is complete). The draft becomes
+    the folder when the block ends. One process per machine fills it. `toolkit cache` prints `source`.
 
-    Other processes wait for a file lock, not in a collective, so that no timeout of the process group counts.
-    Raises UserError where the folder cannot be written, and where the digests of processes differ.
+    Other processes wait for a file lock, not in a collective, which could time out. Raises UserError if the folder
+    cannot be written, or if the digests of the ranks differ.
     """
     folder = cache_folder() / kind / digest
     try:
@@ -47,20 +47,20 @@ def cached_folder(
                 yield folder, draft
     except OSError as error:
         raise UserError(
-            f"cannot write {folder} [{error.strerror or error}]: name another folder by TOOLKIT_CACHE (export "
+            f"cannot write {folder} [{error.strerror or error}]: set TOOLKIT_CACHE to another folder (export "
             "TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full; nothing was left behind"
         ) from error
-    with contextlib.suppress(OSError):  # a cache that only others may write
+    with contextlib.suppress(OSError):  # read-only for this user
         os.utime(verified_marker(folder))
     if accelerator is not None:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
-        launch.require_equal(accelerator, f"the {kind}", {"what they were made of": digest})
+        launch.require_equal(accelerator, f"the {kind}", {"source": digest})
 
 
 @contextlib.contextmanager
 def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
-    """Gives None where another process has filled the folder while this one waited for the lock."""
-    from filelock import FileLock  # which takes 3 MB that `toolkit convert` has no use for
+    """Yields None if another process has filled the folder while this one waited for the lock."""
+    from filelock import FileLock  # 3 MB that `toolkit convert` does not need
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -69,7 +69,7 @@ def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
             yield None
             return
         if damage:
-            logger.warning(f"{folder} is damaged ({damage}): it is made again")
+            logger.warning(f"{folder} is damaged ({damage}): rebuilding it")
         _remove_drafts(folder)
         with replace_folder(folder, overwrite=True) as draft:
             yield draft
@@ -79,38 +79,38 @@ def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Which file of a folder in the cache is not as it was written; None for none, nothing where there is no folder or
-    an earlier version of this package wrote it.
+    """The first file of a cached folder that has changed since it was written; None if none has; "" if there is no
+    folder, or an earlier version of this package wrote it.
 
-    Sizes are compared every time, checksums (a second for each GB) once for each state of the files on their disk.
+    Sizes are compared every time, checksums (1 s per GB) only when inode, mtime or ctime of a file have changed.
     """
     if not folder.exists():
         return ""
     checked = verified_marker(folder)
     try:
         table = json.loads((folder / FILES).read_bytes())
-        if "files" in table:  # of an earlier version
+        if "files" in table:  # written by an earlier version
             return ""
         listed = table["checksums"]
         stats = {name: (folder / name).stat() for name in listed}
-        odd = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
+        changed = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
         state = json.dumps({name: [stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()})
-        if odd or (checked.is_file() and checked.read_text() == state):
-            return odd
-        odd = next((name for name in stats if digest_of_file(folder / name) != listed[name][1]), None)
+        if changed or (checked.is_file() and checked.read_text() == state):
+            return changed
+        changed = next((name for name in stats if digest_of_file(folder / name) != listed[name][1]), None)
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError):
         return FILES
-    if odd is None:
+    if changed is None:
         with contextlib.suppress(OSError):
             checked.write_text(state)
-    return odd
+    return changed
 
 
 def verified_marker(folder: Path) -> Path:
-    """Beside a folder: the state of its files in which their checksums were right. Its own time is that of the last
-    use."""
+    """The file beside a cached folder that holds the stat values for which the checksums matched. Its mtime is the
+    folder's last use."""
     return folder.with_name(f".{folder.name}.checked")
 
 
@@ -119,13 +119,13 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def _remove_drafts(folder: Path) -> None:
-    """Of builds that were killed; for who has the folder's lock."""
+    """Removes what killed builds left. The caller holds the folder's lock."""
     for dead in folder.parent.glob(f".{folder.name}.*-*"):
         shutil.rmtree(dead, ignore_errors=True)
 
 
 def digest_of_file(path: Path) -> str:
-    """xxh3 of the file's bytes: the same content is the same file, wherever it lies."""
+    """XXH3-128 of the file's bytes, as hex."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -134,15 +134,15 @@ def digest_of_file(path: Path) -> str:
 
 
 def cached_digest(path: Path) -> str:
-    """`digest_of_file`, computed once for each state of a large file on its disk."""
+    """`digest_of_file`; for a large file it is cached until inode, size, mtime or ctime change."""
     stat = path.stat()
     state = f"{path.absolute()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
     record = cache_folder() / "digests" / digest_of_text(state)
-    # what is written twice within a tick of the disk's clock looks the same
+    # two writes within a tick of the file system's clock leave the same times
     if stat.st_size < _LARGE_BYTES or time.time() - stat.st_ctime < _SETTLED_SECONDS:
         return digest_of_file(path)
     with contextlib.suppress(OSError):
-        if len(digest := record.read_text()) == _DIGEST_LETTERS:  # not flushed: a power cut may have emptied it
+        if len(digest := record.read_text()) == _DIGEST_LETTERS:  # it is not flushed: a power cut may have truncated it
             return digest
     digest = digest_of_file(path)
     with contextlib.suppress(OSError):
@@ -153,20 +153,20 @@ def cached_digest(path: Path) -> str:
 
 
 def digest_of_text(text: str) -> str:
-    """24 letters."""
+    """24 hex digits of SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def digest_of_files(folder: Path, files: Iterable[Path]) -> str:
-    """Of the names in `folder` and the contents of files; hidden ones do not count."""
+    """A digest of the names (relative to `folder`) and contents of files, without hidden ones."""
     names = {path.relative_to(folder): path for path in files if path.is_file()}
-    seen = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
-    lines = "\n".join(f"{name.as_posix()} {digest_of_file(names[name])}" for name in seen)
+    visible = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
+    lines = "\n".join(f"{name.as_posix()} {digest_of_file(names[name])}" for name in visible)
     return xxhash.xxh3_128(lines.encode()).hexdigest()
 
 
 def remove(folder: Path) -> bool:
-    """Whether it was removed: one that is being made again stays."""
+    """Removes a cached folder; returns False if it is being built."""
     from filelock import FileLock, Timeout
 
     try:

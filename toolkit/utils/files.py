@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written beside, flushed, renamed. Imports no torch."""
+"""Atomic writes of files and folders (draft, flush, rename), and checks of JSON files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from toolkit.errors import UserError, first_line
 
 Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Key -> what its value must fulfil where there is one that is not null, and the words for it."""
+"""Key -> (a test that its value must pass unless it is null, a description of valid values)."""
 _SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
-           "a table of names of files")  # fmt: skip
-_OF_A_DISK = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream")
+           "a table of file names")  # fmt: skip
+_DISK_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream")
 _DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 
@@ -29,28 +29,22 @@ def cache_folder() -> Path:
 
 
 def draft_path(path: Path, kind: str = "draft") -> Path:
-    """A hidden name beside `path` that no other process takes, on whatever machine or in whatever container."""
+    """A hidden, random name beside `path`: unique across machines and containers, which may share process ids."""
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
 
 
-def create_file(path: Path) -> BinaryIO:
-    """A new file, opened for writing. Raises OSError where there is a file or a link, even one that leads nowhere."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
-
-
 def write_new(path: Path, text: str) -> None:
-    """A new file of this text: see `create_file`."""
-    with create_file(path) as file:
-        file.write(text.encode())
+    """Raises FileExistsError if there is a file or a link, even a dangling one."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 @contextlib.contextmanager
 def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
-    """Gives a name to write a file (or a link) at; it becomes `path`, in one move, when the block has succeeded.
+    """Yields a draft path for a file (or a link), and renames it to `path` when the block succeeds.
 
-    With `flush` the file and its name are on the disk then. Whatever ends the block early removes the draft and
-    leaves `path` as it was. Makes the folder of `path`. Raises OSError.
+    With `flush` the file and its name are then on the disk. If the block fails, the draft is removed and `path` is not
+    changed. Creates the parent folders. Raises OSError.
     """
     draft = draft_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,19 +65,18 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 def replace_folder(
     path: Path, overwrite: bool = False, flush: bool = True, spare: Callable[[Path], object] = lambda old: None
 ) -> Iterator[Path]:
-    """Gives an empty folder beside `path`, which becomes `path` when the block has succeeded.
+    """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
-    With `flush` everything in it is on the disk before. With `overwrite` it takes the place of what is there, which
-    is removed afterwards, unless `spare`, given it when it has been moved aside, raises; without, what was there or
-    appeared meanwhile (but an empty folder) is left alone. Whatever ends the block early, Ctrl-C included, removes the
-    draft and the parent folders made for it. Raises OSError.
+    With `flush` its content is on the disk before. With `overwrite` it replaces what is at `path`, unless `spare`
+    raises, which gets the old content when it has been moved aside; without, it raises OSError if anything but an empty
+    folder is there. If the block fails (Ctrl-C included), the draft and the parent folders created for it are removed.
     """
     draft = draft_path(path)
     new_parents: list[Path] = []
     try:
         for parent in reversed(draft.parents):
             if not parent.exists():
-                with contextlib.suppress(FileExistsError):  # another process made it first, and has its own use for it
+                with contextlib.suppress(FileExistsError):  # another process created it first and may need it
                     parent.mkdir()
                     new_parents.insert(0, parent)
         draft.mkdir()
@@ -103,7 +96,7 @@ def replace_folder(
 
 def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], object]) -> None:
     if not overwrite or not os.path.lexists(path):
-        draft.rename(path)  # OSError where something is there, but for an empty folder
+        draft.rename(path)  # OSError if anything but an empty folder is there
         return
     old = draft_path(path, "old")
     path.rename(old)
@@ -117,7 +110,7 @@ def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], obje
 
 
 def make_readable(folder: Path) -> None:
-    """By the process's umask, as any other file: safetensors creates files that only their owner may read."""
+    """Gives .safetensors files the permissions of the umask: safetensors lets only their owner read them."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
@@ -125,10 +118,8 @@ def make_readable(folder: Path) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Removes the drafts of writers that were killed, and renames a folder back that was being replaced.
-
-    Only for a folder in which nobody else is writing.
-    """
+    """Removes the drafts of killed writers, and restores a folder that was being replaced. No other process may be
+    writing in `folder`."""
     for path in sorted(folder.glob(".*")):
         match = _DRAFTS.fullmatch(path.name)
         if match is None:
@@ -144,21 +135,21 @@ def remove_drafts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path, state: str = "nothing was left behind") -> Iterator[None]:
-    """Raises UserError where the disk does not take what the block writes at `path`; `state` is what is there then."""
+    """Turns a disk error of the block, which writes `path`, into a UserError; `state` says what is at `path` then."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         # safetensors, tokenizers and PyTorch's zip writer raise errors of their own
-        if not isinstance(error, OSError) and not _OF_A_DISK.search(str(error)):
+        if not isinstance(error, OSError) and not _DISK_ERROR.search(str(error)):
             raise
         why = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"cannot write {path}: {why}; {state}") from error
 
 
 def as_json(content: Any) -> Any:
-    """Numbers, lists and tables in place of NumPy's and PyTorch's scalars and arrays; anything else as it is."""
+    """Converts NumPy's and PyTorch's scalars and arrays in `content` to Python numbers and lists."""
     if isinstance(content, Mapping):
         return {as_json(key): as_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -167,7 +158,7 @@ def as_json(content: Any) -> Any:
 
 
 def nan_to_none(content: Any) -> Any:
-    """What is written as JSON, which knows no NaN and no infinity: None in their place."""
+    """Replaces NaN and infinities by None: JSON has neither."""
     if isinstance(content, dict):
         return {key: nan_to_none(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -176,10 +167,10 @@ def nan_to_none(content: Any) -> Any:
 
 
 def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """The table that a JSON file holds. Raises UserError naming the file and the key."""
+    """Reads a JSON object and checks its values. Raises UserError naming the file and the key."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(table, ensure_ascii=False).encode()  # a lone surrogate can be read, and not be written
+        json.dumps(table, ensure_ascii=False).encode()  # a lone surrogate can be read but not written
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -191,32 +182,32 @@ def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
 
 
 def check_values(table: Mapping[str, Any], kinds: Kinds, where: object) -> None:
-    """Raises UserError naming `where` and the key of a value that is not of its kind."""
+    """Raises UserError naming `where` and the key of the first invalid value."""
     for key, (fits, description) in kinds.items():
         if table.get(key) is not None and not fits(table[key]):
             raise UserError(f"{where}: {key} is {json.dumps(table[key])[:60]} and should be {description}")
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether it is one from `low` to `high`: neither true nor NaN."""
+    """Whether `value` is an int or float from `low` to `high`; neither bool nor NaN."""
     return type(value) in (int, float) and low <= value <= high
 
 
 def refuse_link_out(path: Path, folder: Path) -> None:
-    """Raises UserError when `path`, named in `folder`, is by its name or by links a file elsewhere, or no file.
+    """Raises UserError if `path`, listed in `folder`, leads outside it (by `..` or a link), or is a pipe or device.
 
-    A hub cache's links (snapshots/COMMIT/NAME -> ../../blobs/DIGEST) are what they should be.
+    The links of a hub cache (snapshots/COMMIT/NAME -> ../../blobs/DIGEST) are allowed.
     """
     target, home = path.resolve(), folder.resolve()
     if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
         inside = path.is_relative_to(folder) and ".." not in path.parts
         raise UserError(f"{path} is {'a link to ' * inside}{target}, outside {folder}: put the file itself there")
-    if target.exists() and not (target.is_file() or target.is_dir()):  # to read a pipe would wait for ever
+    if target.exists() and not (target.is_file() or target.is_dir()):  # reading a pipe would hang
         raise UserError(f"{path} is neither a file nor a folder: put a copy of the file there")
 
 
 def refuse_files_outside(folder: Path) -> None:
-    """Raises UserError where a file of a model's folder, or one that an index of its weights names, is elsewhere."""
+    """Raises UserError if a file of a model folder, or one that its weight index lists, leads outside the folder."""
     for path in folder.iterdir():
         if not path.is_dir():
             refuse_link_out(path, folder)
@@ -227,7 +218,7 @@ def refuse_files_outside(folder: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Everything in the folder, and the names of its files, are on the disk."""
+    """Flushes all files in the folder, and their names, to the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             flush_path(path)
@@ -235,13 +226,13 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush_folders(folder: Path) -> None:
-    """The names of the files in the folder and in those within are on the disk."""
+    """Flushes the names of the files in the folder and its subfolders to the disk."""
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         flush_path(path)
 
 
 def flush_path(path: Path) -> None:
-    """What was written to the file, or made, renamed or removed in the folder, is on the disk."""
+    """Flushes a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -250,7 +241,7 @@ def flush_path(path: Path) -> None:
 
 
 def templates() -> Path:
-    """The folder that holds recipes/, accelerate_configs/ and ds_configs/: a wheel carries them inside the package
-    (setup.py puts them there), a clone has them at its top."""
-    carried = Path(__file__).resolve().parent.parent / "templates"
-    return carried if carried.is_dir() else carried.parent.parent
+    """The folder with recipes/, accelerate_configs/ and ds_configs/: toolkit/templates in a wheel (see setup.py), the
+    repository in a clone."""
+    in_wheel = Path(__file__).resolve().parent.parent / "templates"
+    return in_wheel if in_wheel.is_dir() else in_wheel.parent.parent

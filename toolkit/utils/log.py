@@ -1,7 +1,7 @@
-"""The logger of this package, `logging.getLogger("toolkit")`: what it reports beside its results goes to stderr.
+"""The logger of this package, `logging.getLogger("toolkit")`, which writes to stderr.
 
-An application that configures logging before it imports `toolkit` keeps its handlers, formats and levels. In any other
-process the lines are printed as they are; `--log_level`, or the logger's own methods, change that.
+An application that configures logging before it imports `toolkit` keeps its handlers, formats and levels. Otherwise
+lines are printed without a prefix; `--log_level`, or the logger's methods, change that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ logger = logging.getLogger("toolkit")
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to `sys.stderr` as it is at the time (a notebook or a test may replace it), above a progress bar."""
+    """Writes to the current `sys.stderr` (a notebook or a test may replace it), above a progress bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -31,7 +31,7 @@ class _StandardError(logging.StreamHandler):
                 super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
-        """A terminal that is gone ends no run."""
+        """A closed terminal must not end a run."""
 
 
 def configure() -> None:
@@ -43,9 +43,9 @@ def configure() -> None:
 def add_handler() -> None:
     logger.addHandler(_StandardError())
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # a library that calls `logging.info` adds a handler to the root: no line twice
+    logger.propagate = False  # or lines print twice if a library calls `logging.info`, which adds a root handler
 
 
 def set_level(name: str) -> None:
-    """`debug`, `info`, `warning` or `error`: the least that is reported."""
+    """The lowest level that is printed: debug, info, warning or error."""
     logger.setLevel(name.upper())

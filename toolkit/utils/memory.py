@@ -1,4 +1,4 @@
-"""Out of memory, reported with the setting that mends it; a limit of the memory that reading a file may take."""
+"""Explains out-of-memory errors by the settings that help, keeps freed memory, and limits what a file may allocate."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from typing import Any
 
 from toolkit.errors import first_line
 
-# torch's CPU allocator, CUDA's libraries and the C++ runtime raise plain RuntimeErrors, the system an OSError, and
-# a library that no longer fits is an ImportError
-_KINDS = (RuntimeError, OSError, ImportError)
+# torch's CPU allocator, CUDA's libraries and the C++ runtime raise RuntimeError, the system OSError, and loading a
+# library ImportError
+_ERRORS = (RuntimeError, OSError, ImportError)
 _MESSAGES = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|_status_alloc_failed|std::bad_alloc"
-    # oneDNN says no more; where it cannot do something at all, it is a primitive *descriptor* that it cannot create
+    # all that oneDNN reports; for an unsupported operation it cannot create a primitive *descriptor*
     r"|could not create a primitive$|failed to map segment",
     re.IGNORECASE | re.MULTILINE,
 )
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_RETURNED = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
-"""What glibc arrives at by itself once a program has freed large blocks."""
-_KEPT_BELOW = 0.4
-"""The part of its memory that a process may have taken while it keeps what it frees: heaps that are kept grew by up to
-1.4 times."""
+_DEFAULTS = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
+"""The values that glibc adapts to once a program has freed large blocks."""
+_KEEP_BELOW = 0.4
+"""Peak share of its memory up to which a process keeps what it frees: kept heaps grew by up to 1.4 times."""
 
 
 def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
-    """What to pass where memory ran out with a batch of texts; None for every other error.
+    """The settings that avoid an out-of-memory error of this batch; None for other errors.
 
-    `recomputes`: whether activations are recomputed already; None in an evaluation.
+    `recomputes`: whether gradient checkpointing is on; None in an evaluation.
     """
     if not is_out_of_memory(error):
         return None
     samples = len(batch.ids)
-    width = -(-batch.inputs["input_ids"].numel() // samples)  # on average, where a row holds several
+    width = -(-batch.inputs["input_ids"].numel() // samples)  # tokens, on average if a row holds several texts
     fewer, tokens = samples // 2, f"--max_tokens_per_batch {max(width, samples * width // 2)}"
     if recomputes is None:
         when = "an evaluation, with a batch"
@@ -55,32 +54,32 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
 
 
 def manage_freed_memory() -> None:
-    """After a step or a batch on a CPU: this process keeps the memory that it frees, until it has taken much of what
-    there is; from then on it returns it. Where the C library is glibc and no variable configures it.
+    """Call it after a step or a batch on a CPU: the process keeps freed memory, until its peak is a large share of the
+    machine's memory; from then on it returns it. Only with glibc that no variable configures.
 
-    By default glibc returns a tensor of more than 32 MiB when it is freed; the next one takes new pages, each of which
-    the kernel clears: half of a training step's time at 512 tokens.
+    By default glibc returns a tensor of more than 32 MiB when it is freed, and the kernel clears each page of the next
+    one: half the time of a training step at 512 tokens.
     """
     if _glibc() is None:
         return
     import resource
 
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if peak < _KEPT_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    if peak < _KEEP_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         _keep()
     elif _keep.cache_info().currsize:
         _return()
 
 
-@functools.cache  # once: a process that has returned its memory does not keep it again
+@functools.cache  # once: after `_return` the process does not keep memory again
 def _keep() -> None:
     _glibc().mallopt(_M_MMAP_MAX, 0)
     _glibc().mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-@functools.cache  # once: each call would make the next step clear its pages anew
+@functools.cache  # once: each trim makes the next step clear its pages again
 def _return() -> None:
-    for name, value in _RETURNED.items():
+    for name, value in _DEFAULTS.items():
         _glibc().mallopt(name, value)
     _glibc().malloc_trim(0)
 
@@ -94,7 +93,7 @@ def _glibc() -> Any:
 
 @functools.cache
 def machine_memory() -> int:
-    """Bytes of this machine, or of the container where it is limited to less."""
+    """Bytes of the machine, or of the container if its limit is lower."""
     import psutil
 
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -108,7 +107,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, _KINDS) and _MESSAGES.search(str(error)) is not None
+    return isinstance(error, _ERRORS) and _MESSAGES.search(str(error)) is not None
 
 
 def _device() -> str:
@@ -126,8 +125,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def limit_memory(size: int) -> Iterator[None]:
-    """This process gets no more than so many bytes within the block: then a MemoryError. On Linux; without effect
-    elsewhere."""
+    """Limits what the process may allocate within the block to `size` bytes; beyond it MemoryError. On Linux only."""
     if sys.platform != "linux":
         yield
         return

@@ -1,4 +1,4 @@
-"""A module without what `Accelerator.prepare` wrapped around it."""
+"""Unwraps modules that `Accelerator.prepare` has wrapped."""
 
 from __future__ import annotations
 

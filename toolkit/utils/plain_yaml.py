@@ -1,4 +1,4 @@
-"""YAML of settings and launch configs, read without its traps."""
+"""Reads YAML settings and launch configs strictly."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from toolkit.errors import UserError
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML that refuses a name that occurs twice, where the first would be lost silently, and aliases: a few of them
-    make a small file a large one, and settings need none."""
+    """Rejects duplicate keys, of which YAML silently drops the first, and aliases, which can expand a small file to
+    gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not read")
+            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"{twice} is given twice")
+        keys = [key.value for key, _ in node.value]
+        if duplicates := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{duplicates[0]} is given twice")
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> Any:
-    """Raises UserError for a file that cannot be read, or is no such YAML."""
+    """Raises UserError for a file that cannot be read or is not valid."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
     except OSError as error:

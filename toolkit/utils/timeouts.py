@@ -1,4 +1,4 @@
-"""A time limit for calls that have none of their own."""
+"""A timeout for calls that have none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
-    """What `work` returns or raises; TimeoutError after `seconds`. Its thread is left behind where it hangs."""
+    """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left running."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -20,7 +20,7 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="within")
+    thread = threading.Thread(target=run, daemon=True, name="call_with_timeout")
     thread.start()
     thread.join(seconds)
     if errors:

@@ -1,4 +1,4 @@
-"""Numbers with units, for people. Imports nothing."""
+"""Formats numbers with units."""
 
 from __future__ import annotations
 

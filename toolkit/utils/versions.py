@@ -1,4 +1,4 @@
-"""The versions of the code and of the libraries it runs on: what the processes of one run must have in common."""
+"""Versions of the code and its libraries, which all processes of a run must share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from toolkit import __version__
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent.parent  # the package
-_MOST_NAMED = 6
+_MAX_LISTED = 6
 _VERSION = re.compile(r"\d[\w.+!]{0,40}", re.ASCII)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Of this toolkit, Python and the libraries; None for one that is not installed."""
+    """Name -> version of this toolkit, Python and the packages; None if not installed."""
     installed: dict[str, str | None] = {"toolkit": __version__, "python": sys.version.split()[0]}
     for name in packages:
         try:
@@ -31,15 +31,15 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def comparable_versions(script: str | Path | None = None) -> dict[str, str | None]:
-    """Name -> value, to be compared between machines. `script` is the recipe, which counts as code."""
+    """Name -> version for a comparison between machines; `script`, the recipe, counts as code."""
     values = versions(ALL_PACKAGES)
-    values["python"] = str(values["python"]).rpartition(".")[0]  # patch releases read each other's data
+    values["python"] = str(values["python"]).rpartition(".")[0]  # patch releases are compatible
     values["code"] = code_digest(script)
     return values
 
 
 def code_digest(script: str | Path | None = None) -> str:
-    """12 hexadecimal digits over this package's modules and the script."""
+    """12 hex digits of a digest of this package's modules and the script."""
     digest = hashlib.sha256()
     for path in sorted(set(_ROOT.rglob("*.py")) - set((_ROOT / "templates").rglob("*.py"))):  # a wheel's copies
         digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
@@ -48,13 +48,13 @@ def code_digest(script: str | Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
-def differing_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names under which two do not hold the same."""
+def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """(host, its values) of several -> what is not the same, or nothing: `torch is 2.13.0 on A and 2.12.1 on B`."""
+    """What differs in a list of (host, values), as `torch is 2.13.0 on A and 2.12.1 on B`; empty for nothing."""
     texts = []
     for name in dict.fromkeys(name for _, values in tables for name in values):
         hosts: dict[str, list[str]] = {}
@@ -66,23 +66,23 @@ def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str
             texts.append(
                 f"{name} is " + " and ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
             )
-    rest = len(texts) - _MOST_NAMED
-    return "; ".join(texts[:_MOST_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+    rest = len(texts) - _MAX_LISTED
+    return "; ".join(texts[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def remedy(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """What to type for libraries that are not the same as those of rank 0, which comes first."""
+    """The commands that give all machines the versions of rank 0, which comes first."""
     host, first = tables[0]
-    names = {name for _, values in tables[1:] for name in differing_names(first, values)}
+    names = {name for _, values in tables[1:] for name in differing_keys(first, values)}
     libraries = [name for name in ALL_PACKAGES if name in names]
-    # another machine may send anything, and this becomes a command
+    # checked, since another machine may send anything and this becomes a command
     pins = [f"{name}=={first[name]}" for name in libraries if _VERSION.fullmatch(str(first.get(name)))]
     lines = [f"`pip install {' '.join(pins)}` on the others"] if pins else []
     others = {name: next(v[name] for _, v in tables if v.get(name)) for name in libraries if not first.get(name)}
     missing = [f"{name}=={version}" for name, version in others.items() if _VERSION.fullmatch(str(version))]
     lines += [f"`pip install {' '.join(missing)}` on {host}"] if missing else []
     if "code" in names or "toolkit" in names:
-        lines.append("copy the same code to all (`git pull`, or rsync the folder)")
+        lines.append("copy the same code to all machines (`git pull`, or rsync the folder)")
     if "python" in names:
-        lines.append("make their environments with the same Python")
+        lines.append("use the same Python on all machines")
     return ", and ".join(lines)

@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
-from toolkit.utils.files import create_file, read_table, refuse_link_out
+from toolkit.utils.files import read_table, refuse_link_out
 from toolkit.utils.model_config import check_model_config
 
 CONFIG = "config.json"
@@ -81,7 +81,7 @@ def decisions_of_run(model_folder: Path | None, step: int | None) -> dict[str, P
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
-        with create_file(folder / name) as file:
+        with (folder / name).open("xb") as file:
             if isinstance(content, str):
                 file.write(content.encode())
             else:

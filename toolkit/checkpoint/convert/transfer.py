@@ -21,7 +21,7 @@ from toolkit.checkpoint.lora import LoraDelta
 from toolkit.checkpoint.safetensors_header import Layout, lay_out, read_header
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks
 from toolkit.errors import UserError
-from toolkit.utils.files import create_file, write_new
+from toolkit.utils.files import write_new
 
 # Bytes read at a time: with the result of a cast they fit a core's cache, so that memory is read once.
 BLOCK = 512 << 10
@@ -100,7 +100,7 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     parts: dict[Member, list[_Part]] = defaultdict(list)
     with ExitStack() as stack:
         for shard in shards:
-            file = stack.enter_context(create_file(folder / shard.name)).fileno()
+            file = stack.enter_context((folder / shard.name).open("xb")).fileno()
             os.ftruncate(file, shard.layout.size)
             _write_at(file, memoryview(shard.layout.header()), 0)
             for output in shard.outputs:
