@@ -52,8 +52,8 @@ def names_in(folder: Path) -> list[str]:
         (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
         (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
         (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
-        (["convert", "run", "run"], "holds run, which is to be read"),
-        (["convert", "run", "."], "is no name of a folder to make"),
+        (["convert", "run", "run"], "contains the input run"),
+        (["convert", "run", "."], "is not a name for a new folder"),
         (["convert", "run", "out", "--max_shard_size", "5"], "did you mean 5GB?"),
         (["convertt", "run"], "did you mean convert"),
     ],
@@ -88,8 +88,8 @@ def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     convert(run, out)
     (out / "mine.txt").write_text("mine")
-    refusal(convert, run, out, match=r"already there: .*--overwrite")
-    refusal(convert, run, out, overwrite=True, match=r"holds mine.txt, which a conversion does not write")
+    refusal(convert, run, out, match=r"already exists: .*--overwrite")
+    refusal(convert, run, out, overwrite=True, match=r"contains mine.txt, which no conversion writes")
     (out / "mine.txt").unlink()
     convert(run, out, overwrite=True, dtype="bf16")
     assert names_in(out) == ["model.safetensors"]
@@ -102,8 +102,8 @@ def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) 
     out.mkdir()
     convert(run, out, overwrite=True)  # an empty one is nobody's
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
-    refusal(convert, run, checkpoint, overwrite=True, match=r"holds manifest.json, ")
-    refusal(convert, run, checkpoint / "out", match="lies in the checkpoint")
+    refusal(convert, run, checkpoint, overwrite=True, match=r"contains manifest.json, ")
+    refusal(convert, run, checkpoint / "out", match="is in the checkpoint")
     refusal(convert, tmp_path / "nosuch", checkpoint / "out", match="nosuch does not exist")
     (tmp_path / "file").write_text("x")
     refusal(convert, run, tmp_path / "file", overwrite=True, match="is not a folder")
@@ -122,7 +122,7 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
         return real(folder, *arguments)
 
     monkeypatch.setattr(conversion, "write_shards", write_shards)
-    message = refusal(convert, run, out, overwrite=overwrite, match=r"holds thesis.txt" if overwrite else "not empty")
+    message = refusal(convert, run, out, overwrite=overwrite, match="thesis.txt" if overwrite else "not empty")
     assert names_in(out) == ["thesis.txt"]
     assert names_in(tmp_path) == ["out", "run"]
     fault(f"OUT appears while convert writes (--overwrite {overwrite})", message)
@@ -267,7 +267,7 @@ def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     tensors = {f"x.{number}": torch.randn(number * 977 + 1) for number in range(9)}
     run = write_run(tmp_path / "run", tensors)
     for threads in (1, 3, 8):
-        monkeypatch.setattr(transfer, "MOST_THREADS", threads)
+        monkeypatch.setattr(transfer, "MAX_THREADS", threads)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, threads=threads: range(threads))
         convert(run, tmp_path / f"out{threads}", verify=True)
         assert all(same_bits(tensor, tensors[name]) for name, tensor in read_folder(tmp_path / f"out{threads}").items())

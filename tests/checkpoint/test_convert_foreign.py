@@ -111,7 +111,7 @@ def test_a_folder_of_torch_distributed_checkpoint(name: str, trained: Any, confi
     for number, named in enumerate((folder, folder.parent)):  # as accelerate nests them
         convert(named, tmp_path / f"out{number}", config_from=config)
         assert_same(read_folder(tmp_path / f"out{number}"), state)
-    refusal(convert, next(folder.glob("*.distcp")), tmp_path / "out", says=[f"folder it lies in, {folder}"])
+    refusal(convert, next(folder.glob("*.distcp")), tmp_path / "out", says=[f"name its folder, {folder}"])
 
 
 def test_what_is_ambiguous_names_what_to_type(trained: Any, config: Path, tmp_path: Path) -> None:

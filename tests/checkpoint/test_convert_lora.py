@@ -98,7 +98,7 @@ def by_hand(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Pa
     ("content", "message"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"r": 4}, "rank 4 and the checkpoint 3"),
+        ({"r": 4}, "rank 4 for .* and the checkpoint 3"),
         ({"peft_type": "IA3"}, "peft_type IA3"),
         *(({"r": value}, "r is .* and should be") for value in (0, True, "3")),
         *(({"lora_alpha": value}, "lora_alpha is .* and should") for value in (None, True, 0, math.nan, math.inf, "5")),
@@ -119,14 +119,14 @@ def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, t
     live = make_peft(tiny_model)
     next(p for name, p in live.named_parameters() if "LayerNorm.weight" in name).requires_grad_(True)
     run = saved(live, tmp_path / "run", tiny_model)
-    with pytest.raises(UserError, match=r"LayerNorm.weight was trained and is no part of the adapter.*--merge_lora"):
+    with pytest.raises(UserError, match=r"LayerNorm.weight was trained and is not part of the adapter.*--merge_lora"):
         convert(run, tmp_path / "out")
     convert(run, tmp_path / "out", merge_lora=True)
 
 
 def test_no_adapter_no_merge(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.ones(2)})
-    refusal(convert, run, tmp_path / "out", merge_lora=True, match="holds no LoRA adapter: leave --merge_lora out")
+    refusal(convert, run, tmp_path / "out", merge_lora=True, match="has no LoRA adapter: drop --merge_lora")
 
 
 def test_fan_in_fan_out(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def base_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def test_they_come_from_the_base_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
-    refusal(convert, run, tmp_path / "out", match=r"leaves 2 frozen parameters out .*--base_model")
+    refusal(convert, run, tmp_path / "out", match=r"lacks 2 frozen parameters .*--base_model")
     base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
     convert(run, tmp_path / "out", base_model=base, verify=True)
     actual = read_folder(tmp_path / "out")
@@ -117,13 +117,13 @@ def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
     short = base_folder(tmp_path / "short", {"embeddings.weight": BASE["embeddings.weight"]})
     refusal(convert, run, tmp_path / "out", base_model=short, match=r"lacks 1 of the 2 parameters .*bert.dense.bias")
     other = base_folder(tmp_path / "other", {**BASE, "dense.bias": torch.ones(6)})
-    refusal(convert, run, tmp_path / "out", base_model=other, match=r"bert.dense.bias is of shape \[6\]")
+    refusal(convert, run, tmp_path / "out", base_model=other, match=r"bert.dense.bias has shape \[6\]")
     assert not (tmp_path / "out").exists()
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a.weight": torch.ones(2), "_orig_mod.a.weight": torch.ones(2)})
-    refusal(convert, run, tmp_path / "out", match=r"several tensors under one name: a.weight")
+    refusal(convert, run, tmp_path / "out", match=r"several tensors of one name: a.weight")
 
 
 def test_integers_and_buffers_stay(tmp_path: Path) -> None:

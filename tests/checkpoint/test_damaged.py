@@ -155,7 +155,7 @@ def test_a_wrong_latest(copied: Callable[..., Path]) -> None:
         (root / "latest").write_text(content)
         fault_of(root, str(root / "latest"), str(root / "global_step2"))
     shutil.rmtree(root / "global_step2")
-    assert "no other one" in fault_of(root)
+    assert "there is no other" in fault_of(root)
 
 
 def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
@@ -168,10 +168,10 @@ def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     assert "does not exist" in fault_of(tmp_path / "nowhere")
-    assert "holds nothing" in fault_of(tmp_path)
+    assert "contains nothing" in fault_of(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     assert "notes.txt" in fault_of(tmp_path)
-    assert "name the folder it lies in" in fault_of(tmp_path / "notes.txt")
+    assert "name its folder" in fault_of(tmp_path / "notes.txt")
     (tmp_path / "latest").write_text("global_step1")
     assert "latest" in fault_of(tmp_path)
     (tmp_path / "tag" / "zero").mkdir(parents=True)

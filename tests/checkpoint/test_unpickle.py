@@ -146,9 +146,9 @@ def test_what_is_called_copies_nothing() -> None:
     ("content", "match"),
     [
         ({"a": torch._neg_view(torch.ones(2))}, "a is stored with the bit 'neg'; save it again after"),
-        ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more holds tensors in a dict"),
-        ({1: torch.ones(2), "1": torch.zeros(2)}, "a tensor is named 1, which is no text"),
-        ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is no name of a parameter"),
+        ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more is a dict of tensors"),
+        ({1: torch.ones(2), "1": torch.zeros(2)}, "a tensor's name is 1, not a string"),
+        ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is not a parameter's name"),
         (
             {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)},
             "needs torch._utils._rebuild_nested_tensor",
@@ -224,4 +224,4 @@ def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
     longer = rewritten(file, lambda name, old: old.replace(b"K\x07", b"K\x70") if name.endswith("data.pkl") else old)
     file.write_bytes(longer)
     opened = open_torch_archive(file)
-    refusal(opened.index, "x", opened.content, match=r"a\.pt.*holds 28 bytes and should hold 448")
+    refusal(opened.index, "x", opened.content, match=r"a\.pt.*has 28 bytes and should have 448")

@@ -1,14 +1,14 @@
-"""LoRA by names: peft's names of a live model's parameters, and their names in files. No peft, no torch.
+"""LoRA's parameters by name: in a live peft model, and in files. Imports neither peft nor torch.
 
-Under `base_model.model.` a live model holds
+A live model has, under `base_model.model.`,
 
-    X.base_layer.weight                                       frozen (and X.base_layer.bias), of a layer with LoRA
+    X.base_layer.weight, X.base_layer.bias                    frozen, of a layer with LoRA
     X.lora_A.NAME.weight (r, in), X.lora_B.NAME.weight (out, r)          trained
     X.lora_embedding_A.NAME (r, in), X.lora_embedding_B.NAME (out, r)    trained, of an embedding
     H.original_module.*, H.modules_to_save.NAME.*             the head before training, and the trained one
-    everything else                                           frozen, under its own name
+    all other parameters                                      frozen, under the base model's names
 
-NAME is the adapter's, by default `default`.
+NAME is the adapter's name, by default `default`.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<layer>.*)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])\.(?P<name>[^.]+)(?P<end>\.weight)?$")
 _TRAINED_HEAD = re.compile(r"\.modules_to_save\.[^.]+\.")
-# Variants that change what a merged weight is; each key is in adapter_config.json when it is in use.
+# Keys of adapter_config.json for variants whose merged weight is not W + scaling * B A.
 _UNSUPPORTED = (
     "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
     "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config", "kasa_config",
     "velora_config", "monteclora_config",
 )  # fmt: skip
 _HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-# Ways to initialise that change the base weights too: a base model from elsewhere does not fit.
+# Values of init_lora_weights that change the base weights too.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def in_adapter(name: str) -> bool:
-    """Whether a parameter of a live model belongs to the adapter: the rest is the base model's."""
+    """Whether a live model's parameter is the adapter's, not the base model's."""
     return ".lora_" in name or _TRAINED_HEAD.search(name) is not None
 
 
 def in_merged_model(name: str) -> bool:
-    """Whether a parameter of a live model has a place in the merged model."""
+    """Whether the merged model has a live model's parameter."""
     return ".lora_" not in name and ".original_module." not in name
 
 
 def merged_name(name: str) -> str:
-    """A live parameter's name in the merged model."""
+    """The merged model's name of a live model's parameter."""
     return _TRAINED_HEAD.sub(".", name.removeprefix(_PREFIX).replace(".base_layer.", "."))
 
 
 def saved_name(name: str) -> str:
-    """A live parameter's name in `adapter_model.safetensors`, as peft has it there."""
+    """peft's name of a live model's parameter in `adapter_model.safetensors`."""
     if match := _FACTOR.match(name):
         return f"{match['layer']}.lora_{match['kind'] or ''}{match['factor']}{match['end'] or ''}"
     return _TRAINED_HEAD.sub(".", name)
 
 
 def live_name(name: str) -> str:
-    """The reverse: a tensor of `adapter_model.safetensors` as it is named in a live model with one adapter."""
+    """The live model's name of a tensor in `adapter_model.safetensors`."""
     return re.sub(r"(\.lora_(?:embedding_)?[AB])(\.weight)?$", r"\1.default\2", name)
 
 
@@ -78,20 +78,19 @@ class LoraDelta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight."""
         shape = self.b.shape[0], self.a.shape[1]
         return shape[::-1] if self.transposed else shape
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The entries of adapter_config.json on which the weights depend."""
+    """An adapter_config.json."""
 
     path: Path
     content: Mapping[str, Any]
 
-    def _of_layer(self, layer: str, patterns: str, key: str) -> int | float:
-        """A layer's rank or alpha. Raises UserError for what is no such number."""
+    def _layer_value(self, layer: str, patterns: str, key: str) -> int | float:
+        """A layer's rank or alpha. Raises UserError for an invalid number."""
         table = self.content.get(patterns) or {}
         # peft takes any regular expression, which can take hours to match
         if not isinstance(table, dict) or not all(re.fullmatch(r"[\w.-]+", name) for name in table):
@@ -104,12 +103,13 @@ class AdapterConfig:
         return value
 
     def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
-        """What the factors add to a weight. Raises UserError where they do not fit it, or the config is another's."""
+        """What the factors add to a weight. Raises UserError where factors, weight and config do not fit."""
         layer, rank = name.removesuffix(".weight"), a.shape[0]
-        expected = self._of_layer(layer, "rank_pattern", "r")
+        expected = self._layer_value(layer, "rank_pattern", "r")
         if expected != rank:
-            raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
-        alpha = self._of_layer(layer, "alpha_pattern", "lora_alpha")
+            fault = f"{self.path} has rank {expected} for {layer} and the checkpoint {rank}"
+            raise UserError(f"{fault}: it is of another adapter")
+        alpha = self._layer_value(layer, "alpha_pattern", "lora_alpha")
         scaling = float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
         delta = LoraDelta(a, b, scaling, is_embedding or bool(self.content.get("fan_in_fan_out")))
         if delta.shape != weight.shape or rank != b.shape[1]:
@@ -117,35 +117,35 @@ class AdapterConfig:
         return delta
 
     def head(self, names: Collection[str]) -> str | None:
-        """Of the names of a classifier's adapter: the head's weight, which is trained whole."""
+        """The name of a classifier's head, among `names`; None for other adapters."""
         if self.content.get("task_type") != "SEQ_CLS":
             return None
         return next((head for head in _HEADS if head in names), None)
 
-    def check_mergeable(self, base_left_out: bool) -> None:
-        """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
+    def check_mergeable(self, base_excluded: bool) -> None:
+        """Raises UserError for variants of LoRA whose merged weight is not W + scaling * B @ A."""
         if used := [key for key in _UNSUPPORTED if self.content.get(key)]:
             raise UserError(f"{self.path} uses {listing(used)}: only peft merges such adapters (merge_and_unload)")
         initial = str(self.content.get("init_lora_weights")).lower()
-        if base_left_out and initial.startswith(_BASE_CHANGING):
-            raise UserError(f"{self.path}: {initial} changes the base weights, which the checkpoint leaves out")
+        if base_excluded and initial.startswith(_BASE_CHANGING):
+            raise UserError(f"{self.path}: {initial} changes the base weights, which are not in the checkpoint")
 
 
 def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:
-    """Raises UserError when the folder has no adapter_config.json, or one of a kind that is not supported."""
+    """Raises UserError when the folder has no adapter_config.json, or one that is not LoRA's."""
     if folder is None or not (path := folder / ADAPTER_CONFIG).is_file():
-        fault = f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there"
-        raise UserError(f"{fault}: name the folder that has it with --config_from FOLDER")
+        fault = f"{reader.path} has a LoRA adapter and no {ADAPTER_CONFIG}"
+        raise UserError(f"{fault}: pass the folder that has it as --config_from FOLDER")
     content = read_table(path, {})
     if content.get("peft_type") != "LORA":
         raise UserError(f"{path} is not of LoRA (peft_type {content.get('peft_type')}): only LoRA can be converted")
     return AdapterConfig(path, content)
 
 
-def factors_of(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
-    """Weight (its name in the merged model) -> (A, B, whether it is an embedding's).
+def find_factors(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
+    """The merged model's name of a weight -> (A, B, whether it is an embedding).
 
-    Raises UserError where there are several adapters, or half of one.
+    Raises UserError where there are several adapters, or factors without their partner.
     """
     factors: dict[str, dict[str, TensorIndex]] = {}
     adapters = set()
@@ -154,15 +154,15 @@ def factors_of(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tupl
             continue
         match = _FACTOR.match(name)
         if match is None or len(tensor.shape) != 2:
-            raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of a variant of LoRA not known here")
+            raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of an unsupported variant of LoRA")
         adapters.add(match["name"])
         weight = f"{merged_name(match['layer'])}.weight"
         factors.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
     if len(adapters) != 1:
-        raise UserError(f"{path} holds {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
+        raise UserError(f"{path} has {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
     for weight, pair in factors.items():
         if set(pair) not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
-            raise UserError(f"{path} holds only {listing(pair)} of the adapter of {weight.removesuffix('.weight')}")
+            raise UserError(f"{path} has only {listing(pair)} of the adapter of {weight.removesuffix('.weight')}")
     return {
         weight: (*(pair[key] for key in sorted(pair)), "embedding_A" in pair)  # type: ignore[misc]
         for weight, pair in factors.items()
@@ -170,18 +170,15 @@ def factors_of(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tupl
 
 
 def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str, TensorIndex]:
-    """The adapter under the names of peft's adapter_model.safetensors.
-
-    Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
-    """
-    factors_of(reader.weights, reader.path)  # one adapter, whole
+    """The tensors of peft's adapter_model.safetensors. Raises UserError if other parameters were trained."""
+    find_factors(reader.weights, reader.path)  # one complete adapter
     trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
-    adapters: dict[str, TensorIndex] = {}
+    tensors: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
         if in_adapter(name):
-            adapters[saved_name(name)] = tensor
+            tensors[saved_name(name)] = tensor
         elif name in trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
-                raise UserError(f"{name} was trained and is no part of the adapter: convert with --merge_lora")
-            adapters[name] = tensor
-    return adapters
+                raise UserError(f"{name} was trained and is not part of the adapter: convert with --merge_lora")
+            tensors[name] = tensor
+    return tensors

@@ -1,4 +1,4 @@
-"""Blocks of numbers from one floating dtype to another, and what LoRA adds to them. No torch."""
+"""Casts blocks of numbers between floating dtypes, and adds LoRA's product to them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _ROWS = 64  # of a merged weight, summed at a time
 
 
 def widen(block: bytearray | memoryview, dtype: str, name: str = "") -> np.ndarray:
-    """The numbers of a block as fp32. `name`: of the tensor, for the error where one would become infinite."""
+    """A block's numbers as fp32. Raises UserError, naming the tensor, where one becomes infinite."""
     if dtype == "BF16":
         bits = np.frombuffer(block, np.uint16).astype(np.uint32)
         bits <<= 16
         return bits.view(np.float32)
-    return _as(np.frombuffer(block, _NUMPY[dtype]), "F32", name)
+    return _cast(np.frombuffer(block, _NUMPY[dtype]), "F32", name)
 
 
 def narrow(values: np.ndarray, dtype: str, name: str = "") -> memoryview:
     """fp32 numbers as bytes of `dtype`. Raises UserError where one becomes infinite."""
-    numbers = _rounded(values) if dtype == "BF16" else _as(values, dtype, name)
+    numbers = _round_to_bf16(values) if dtype == "BF16" else _cast(values, dtype, name)
     return numbers.data.cast("B")
 
 
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """To bf16, ties to even, as torch rounds; a NaN stays one, with its sign.
+def _round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """The bits of bf16, rounded to even as torch does; a NaN keeps its sign.
 
-    bits + 0x7fff + (the last bit that stays), cut: the carry does the rounding.
+    The upper half of (bits + 0x7fff + the upper half's last bit): the carry does the rounding.
     """
-    whole = values.view(np.uint32)
-    bits = whole >> 16
+    fp32_bits = values.view(np.uint32)
+    bits = fp32_bits >> 16
     bits &= 1
     bits += 0x7FFF
-    bits += whole
+    bits += fp32_bits
     bits >>= 16
-    halves = bits.astype(np.uint16)
-    if len(values) and np.isnan(values.max()):  # the largest is NaN as soon as one is
+    bf16_bits = bits.astype(np.uint16)
+    if len(values) and np.isnan(values.max()):  # the maximum is NaN if any number is
         nans = np.isnan(values)
-        halves[nans] = (whole[nans] >> 16) | 0x0040
-    return halves
+        bf16_bits[nans] = (fp32_bits[nans] >> 16) | 0x0040
+    return bf16_bits
 
 
-def _as(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """numpy's own cast, with an error in place of a warning when a finite number becomes infinite."""
+def _cast(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    """numpy's cast. Raises UserError where a finite number becomes infinite."""
     with np.errstate(all="ignore", over="raise"):
         try:
             return numbers.astype(_NUMPY[dtype], copy=False)
@@ -56,9 +56,9 @@ def _as(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
 
 
 def add_delta(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
-    """A new array: `values`, fp32 elements of the flat weight from `first` on, plus what LoRA adds to them.
+    """A new array: `values`, fp32 elements of the flat weight from `first` on, plus LoRA's.
 
-    The bits of the sum do not depend on which elements are computed together.
+    The bits of the sum do not depend on how the weight is cut into blocks.
     """
     left, right = _factors(delta)
     columns = right.shape[1]
@@ -70,8 +70,8 @@ def add_delta(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
     return summed
 
 
-@lru_cache(maxsize=4)  # one for each thread: each works on one weight at a time
+@lru_cache(maxsize=4)  # one per thread
 def _factors(delta: LoraDelta) -> tuple[np.ndarray, np.ndarray]:
-    """Those whose product is of the weight's shape: (rows, rank), (rank, columns)."""
+    """(rows, rank) and (rank, columns): their product has the weight's shape."""
     a, b = (widen(factor.read(), factor.dtype, factor.name).reshape(factor.shape) for factor in (delta.a, delta.b))
     return (a.T.copy(), b.T.copy()) if delta.transposed else (b, a)

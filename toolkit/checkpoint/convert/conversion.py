@@ -1,4 +1,4 @@
-"""A conversion from beginning to end: which tensors, under which names, from where; and then the writing of them."""
+"""`toolkit convert`: which tensors are written under which names, from the checkpoint or the base model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from toolkit.checkpoint.convert.model_files import (
     check_config,
     copied_files,
     decisions_of_run,
-    has_plain_names,
+    is_known_type,
     verify_names,
     write_files,
 )
-from toolkit.checkpoint.convert.transfer import Output, Shard, into_shards, verify_numbers, write_shards
+from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
@@ -32,14 +32,14 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 from toolkit.utils.units import size_text
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-# What conversions write: --overwrite removes nothing else.
-_OURS = re.compile(
+# The names that conversions write: --overwrite removes nothing else.
+_WRITTEN = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
     r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
 )
-# Layers of wrapping that are no part of a model: torch.compile, FSDP, activation checkpointing, Lightning's strategies.
+# Of torch.compile, FSDP, activation checkpointing and Lightning's strategies.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
-# Of the language model that a classifier's adapter was trained on.
+# Parameters of a language model that its classifier lacks.
 _LANGUAGE_HEADS = ("cls.", "lm_head.", "vocab_", "discriminator_predictions.", "generator_")
 
 
@@ -55,39 +55,36 @@ class ConvertSettings:
     config_from: Path | None = None
     base_model: Path | None = None
     prefix: str = ""
-    """Take only the tensors whose names begin so, by the rest of their names."""
+    """Converts only the tensors with this prefix, and removes it from their names."""
     merge_lora: bool = False
     keep_tied: bool = False
-    """Write tied weights under each of their names, for classes that do not tie them themselves."""
+    """Writes tied weights under each of their names, for classes that do not tie them themselves."""
     overwrite: bool = False
     verify: bool = False
     sync: bool = False
-    """Wait until the output is on the disk; always so where it replaces another."""
+    """Flushes the output to the disk; always done where it replaces another."""
     dry_run: bool = False
     without_checksums: bool = False
-    """Also from files in which damage cannot be seen."""
+    """Also converts files without checksums, in which damage cannot be detected."""
 
 
 def convert(settings: ConvertSettings) -> list[str]:
-    """Converts a checkpoint, and returns the lines to print.
-
-    Raises UserError, and changes nothing then.
-    """
+    """Converts a checkpoint, and returns the lines to print. Raises UserError, and has changed nothing then."""
     opened, dtype = open_checkpoint(settings.checkpoint), DTYPES[settings.dtype]
-    _check_place(settings)
-    reader = _model_of(opened, settings.prefix)
+    _check_output(settings)
+    reader = _select_model(opened, settings.prefix)
     folder = _config_folder(settings, reader)
-    reader = _without_attribute(reader, folder)
+    reader = _strip_attribute(reader, folder)
     adapter = _adapter_config(settings, reader)
     deltas: dict[str, lora.LoraDelta] = {}
     is_adapter = adapter is not None and not settings.merge_lora
     if adapter is not None and is_adapter:
         tensors, folder = lora.adapter_tensors(reader, adapter), adapter.path.parent
     else:
-        tensors, deltas = _whole_model(settings, reader, adapter)
-    _refuse_unchecked(settings, [*reader.weights.values(), *tensors.values()])
-    plain = str if adapter is None else lora.merged_name
-    names = {} if is_adapter else {plain(other): plain(name) for other, name in reader.tied.items()}
+        tensors, deltas = _full_model(settings, reader, adapter)
+    _check_checksums_exist(settings, [*reader.weights.values(), *tensors.values()])
+    output_name = str if adapter is None else lora.merged_name
+    names = {} if is_adapter else {output_name(other): output_name(name) for other, name in reader.tied.items()}
     tied = {other: name for other, name in names.items() if name in tensors and other not in tensors}
     head = None if is_adapter or adapter is None else tensors.get(adapter.head(tensors) or "")
     config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
@@ -100,10 +97,8 @@ def convert(settings: ConvertSettings) -> list[str]:
         deltas |= {other: deltas[name] for other, name in tied.items() if name in deltas}
         tensors, tied = with_tied, {}
     outputs = [Output(name, tensor, written_dtype(tensor, dtype), deltas.get(name)) for name, tensor in tensors.items()]
-    shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
-    lines = [] if files else [
-        f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
-    ]  # fmt: skip
+    shards = split_into_shards(outputs, settings.max_shard_bytes, is_adapter)
+    lines = [] if files else [f"weights only: {reader.path} has no config; pass a folder that has one as --config_from"]
     lines += _dry_run(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files, tied)
     if tied:
         pairs = listing(f"{other} (tied to {name})" for other, name in tied.items())
@@ -112,50 +107,47 @@ def convert(settings: ConvertSettings) -> list[str]:
 
 
 def written_dtype(tensor: TensorIndex, dtype: str) -> str:
-    """Floating numbers become `dtype`; whole numbers and truth values stay as they are."""
+    """`dtype` for floating tensors; integers and bools are not cast."""
     return dtype if tensor.dtype in FLOATS else tensor.dtype
 
 
-def _refuse_unchecked(settings: ConvertSettings, tensors: Iterable[TensorIndex]) -> None:
-    """Files of torch.save that were written without checksums: damage in them cannot be seen."""
+def _check_checksums_exist(settings: ConvertSettings, tensors: Iterable[TensorIndex]) -> None:
+    """Raises UserError for files of torch.save that were saved without checksums."""
     members = {span.member for tensor in tensors for span in tensor.spans}
     files = sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
     if files and not settings.without_checksums:
         raise UserError(
             f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options): damage in it "
-            "cannot be seen; convert it nevertheless with --without_checksums"
+            "cannot be detected; pass --without_checksums to convert it nevertheless"
         )
 
 
-# the output
-
-
-def _check_place(settings: ConvertSettings) -> None:
-    """Raises UserError when the output cannot be written, or writing it would destroy something."""
+def _check_output(settings: ConvertSettings) -> None:
+    """Raises UserError when the output cannot be written, or writing it would destroy other files."""
     out = settings.out
     if not out.name or out.name == "..":
-        raise UserError(f"the output {str(out)!r} is no name of a folder to make: toolkit convert CHECKPOINT OUT")
+        raise UserError(f"the output {str(out)!r} is not a name for a new folder: toolkit convert CHECKPOINT OUT")
     inside = next((folder for folder in out.absolute().parents if (folder / MANIFEST).is_file()), None)
     if inside is not None:
-        raise UserError(f"{out} lies in the checkpoint {inside}, and would be removed with it: name another folder")
+        raise UserError(f"{out} is in the checkpoint {inside}, and would be removed with it: name another folder")
     for path in (settings.checkpoint, settings.config_from, settings.base_model):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
-            raise UserError(f"{out} holds {path}, which is to be read: name another folder for the output")
+            raise UserError(f"{out} contains the input {path}: name another folder for the output")
     if not os.path.lexists(out):
         return
     if not settings.overwrite:
-        raise UserError(f"{out} is already there: name another folder, or replace it with --overwrite")
+        raise UserError(f"{out} already exists: name another folder, or replace it with --overwrite")
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is not a folder: --overwrite replaces only folders")
-    _refuse_foreign(out, out)
+    _check_removable(out, out)
 
 
-def _refuse_foreign(folder: Path, out: Path) -> None:
-    """Raises UserError when what is to be removed is not of a conversion. `out`: its name, for the message."""
-    foreign = sorted(path.name for path in folder.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
+def _check_removable(folder: Path, out: Path) -> None:
+    """Raises UserError when a folder has files that no conversion writes. `out`: its name, for the message."""
+    foreign = sorted(path.name for path in folder.iterdir() if not (_WRITTEN.fullmatch(path.name) and path.is_file()))
     if foreign:
-        files = f"{out} holds {listing(foreign, 3)}, which a conversion does not write and --overwrite would remove"
-        raise UserError(f"{files}: name another folder, or move that away")
+        files = f"{out} contains {listing(foreign, 3)}, which no conversion writes and --overwrite would remove"
+        raise UserError(f"{files}: name another folder, or move them away")
 
 
 def _dry_run(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
@@ -174,14 +166,14 @@ def _write(
     """`tied`: the names that are left out."""
     started = time.monotonic()
     out, lines = settings.out, []
-    # as `cp` does not; but what replaces another must be on the disk before that one is removed
+    # an existing folder is removed only after its replacement is on the disk
     flush = settings.sync or os.path.lexists(out)
-    # what is about to be removed is checked again: it may not be what it was
+    # the existing folder is checked again before it is removed: it may have changed
     with (
         explain_write_errors(out),
-        replace_folder(out, settings.overwrite, flush, lambda old: _refuse_foreign(old, out)) as draft,
+        replace_folder(out, settings.overwrite, flush, lambda old: _check_removable(old, out)) as draft,
     ):
-        read = write_shards(draft, shards)
+        bytes_read = write_shards(draft, shards)
         write_files(draft, files)
         seconds = time.monotonic() - started
         if settings.verify:
@@ -189,68 +181,64 @@ def _write(
         if settings.verify and CONFIG in files:
             shapes = {output.name: output.tensor.shape for shard in shards for output in shard.outputs}
             lines.append(verify_names(draft, shapes, tied))
-    # of a run's folder the newest checkpoint is taken, which need not be the best: name it
+    # for a run's folder: the newest checkpoint was taken, not the best
     name = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
     step = f" from step {reader.step}{name}" if reader.step is not None else ""
     size = size_text(sum(shard.layout.size for shard in shards))
     summary = (
         f"wrote {out}{step}: {size} of {settings.dtype} in {len(shards)} file{'s' * (len(shards) > 1)}, "
-        f"read {size_text(read)}, {seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
+        f"read {size_text(bytes_read)}, {seconds:.2f} s, {bytes_read / seconds / 1e9:.2f} GB/s"
     )
     return [*lines, summary]
 
 
-# names
+def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
+    """The tensors whose names begin with `prefix`, by the model's names.
 
-
-def _model_of(reader: CheckpointReader, prefix: str) -> CheckpointReader:
-    """The tensors whose names begin with `prefix`, by the model's own names.
-
-    Raises UserError where there are none, or the checkpoint holds several models and no prefix is given.
+    Raises UserError where there are none, or the checkpoint has several models and `prefix` is empty.
     """
     prefix = prefix and prefix.rstrip(".") + "."
     states = reader.details.get("states")
     if isinstance(states, list) and not any(prefix.startswith(state) for state in states if state):
-        raise UserError(f"{reader.path} holds tensors under {listing(states)}: take those of one with --prefix NAME")
+        raise UserError(f"{reader.path} has tensors under {listing(states)}: choose one with --prefix NAME")
     names = model_names(reader, prefix)
     if prefix and not names:
-        beginnings = listing(sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
-        raise UserError(f"{reader.path} holds nothing under --prefix {prefix}: its names begin with {beginnings}")
-    return _renamed(reader, names)
+        prefixes = listing(sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
+        raise UserError(f"{reader.path} has no tensors under --prefix {prefix}: its names begin with {prefixes}")
+    return _rename(reader, names)
 
 
 def model_names(reader: CheckpointReader, prefix: str = "") -> dict[str, str]:
-    """Name that begins with `prefix` -> the model's own: without that, without wrappers, and without a `module.` that
-    all have."""
+    """The checkpoint's name -> the model's: without `prefix`, wrappers, and a `module.` that all names have."""
     names = {name: _WRAPPERS.sub("", name.removeprefix(prefix)) for name in reader.names() if name.startswith(prefix)}
     while names and all(name.startswith("module.") for name in names.values()):
         names = {name: short.removeprefix("module.") for name, short in names.items()}
     return names
 
 
-def _without_attribute(reader: CheckpointReader, folder: Path | None) -> CheckpointReader:
-    """The same without the `model.` or `net.` that all names have, where they are of a Hugging Face model, whose config
-    is in `folder`, in a module of one's own. Safetensors leave tied names out: a Llama's own may all begin so."""
+def _strip_attribute(reader: CheckpointReader, folder: Path | None) -> CheckpointReader:
+    """Strips `model.` or `net.`, of a user's module around a Hugging Face model with a config in `folder`, if all names
+    have it. In safetensors, which omit tied names, those of a plain Llama may all begin with `model.`."""
     names = reader.names()
     prefix = next((prefix for prefix in MODULE_ATTRIBUTES if all(name.startswith(prefix) for name in names)), "")
     if not prefix or folder is None or not (folder / CONFIG).is_file():
         return reader
     files = {span.member.file.suffix for tensor in reader.weights.values() for span in tensor.spans}
-    if ".safetensors" in files and not has_plain_names(folder):
+    if ".safetensors" in files and not is_known_type(folder):
         return reader
-    return _without_attribute(_renamed(reader, {name: name.removeprefix(prefix) for name in names}), folder)
+    return _strip_attribute(_rename(reader, {name: name.removeprefix(prefix) for name in names}), folder)
 
 
-def _renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
-    """The same by other names, and without the tensors that have none. Raises UserError for two under one name."""
+def _rename(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
+    """Renames tensors, and drops those that `names` lacks. Raises UserError for two tensors of one name."""
     weights, tied = dict(reader.weights), dict(reader.tied)
     for other, name in reader.tied.items():
-        if other in names and name not in names:  # the name under which a tied one is stored is left out
+        if other in names and name not in names:  # only the other name of a tied weight is selected
             weights[other] = weights[tied.pop(other)]
     stored = [name for name in (*weights, *reader.buffers, *reader.excluded) if name in names]
     repeated = sorted(name for name, count in Counter(names[name] for name in stored).items() if count > 1)
     if repeated:
-        raise UserError(f"{reader.path} holds several tensors under one name: {listing(repeated)}")
+        raise UserError(f"{reader.path} has several tensors of one name: {listing(repeated)}")
     return dataclasses.replace(
         reader,
         weights={names[name]: tensor for name, tensor in weights.items() if name in names},
@@ -262,46 +250,40 @@ def _renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRe
     )
 
 
-# configs
-
-
 def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path | None:
-    """Where the model's config is: with LoRA the adapter's folder may have none."""
+    """The folder with the model's config; with LoRA the adapter's folder may have none."""
     if reader.has_lora:
-        return _with_file(CONFIG, settings.config_from, reader.model_folder, settings.base_model)
-    return settings.config_from or _with_file(CONFIG, reader.model_folder)
+        return _first_with(CONFIG, settings.config_from, reader.model_folder, settings.base_model)
+    return settings.config_from or _first_with(CONFIG, reader.model_folder)
 
 
 def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora.AdapterConfig | None:
-    """Of a checkpoint with LoRA."""
+    """None for a checkpoint without LoRA."""
     if not (reader.weights or reader.buffers):
-        raise UserError(f"{reader.path} holds no weights")
+        raise UserError(f"{reader.path} has no weights")
     if not reader.has_lora:
         if settings.merge_lora:
-            raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
+            raise UserError(f"{reader.path} has no LoRA adapter: drop --merge_lora")
         return None
-    home = reader.path if reader.path.is_dir() else reader.path.parent
-    is_adapters_folder = (home / lora.ADAPTER_CONFIG).is_file()
-    if is_adapters_folder and not settings.merge_lora:
-        hint = f"for the whole model: toolkit convert {home} OUT --merge_lora --base_model FOLDER"
-        raise UserError(f"{home} is an adapter's folder, which PeftModel.from_pretrained(base, FOLDER) loads; {hint}")
-    folder = _with_file(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
-    return lora.read_adapter_config(home if is_adapters_folder else folder, reader)
+    folder = reader.path if reader.path.is_dir() else reader.path.parent
+    if not (folder / lora.ADAPTER_CONFIG).is_file():  # not a folder that peft saved
+        with_config = _first_with(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
+        return lora.read_adapter_config(with_config, reader)
+    if not settings.merge_lora:
+        hint = f"for the merged model: toolkit convert {folder} OUT --merge_lora --base_model FOLDER"
+        raise UserError(f"{folder} is an adapter's folder, which PeftModel.from_pretrained(base, FOLDER) loads; {hint}")
+    return lora.read_adapter_config(folder, reader)
 
 
-def _with_file(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that has something of this name."""
+def _first_with(name: str, *folders: Path | None) -> Path | None:
+    """The first folder that contains `name`."""
     return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
-# a whole model
-
-
-def _whole_model(
+def _full_model(
     settings: ConvertSettings, reader: CheckpointReader, adapter: lora.AdapterConfig | None
 ) -> tuple[dict[str, TensorIndex], dict[str, lora.LoraDelta]]:
-    """(every parameter and buffer of a plain model, by its names and in its order; what LoRA adds to them). With LoRA
-    the trained heads replace the old ones.
+    """(all parameters and buffers of a model without LoRA, with the trained heads; what LoRA adds to them).
 
     Raises UserError when a parameter is neither in the checkpoint nor in the base model.
     """
@@ -309,13 +291,13 @@ def _whole_model(
     missing: dict[str, tuple[int, ...] | None] = dict(reader.excluded)
     if adapter is None:
         return tensors | _from_base(settings, reader, tensors, missing), {}
-    factors = lora.factors_of(tensors, reader.path)
+    factors = lora.find_factors(tensors, reader.path)
     tensors = {lora.merged_name(name): tensor for name, tensor in tensors.items() if lora.in_merged_model(name)}
     missing = {lora.merged_name(name): shape for name, shape in missing.items() if lora.in_merged_model(name)}
     missing = {name: shape for name, shape in (dict.fromkeys(factors) | missing).items() if name not in tensors}
     adapter.check_mergeable(bool(missing))
     base = adapter.content.get("base_model_name_or_path")
-    if base and not reader.excluded:  # of a folder from elsewhere: for the message, nothing is read from there
+    if base and not reader.excluded:  # only for the message: nothing is read from there
         reader = dataclasses.replace(reader, details={"base_model": base, **reader.details})
     from_base = _from_base(settings, reader, tensors, missing)
     others = _LANGUAGE_HEADS if adapter.head(tensors) else ()
@@ -329,43 +311,43 @@ def _from_base(
     tensors: Collection[str],
     missing: Mapping[str, tuple[int, ...] | None],
 ) -> dict[str, TensorIndex]:
-    """What the base model adds to the parameters that a checkpoint holds.
+    """The base model's tensors that a checkpoint lacks.
 
-    `missing`: those that are known to be left out -> shape, or None where the checkpoint does not record it. DeepSpeed
-    does not record which it leaves out: then everything of the base model is taken that the checkpoint does not hold.
-    Raises UserError when there is no base model, or it lacks a missing parameter, or has it in another shape.
+    `missing`: parameters that the checkpoint omits -> shape, or None where it does not record them. If it records
+    nothing, as DeepSpeed's, all of the base model's tensors are taken that it lacks. Raises UserError when there is no
+    base model, or it lacks a missing parameter, or has it in another shape.
     """
-    name_of_base = str(reader.details.get("base_model") or "")
+    base_name = str(reader.details.get("base_model") or "")
     folder = settings.base_model
-    if folder is None and reader.excluded and name_of_base and _with_file(CONFIG, Path(model_path(name_of_base))):
-        folder = Path(model_path(name_of_base))
+    if folder is None and reader.excluded and base_name and _first_with(CONFIG, Path(model_path(base_name))):
+        folder = Path(model_path(base_name))
     if folder is None and missing:
         raise UserError(
-            f"{reader.path} leaves {len(missing)} frozen parameters out ({listing(missing, 3)}): name the folder of "
-            f"the base model{name_of_base and f', {name_of_base},'} with --base_model FOLDER"
+            f"{reader.path} lacks {len(missing)} frozen parameters ({listing(missing, 3)}): pass the folder of the "
+            f"base model{base_name and f', {base_name},'} as --base_model FOLDER"
         )
     if folder is None:
         return {}
     base = open_checkpoint(folder)
-    known = _by_names_of({**base.weights, **base.buffers}, {*tensors, *missing})
+    known = _match_prefix({**base.weights, **base.buffers}, {*tensors, *missing})
     if absent := [name for name in missing if name not in known]:
-        counts = f"{len(absent)} of the {len(missing)} parameters that {reader.path} leaves out"
+        counts = f"{len(absent)} of the {len(missing)} parameters that {reader.path} omits"
         raise UserError(f"--base_model {base.path} lacks {counts}: {listing(absent, 5)}")
     for name, shape in missing.items():
         if shape is not None and known[name].shape != shape:
-            shapes = f"{list(known[name].shape)} in {base.path} and of {list(shape)} in {reader.path}"
-            raise UserError(f"{name} is of shape {shapes}: --base_model is not the model that was trained")
+            shapes = f"{list(known[name].shape)} in {base.path} and {list(shape)} in {reader.path}"
+            raise UserError(f"{name} has shape {shapes}: --base_model is not the model that was trained")
     if reader.excluded:
         return {name: known[name] for name in missing}
     stored = {*tensors, *map(lora.merged_name, reader.tied)}
     return {name: tensor for name, tensor in known.items() if name not in stored}
 
 
-def _by_names_of(base: dict[str, TensorIndex], names: Collection[str]) -> dict[str, TensorIndex]:
-    """The base model's tensors by the model's names: as they are, or with one prefix (`bert.`) more or less."""
-    more = Counter(prefix for prefix, _, rest in (name.partition(".") for name in names) if rest in base)
-    less = Counter(prefix for prefix, _, rest in (name.partition(".") for name in base) if rest in names)
+def _match_prefix(base: dict[str, TensorIndex], names: Collection[str]) -> dict[str, TensorIndex]:
+    """The base model's tensors, with a prefix (`bert.`) added or removed where more of them then match `names`."""
+    added = Counter(prefix for prefix, _, rest in (name.partition(".") for name in names) if rest in base)
+    removed = Counter(prefix for prefix, _, rest in (name.partition(".") for name in base) if rest in names)
     choices = [base]
-    choices += [{f"{prefix}.{name}": base[name] for name in base} for prefix, _ in more.most_common(1)]
-    choices += [{name.removeprefix(f"{prefix}."): base[name] for name in base} for prefix, _ in less.most_common(1)]
+    choices += [{f"{prefix}.{name}": base[name] for name in base} for prefix, _ in added.most_common(1)]
+    choices += [{name.removeprefix(f"{prefix}."): base[name] for name in base} for prefix, _ in removed.most_common(1)]
     return max(choices, key=lambda choice: sum(name in choice for name in names))  # the first of equals

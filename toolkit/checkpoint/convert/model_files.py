@@ -1,4 +1,4 @@
-"""The files beside the weights (config, tokenizer, label names), and whether the weights are those of the config."""
+"""Copies the config, tokenizer and label names, and checks that the weights fit the config."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from toolkit.utils.model_config import check_model_config
 
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
-"""How the probabilities of a model become answers; it belongs to the weights of one step."""
+"""Thresholds and temperature of the model; they belong to the weights of one step."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
+# The files of a model folder to copy, beside the weights.
 _COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*", DECISIONS,
     "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
 )  # fmt: skip
 
-# Models of one kind of layer, each with the same parameters.
+# Model types whose layers all have the same parameters.
 _KNOWN = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "big_bird", "ernie", "nezha", "distilbert")
 MODULE_ATTRIBUTES = ("model.", "net.")
-"""Under which a module of one's own may hold the model."""
-_BUILD_SECONDS = 300  # for transformers to build a model without its weights
+"""Common attributes of a user's module for the model in it."""
+_BUILD_SECONDS = 300  # for transformers to build a model on the meta device
 _LAYER = re.compile(r"\blayer\.(\d+)\.")
 _ROWS = {
     "embeddings.word_embeddings.weight": "vocab_size",
@@ -45,11 +45,10 @@ _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 def copied_files(
     folder: Path | None, is_adapter: bool, dtype: str, classes: int | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Path | str]]:
-    """(the model's config; name -> a file to copy, or a text to write). An adapter has no config of the model.
+    """(the model's config, None for an adapter; name -> a file to copy, or a text to write).
 
-    `dtype`: of the weights, so that `from_pretrained` gives the model in it. `classes`: of the classifier that an
-    adapter made of the config's language model. Raises UserError when the folder has no config of a model that could
-    be read.
+    `dtype`: written into the config. `classes`: of a classifier's adapter, if the config is a language model's. Raises
+    UserError when the folder has no valid config of a model.
     """
     if folder is None:
         return None, {}
@@ -70,7 +69,7 @@ def copied_files(
 
 
 def decisions_of_run(model_folder: Path | None, step: int | None) -> dict[str, Path | str]:
-    """The thresholds and the temperature of a run's model, where the checkpoint with `model_folder` has its weights."""
+    """The decisions.json of a run's model, if it is of the checkpoint's step."""
     parents = model_folder.resolve().parents if model_folder else ()  # RUN/checkpoints/STEP/model
     path = parents[2] / "model" / DECISIONS if len(parents) > 2 and parents[1].name == "checkpoints" else None
     if path is None or not path.is_file() or read_table(path, {}).get("step") != step:
@@ -102,15 +101,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def has_plain_names(folder: Path) -> bool:
-    """Whether the config is of a family whose parameters' names do not begin with `model.`."""
+def is_known_type(folder: Path) -> bool:
+    """Whether the config is of a model type whose parameters' names do not begin with `model.`."""
     return _read_config(folder).get("model_type") in _KNOWN
 
 
 def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str) -> None:
-    """Raises UserError naming what the weights lack or have in surplus, as far as the config determines it.
+    """Raises UserError naming weights that are missing, or of another shape, as far as the config determines it.
 
-    `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
+    `shapes`: by parameter name; `path`: the config's; `where`: the checkpoint, for the message.
     """
     faults = Faults()
     family = str(config.get("model_type"))
@@ -142,30 +141,30 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
 
 
 def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> str:
-    """Compares with the model that transformers builds of the folder's config, without its weights.
+    """Compares names and shapes with the model that transformers builds from the folder's config on the meta device.
 
-    It runs in a process of its own, so that this one stays small. Returns what was compared, or why it could
-    not be. Raises UserError naming what is missing or in surplus.
+    In a separate process, for its memory. Returns a line for the user; where no model could be built, with the reason.
+    Raises UserError naming the differences.
     """
     command = [sys.executable, "-P", "-c", _BUILD, str(folder)]  # -P: imports nothing from the current folder
     try:
-        done = subprocess.run(
+        built = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True
         )
     except subprocess.SubprocessError as error:
         message = (error.stderr if isinstance(error, subprocess.CalledProcessError) else "").strip() or str(error)
         return f"not compared with the model's class: {message.splitlines()[-1][-200:]}"
-    built = json.loads(done.stdout.strip().split("\n")[-1])
-    expected = {name: tuple(shape) for name, shape in built["shapes"].items()}
+    model = json.loads(built.stdout.strip().split("\n")[-1])
+    expected = {name: tuple(shape) for name, shape in model["shapes"].items()}
     differences = {
-        "lacks": [name for name in expected if name not in {*shapes, *built["tied"], *tied}],
+        "lacks": [name for name in expected if name not in {*shapes, *model["tied"], *tied}],
         "has in surplus": [name for name in shapes if name not in expected],
         "has in another shape": [name for name, shape in shapes.items() if expected.get(name, shape) != shape],
     }
     faults = [f"{what} {listing(names, 5)}" for what, names in differences.items() if names]
     if faults:
-        raise UserError(f"against {built['class']}, which its {CONFIG} names, the output {'; '.join(faults)}")
-    return f"verified: the {len(expected)} names and shapes are those of {built['class']}"
+        raise UserError(f"compared with {model['class']} of its {CONFIG}, the output {'; '.join(faults)}")
+    return f"verified: the {len(expected)} names and shapes are those of {model['class']}"
 
 
 _BUILD = """

@@ -1,8 +1,7 @@
-"""Streams tensors from a checkpoint's members into safetensors files: one pass, in blocks, checked while it runs.
+"""Streams tensors from a checkpoint's members into safetensors files, in one pass, and checks the checksums meanwhile.
 
-Each member that something is taken from is read once and whole, so that its CRC32 can be checked. The
-work is cut into chunks that several threads take in turn; reading, checksums, casts and writing all
-release the interpreter's lock.
+Each member with a tensor to convert is read once and completely, so that its CRC32 can be checked. Several threads
+work on chunks of them; reading, checksums, casts and writing all release the GIL.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blo
 from toolkit.errors import UserError
 from toolkit.utils.files import write_new
 
-# Bytes read at a time: with the result of a cast they fit a core's cache, so that memory is read once.
 BLOCK = 512 << 10
-# Bytes of a thread's turn.
+"""Bytes read at a time: they and their cast fit a core's cache."""
 CHUNK = 16 << 20
-# More were no faster on the disks we measured, and each takes about 3 MB.
-MOST_THREADS = 4
+"""Bytes of a thread's task."""
+MAX_THREADS = 4
+"""More were no faster on the disks we measured, and each takes about 3 MB."""
 _COMPARED = 1 << 16  # elements at a time
 
 
@@ -40,21 +39,21 @@ class Output:
     tensor: TensorIndex
     dtype: str
     delta: LoraDelta | None = None
-    """What a LoRA adapter adds."""
+    """Added to the tensor."""
 
     @property
     def size(self) -> int:
         """Bytes."""
         return self.tensor.count * ITEM_BYTES[self.dtype]
 
-    def converted(self, numbers: memoryview, first: int) -> memoryview:
-        """Elements of the stored tensor, from `first` on, as they are written.
+    def convert(self, numbers: memoryview, first: int) -> memoryview:
+        """The output's bytes of the tensor's elements `numbers`, from `first` on.
 
-        Raises UserError where a finite number would become infinite.
+        Raises UserError where a finite number becomes infinite.
         """
         if self.delta is None and self.tensor.dtype == self.dtype:
             return numbers
-        from toolkit.checkpoint.convert import casts  # numpy, which takes as long to import as a gigabyte to copy
+        from toolkit.checkpoint.convert import casts  # importing numpy takes as long as copying a gigabyte
 
         values = casts.widen(numbers, self.tensor.dtype, self.tensor.name)
         if self.delta is not None:
@@ -71,12 +70,12 @@ class Shard:
     outputs: list[Output]
 
 
-def into_shards(outputs: Iterable[Output], most: int, is_adapter: bool = False) -> list[Shard]:
-    """Files of at most `most` bytes of tensors each, in the model's order; a larger tensor has one of its own."""
+def split_into_shards(outputs: Iterable[Output], max_bytes: int, is_adapter: bool = False) -> list[Shard]:
+    """Files of at most `max_bytes` of tensors each, in the model's order; a larger tensor gets its own file."""
     groups: list[list[Output]] = [[]]
     size = 0
     for output in outputs:
-        if groups[-1] and size + output.size > most and not is_adapter:
+        if groups[-1] and size + output.size > max_bytes and not is_adapter:
             groups.append([])
             size = 0
         groups[-1].append(output)
@@ -94,8 +93,8 @@ def into_shards(outputs: Iterable[Output], most: int, is_adapter: bool = False) 
 def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     """Writes the files, and the index of several, and returns the bytes read.
 
-    Raises UserError naming the file and the member when a checksum disagrees, a file is short, or a number does not
-    fit, and OSError when a file cannot be written.
+    Raises UserError for a wrong checksum, a truncated file, or a number that becomes infinite; OSError where the disk
+    cannot be written.
     """
     parts: dict[Member, list[_Part]] = defaultdict(list)
     with ExitStack() as stack:
@@ -111,56 +110,55 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
                     first += span.count
                 for factor in (output.delta.a, output.delta.b) if output.delta else ():
                     for span in factor.spans:
-                        parts[span.member] += ()  # to be checked, though nothing is copied from it
-        read = _transfer(parts)
+                        parts[span.member] += ()  # only checked: nothing is copied from it
+        bytes_read = _transfer(parts)
     if len(shards) > 1:
         _write_index(folder, shards)
-    return read
+    return bytes_read
 
 
-def _write_at(file: int, content: memoryview, place: int) -> None:
+def _write_at(file: int, content: memoryview, offset: int) -> None:
     while content:
-        done = os.pwrite(file, content, place)
-        content, place = content[done:], place + done
+        written = os.pwrite(file, content, offset)
+        content, offset = content[written:], offset + written
 
 
 def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """The file in which `from_pretrained` looks tensors up."""
-    where = {output.name: shard.name for shard in shards for output in shard.outputs}
+    files = {output.name: shard.name for shard in shards for output in shard.outputs}
     metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
-    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(files.items()))}, ensure_ascii=False, indent=2)
     write_new(folder / "model.safetensors.index.json", text + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Bytes of a member, from `start` to `end`, that belong to one tensor: its elements from `first` on."""
+    """A member's bytes [start, end), which are a tensor's elements from `first` on."""
 
     output: Output
     file: int
-    """Descriptor of the open output file."""
+    """Descriptor of the output file."""
     offset: int
-    """Of the tensor's first byte in it."""
+    """The tensor's first byte in the output file."""
     first: int
     start: int
     end: int
 
     def write(self, low: int, numbers: memoryview) -> None:
-        """`numbers`: the member's bytes from `low` on."""
+        """Converts and writes `numbers`, the member's bytes from `low` on."""
         element = self.first + (low - self.start) // ITEM_BYTES[self.output.tensor.dtype]
-        place = self.offset + element * ITEM_BYTES[self.output.dtype]
-        _write_at(self.file, self.output.converted(numbers, element), place)
+        offset = self.offset + element * ITEM_BYTES[self.output.dtype]
+        _write_at(self.file, self.output.convert(numbers, element), offset)
 
 
 def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
     """Copies all parts in threads, and returns the bytes read."""
-    members = sorted(parts, key=lambda member: (str(member.file), member.offset))  # so that a disk reads ahead
+    members = sorted(parts, key=lambda member: (str(member.file), member.offset))  # sequential reads
     chunks = [
         (member, start, min(start + CHUNK, member.size)) for member in members for start in range(0, member.size, CHUNK)
     ]
     checksums = dict.fromkeys(members, 0)
     with _threads(len(chunks)) as pool:
-        # after Ctrl-C or a fault chunks that have not begun are dropped
+        # Ctrl-C or an error cancels the chunks that have not begun
         values = pool.map(lambda chunk: _copy(parts[chunk[0]], *chunk), chunks)
         for (member, start, end), value in zip(chunks, values, strict=True):
             checksums[member] = crc32_combine(checksums[member], value, end - start)
@@ -170,11 +168,11 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
 
 
 def _threads(tasks: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), tasks) or 1)
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)), tasks) or 1)
 
 
 def _copy(parts: list[_Part], member: Member, start: int, end: int) -> int:
-    """Copies the bytes [start, end) of a member, and returns their CRC32."""
+    """Copies bytes [start, end) of a member and returns their CRC32."""
     value, begin = 0, start
     parts = [part for part in parts if part.start < end and part.end > start]
     for view in blocks(member.file, member.offset + start, end - start, BLOCK):
@@ -189,20 +187,20 @@ def _copy(parts: list[_Part], member: Member, start: int, end: int) -> int:
 
 
 def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
-    """Reads what was written and compares it with the checkpoint; returns what was compared.
+    """Compares the written files with the checkpoint; returns a line for the user.
 
-    Unlike the writing it goes by the output's own headers, tensor by tensor, each read from its spans in order, so
-    that a fault in the order of the writing shows as well. Raises UserError naming the first that differs.
+    It reads the files by their headers, tensor by tensor, not by the layout that they were written with. Raises
+    UserError naming the first tensor that differs.
     """
     outputs = [output for shard in shards for output in shard.outputs]
     for shard in shards:
         path = folder / shard.name
-        with path.open("rb") as file:  # dropped from memory: what is compared comes from the disk
+        with path.open("rb") as file:  # drop it from the page cache: compare what is on the disk
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         written = read_header(path).tensors
         if set(written) != {output.name for output in shard.outputs}:
-            raise UserError(f"{path} does not hold the tensors that were to be written: the disk or memory is faulty")
+            raise UserError(f"{path} does not have the tensors that were written: the disk or memory is faulty")
         with _threads(len(shard.outputs)) as pool:
             same = pool.map(lambda output: _same(output, written[output.name]), shard.outputs)  # noqa: B023 (read here)
             for output, is_same in zip(shard.outputs, same, strict=True):
@@ -216,6 +214,6 @@ def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
 def _same(output: Output, written: TensorIndex) -> bool:
     for first in range(0, written.count, _COMPARED):
         count = min(_COMPARED, written.count - first)
-        if written.read(first, count) != output.converted(memoryview(output.tensor.read(first, count)), first):
+        if written.read(first, count) != output.convert(memoryview(output.tensor.read(first, count)), first):
             return False
     return True

@@ -1,12 +1,12 @@
-"""A DeepSpeed checkpoint as a `CheckpointReader`: from the flat buffers of the ranks' files to named tensors.
+"""Opens DeepSpeed's checkpoints as a `CheckpointReader`: finds named tensors in the flat buffers of the ranks' files.
 
-Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one flat buffer,
-its parameters one after the other in the order of `param_shapes`, with gaps under `parameter_alignment`. It is cut
-into equal partitions, one for each rank. The masters are saved without the padding at the buffer's end, the
-optimizer's state with it (or without it under `elastic_checkpoint`).
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one flat buffer of
+its parameters, in the order of `param_shapes`, with gaps under `parameter_alignment`. Each rank has an equal partition
+of it. The masters are saved without the padding at the buffer's end, the optimizer's state with it (or without it
+under `elastic_checkpoint`).
 
-Stage 3 (stage3.py): each parameter is cut into equal partitions, the last ones padded. Those of a rank lie one after
-the other in the order of `param_shapes`, cut into sub-groups between parameters.
+Stage 3 (stage3.py): each parameter is split into equal partitions, the last ones padded. A rank's partitions are
+concatenated in the order of `param_shapes`, in sub-groups of complete partitions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_mode
 _PIPELINE_OR_EXPERT = re.compile(
     r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
 )
-_MOST_PROCESSES = 1 << 20  # a larger number is damage
+_MAX_PROCESSES = 1 << 20  # a larger number means a damaged file
 
 
 def is_tag_folder(folder: Path) -> bool:
@@ -49,40 +49,38 @@ def is_tag_folder(folder: Path) -> bool:
 
 
 def find_tag_folder(root: Path) -> Path | None:
-    """The folder that `latest` names, or None where this is no folder of save_checkpoint.
-
-    Raises UserError, naming the tags there are, where `latest` is missing or names none of them.
-    """
+    """The folder that `latest` names; None if there are no tags. Raises UserError where `latest` names none of them."""
     tags = sorted(entry.name for entry in root.iterdir() if is_tag_folder(entry))
     choices, latest = listing(root / tag for tag in tags), root / "latest"
     if not latest.is_file():
         if not tags:
             return None
-        raise UserError(f"{root} has no file `latest` that names the newest checkpoint; name one: {choices}")
+        raise UserError(f"{root} has no file `latest` with the name of the newest checkpoint; name one: {choices}")
     tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
     if tag not in tags:
-        hint = f"name one that is there: {choices}" if tags else "and no other one is there"
+        hint = f"name an existing one: {choices}" if tags else "and there is no other"
         raise UserError(f"{latest} names {tag!r}, which is not a checkpoint in {root}; {hint}")
     return root / tag
 
 
 def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = None) -> CheckpointReader:
-    """Opens a tag folder of save_checkpoint (ZeRO stage 0 to 3). `path`: as the user named it.
+    """Opens a tag folder of save_checkpoint (ZeRO stage 0 to 3). `path`: as the user passed it.
 
-    Raises UserError where a file is missing, damaged, of another save, or the sizes do not add up.
+    Raises UserError where a file is missing, damaged or of another save.
     """
     models, optimizers, stage, world = _open_files(tag_folder)
     model, content = models[0], models[0].content
-    tensors, scalars = _trained(model, [_Rank(each, stage) for each in optimizers], stage) if stage else ({}, {})
+    ranks = [_Rank(each, stage) for each in optimizers]
+    tensors, scalars = _trained_parameters(model, ranks, stage) if stage else ({}, {})
     masters = {name: state.pop("") for name, state in tensors.items()}
     module = model.tensors(content["module"])
     buffers = {name: module.pop(name) for name in content.get("buffer_names") or () if name in module}
-    tied = _tied(model, module, masters)
-    frozen, excluded = _frozen(models, module, {*masters, *tied})
+    tied = _tied_names(model, module, masters)
+    frozen, excluded = _frozen_parameters(models, module, {*masters, *tied})
     weights = {**masters, **frozen}
     for other, name in tied.items():
         if name not in weights and name not in excluded:
-            raise UserError(f"{model.file}: {other} is tied to {name}, which is not there: damaged?")
+            raise UserError(f"{model.file}: {other} is tied to {name}, which is missing: damaged?")
     dtypes = [module[name].dtype for name in masters or weights if name in module]
     return CheckpointReader(
         path=path,
@@ -90,7 +88,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         world=world,
         step=content.get("global_steps") if type(content.get("global_steps")) is int else None,
         members=tuple(member for opened in (*models, *optimizers) for member in opened.members.values()),
-        # in the model's order, not that of the groups
+        # in the model's order
         weights={name: weights[name] for name in (*module, *weights) if name in weights},
         buffers={name: model.index(name, tensor) for name, tensor in buffers.items()},
         tied=tied,
@@ -109,19 +107,16 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     )
 
 
-# the files: which there must be, and whether they belong together
-
-
 def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], int, int]:
     """(model files: one under stages 0 to 2, by rank under stage 3; optimizer files by rank, none under stage 0; the
-    ZeRO stage; the processes that saved them). Raises UserError unless all are there, whole and of one save."""
+    ZeRO stage; the world size). Raises UserError where files are missing, damaged or of different saves."""
     names = sorted(entry.name for entry in folder.iterdir())
-    paths = {"model": _by_rank(folder, names, _MODEL), "optimizer": _by_rank(folder, names, _OPTIMIZER)}
+    paths = {"model": _files_by_rank(folder, names, _MODEL), "optimizer": _files_by_rank(folder, names, _OPTIMIZER)}
     models = [_open(path, "module") for path in paths["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in paths["optimizer"].values()]
     stages = [_stage_of(each) for each in optimizers]
     counts = [*(model.content.get("dp_world_size") for model in models), *(_partition_counts(o)[0] for o in optimizers)]
-    plausible = (count for count in counts if type(count) is int and 0 < count <= _MOST_PROCESSES)
+    plausible = (count for count in counts if type(count) is int and 0 < count <= _MAX_PROCESSES)
     world = next(plausible, max([*paths["model"], *paths["optimizer"]]) + 1)
     # under stage 3 each rank has a model file
     sharded = models[0].file.name.startswith("zero_pp_rank_") if models else set(stages) == {3}
@@ -133,17 +128,17 @@ def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], i
         if any(count != world for count in _partition_counts(opened)):
             raise UserError(
                 f"{opened.file} was saved by {_partition_counts(opened)[:4]} processes, and {world} optimizer files "
-                "are there: some are missing, or of another save (or experts are sharded, which is not supported)"
+                "exist: some are missing, or of another save (sharded experts are not supported)"
             )
     stage = max(stages, default=0)
     if stage == 0 and models[0].content.get("param_shapes") is not None:
         raise UserError(f"{folder}: the optimizer files *_optim_states.pt are missing; copy the folder again")
     if len(set(stages)) > 1 or (stage == 3) != sharded:
-        raise UserError(f"{folder} holds files of several ZeRO stages: two saves lie in one folder")
+        raise UserError(f"{folder} has files of several ZeRO stages: they are of two saves")
     return models, optimizers, stage, world
 
 
-def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
+def _files_by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
     files: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -161,37 +156,37 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> di
 
 
 def _open(path: Path, key: str) -> TorchArchive:
-    """`key`: of the state that a file of this kind has."""
+    """Opens a file. `key`: of the state that it must have."""
     opened = open_torch_archive(path)
     name = f"{opened.archive}.pt"
     if name != path.name and (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)):
-        raise UserError(f"{path} was written as {name}: ranks are mixed up; copy the folder again")
+        raise UserError(f"{path} was written as {name}: the ranks' files are swapped; copy the folder again")
     if type(opened.content) is not dict or type(opened.content.get(key)) is not dict:
-        raise UserError(f"{path}: not a file of DeepSpeed's save_checkpoint: it has no {key}")
+        raise UserError(f"{path} is not a file of DeepSpeed's save_checkpoint: it has no {key}")
     return opened
 
 
 def _stage_of(optimizer: TorchArchive) -> int:
     state = optimizer.content["optimizer_state_dict"]
-    # BF16_Optimizer writes none
+    # BF16_Optimizer does not write it
     stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
     if stage not in (1, 2, 3):
-        raise UserError(f"{optimizer.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
+        raise UserError(f"{optimizer.file} has the ZeRO stage {str(stage)[:20]!r}: not a ZeRO file, or damaged")
     return int(stage)
 
 
 def _partition_counts(optimizer: TorchArchive) -> list[Any]:
-    """Processes that share a parameter's state, for each group."""
+    """The number of partitions of each parameter group."""
     counts = optimizer.content["optimizer_state_dict"].get("partition_count")
     return counts if type(counts) is list and counts else [counts]
 
 
 def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
-    """Raises UserError that names every rank of which a file is missing, or a file that is left of another save."""
+    """Raises UserError naming all ranks whose files are missing, or files that are left of another save."""
     for kind, files in paths.items():
         if surplus := [path.name for rank, path in files.items() if rank >= counts[kind]]:
             saved = f"{folder} was saved by {counts['optimizer']} processes"
-            raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove the files of that one")
+            raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove that save's files")
     missing = {kind: [rank for rank in range(count) if rank not in paths[kind]] for kind, count in counts.items()}
     lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
     if lines:
@@ -208,11 +203,8 @@ def _check_same(files: Collection[TorchArchive], key: str) -> None:
             raise mixed_saves(other.file, first.file, f"{key}{values}")
 
 
-# what the optimizer owns
-
-
 class _Rank:
-    """One rank's flat groups: the masters (key ""), and the optimizer's state of each."""
+    """A rank's optimizer file: by group the flat masters (key ""), and the optimizer's state of them."""
 
     def __init__(self, opened: TorchArchive, stage: int) -> None:
         self.opened, self.file = opened, opened.file
@@ -221,7 +213,7 @@ class _Rank:
         groups = self.content[masters]
         states = self._states(self.content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state"))
         self.groups = [{"": group, **states.get(number, {})} for number, group in enumerate(groups)]
-        # the padding at the buffer's end, without which the masters are saved; BF16_Optimizer saves them with it
+        # the masters are saved without the padding at the buffer's end, BF16_Optimizer's with it
         paddings = (self.content.get("group_paddings") or []) if "zero_stage" in self.content else []
         paddings = [*paddings, *[0] * len(groups)]
         self.sizes = [group.count + max(0, padding) for group, padding in zip(groups, paddings, strict=False)]
@@ -238,7 +230,7 @@ class _Rank:
         return {index: counts[index] | states[index] for index in steps if index in states}
 
     def flat(self, number: int, key: str) -> TensorIndex:
-        """A group's flat buffer: of the masters (key "") or of a state. Empty where the rank holds padding alone."""
+        """A group's flat buffer of masters (key "") or of a state; empty where the rank has only padding."""
         tensor, masters = self.groups[number].get(key), self.groups[number][""]
         if tensor is None:
             return TensorIndex(key, (0,), masters.dtype, ())
@@ -249,26 +241,23 @@ class _Rank:
         return flat
 
     def addresses(self, number: int) -> dict[str, tuple[int, int]]:
-        """Parameter -> (first element, elements) in this rank's partition of a group, where the file has it."""
+        """Parameter -> (first element, elements) in this rank's partition of a group, where the file has them."""
         zero = (self.opened.content.get("ds_config") or {}).get("zero_optimization") or {}
         mappings = self.content.get("param_slice_mappings") or []
-        # the mappings of 0.19.8 ignore that round_robin_gradients puts parameters in another order
+        # those of 0.19.8 are wrong under round_robin_gradients, which reorders parameters
         if not zero or zero.get("round_robin_gradients") or number >= len(mappings):
             return {}
         return {name: (each.state["start"], each.state["numel"]) for name, each in mappings[number].items()}
 
 
-def _trained(
+def _trained_parameters(
     model: TorchArchive, ranks: list[_Rank], stage: int
 ) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
-    """(tensors, scalars) by parameter that is trained and key of its state, "" for its master.
-
-    Raises UserError where sizes do not add up.
-    """
+    """(tensors, scalars) by parameter and key of its state, "" for its master. Raises UserError for wrong sizes."""
     groups = model.content.get("param_shapes") or []  # by sub-group under stage 3
     names = [name for group in groups for name in group]
     if not groups or len(set(names)) < len(names):
-        raise UserError(f"{model.file}: its param_shapes are missing, or name a parameter twice: damaged?")
+        raise UserError(f"{model.file}: its param_shapes are missing, or have a parameter twice: damaged?")
     for rank in ranks:
         if len(rank.groups) != len(groups):
             raise mixed_saves(rank.file, model.file, f"their groups ({len(rank.groups)} and {len(groups)})")
@@ -283,7 +272,7 @@ def _trained(
 
 
 def _shards_of_buffer(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards:
-    """Stages 1 and 2: each parameter's place in the flat buffer, cut where a rank's partition of the buffer ends."""
+    """Stages 1 and 2: each parameter's range in the flat buffer, split where a rank's partition of the buffer ends."""
     first, size = ranks[0], ranks[0].sizes[number]
     gaps = first.content.get("param_alignment_paddings")
     for rank in ranks[1:]:
@@ -293,35 +282,35 @@ def _shards_of_buffer(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards
     gaps = gaps[number] if type(gaps) is list and number < len(gaps) else [0] * len(shapes)
     if min(gaps, default=0) < 0:
         raise ValueError("param_alignment_paddings below 0")
-    shards, place = {}, 0
+    shards, start = {}, 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        end = place + math.prod(shape)
-        owners = range(place // size, min(-(-end // size), len(ranks))) if end > place else range(0)
-        cuts = [(order, max(place, order * size), min(end, (order + 1) * size)) for order in owners]
-        shards[name] = [(order, low - order * size, high - low) for order, low, high in cuts]
-        place = end + gap
+        end = start + math.prod(shape)
+        owners = range(start // size, min(-(-end // size), len(ranks))) if end > start else range(0)
+        ranges = [(index, max(start, index * size), min(end, (index + 1) * size)) for index in owners]
+        shards[name] = [(index, low - index * size, high - low) for index, low, high in ranges]
+        start = end + gap
     count = sum(rank.groups[number][""].count for rank in ranks)
     # the padding of the buffer to a multiple of 2 x world may be saved
-    if not place <= count < place + 2 * len(ranks):
-        raise _wrong_count(first, number, count, place)
-    for order, rank in enumerate(ranks):  # a second opinion on the layout
-        for name, (start, count) in rank.addresses(number).items():
-            if count and (order, start, count) not in shards.get(name, []):
-                raise mixed_saves(rank.file, first.file, f"the place of {name}")
+    if not start <= count < start + 2 * len(ranks):
+        raise _wrong_count(first, number, count, start)
+    for index, rank in enumerate(ranks):  # compared with the addresses that DeepSpeed saves
+        for name, (address, count) in rank.addresses(number).items():
+            if count and (index, address, count) not in shards.get(name, []):
+                raise mixed_saves(rank.file, first.file, f"the address of {name}")
     return shards
 
 
 def _shards_of_parameters(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards:
     """Stage 3: each parameter's equal partitions, the last ones without their padding."""
-    shards, place = {}, 0
+    shards, start = {}, 0
     for name, shape in shapes.items():
         count = math.prod(shape)
         size = -(-count // len(ranks))
-        shards[name] = [(order, place, max(0, min(size, count - order * size))) for order in range(len(ranks))]
-        place += size
+        shards[name] = [(index, start, max(0, min(size, count - index * size))) for index in range(len(ranks))]
+        start += size
     for rank in ranks:
-        if (count := rank.groups[number][""].count) != place:
-            raise _wrong_count(rank, number, count, place)
+        if (count := rank.groups[number][""].count) != start:
+            raise _wrong_count(rank, number, count, start)
     return shards
 
 
@@ -339,12 +328,12 @@ def _tensors_of_group(
         flats = [rank.flat(number, key) for rank in ranks]
         for name, shape in shapes.items():
             starts = itertools.accumulate((count for _, _, count in shards[name]), initial=0)
-            parts = [flats[order].cut(start, count) for order, start, count in shards[name]]
+            parts = [flats[index].cut(start, count) for index, start, count in shards[name]]
             yield name, key, join_shards(ranks[0].file.parent, name, shape, zip(starts, parts, strict=False))
 
 
 def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
-    """What the optimizer stores once for a whole group: of each rank, where they differ. They do not in steps."""
+    """The optimizer's values for a whole group, by rank where they differ. Raises UserError for different steps."""
     by_key: dict[str, list[Scalar]] = {}
     for rank in ranks:
         for key, value in rank.groups[number].items():
@@ -364,16 +353,13 @@ def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
 def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
     if type(value) is Tensor and not value.shape:
         tensor = rank.opened.index(key, value)
-        if tensor.spans[0].member.size < 1000:  # its few bytes are read anyway
+        if tensor.spans[0].member.size < 1000:  # cheap to verify
             tensor.spans[0].member.verify()
         return Scalar(tensor.number(), tensor.dtype)
     return Scalar(value) if type(value) in (bool, int, float, str, type(None)) else None
 
 
-# what the optimizer does not own
-
-
-def _tied(model: TorchArchive, module: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, str]:
+def _tied_names(model: TorchArchive, module: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, str]:
     """Other name -> name."""
     shared = model.content.get("shared_params")
     if type(shared) is not dict:
@@ -381,25 +367,25 @@ def _tied(model: TorchArchive, module: Mapping[str, Tensor], trained: Collection
     return {b if a in trained and b not in trained else a: a if a in trained else b for a, b in shared.items()}
 
 
-def _frozen(
+def _frozen_parameters(
     models: list[TorchArchive], module: Mapping[str, Tensor], others: Collection[str]
 ) -> tuple[dict[str, TensorIndex], dict[str, tuple[int, ...]]]:
-    """(parameters that are none of `others`, the shapes of those that are left out)."""
+    """(parameters that are not in `others`, the shapes of excluded ones)."""
     shapes: Shapes = models[0].content.get("frozen_param_shapes") or {}
     fragments = [model.content.get("frozen_param_fragments") for model in models]
     excluded = dict(shapes) if fragments[0] is None else {}
     frozen: dict[str, TensorIndex] = {}
     for name, shape in shapes.items() if not excluded else ():
-        # stage 2 writes it whole, stage 3 a shard into each rank's file, the last ones padded
-        shards, place = [], 0
+        # stage 2 has the full parameter, stage 3 a shard in each rank's file, the last ones padded
+        shards, start = [], 0
         for model, parts in zip(models, fragments, strict=True):
-            shard = model.index(name, parts.get(name)).cut(0, math.prod(shape) - place)
-            shards.append((place, shard))
-            place += shard.count
+            shard = model.index(name, parts.get(name)).cut(0, math.prod(shape) - start)
+            shards.append((start, shard))
+            start += shard.count
         frozen[name] = join_shards(models[0].file.parent, name, shape, shards)
-    for name, tensor in module.items():  # in `module` alone: all under stage 0, frozen ones under stage 1
+    for name, tensor in module.items():  # only in `module`: all under stage 0, frozen ones under stage 1
         if name not in others and name not in shapes:
             if len(models) > 1 and tensor.shape == (0,):
-                raise UserError(f"{models[0].file}: {name} is a placeholder, and no file holds its shard")
+                raise UserError(f"{models[0].file}: {name} is a placeholder, and no file has its shard")
             frozen[name] = models[0].index(name, tensor)
     return frozen, excluded

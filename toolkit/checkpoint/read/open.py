@@ -1,7 +1,4 @@
-"""Any checkpoint, recognised by what lies in the folder, as a `CheckpointReader`. Imports no torch.
-
-Opening reads the structure of the files; whether they belong together is checked afterwards, on the reader.
-"""
+"""Opens any checkpoint as a `CheckpointReader`; its format is recognised by its files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,23 +41,22 @@ _EXPECTED = (
     "torch.distributed.checkpoint, a file of torch.save, or a Hugging Face model"
 )
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
-_NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # what Trainer and accelerate put beside one
+_NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # other files of Trainer and accelerate
 _ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 _DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Opens a checkpoint: the structure of its files is read, none of the data.
+    """Opens a checkpoint: reads the structure of its files, none of the data.
 
     Args:
-        path: a run's folder (its newest complete checkpoint is taken), its `checkpoints` or one of them, also
-            through the links `best` and `last`; a folder of DeepSpeed's save_checkpoint or a tag in it; a folder
-            of accelerator.save_state or of torch.distributed.checkpoint; a folder with a Hugging Face model, or
-            with one `checkpoint-N` or one state of a model; a file of torch.save or safetensors.
+        path: a run's folder (its newest complete checkpoint is taken), its `checkpoints`, or one of them (or the links
+            `best` and `last`); a folder of DeepSpeed's save_checkpoint or a tag in it; a folder of
+            accelerator.save_state or of torch.distributed.checkpoint; a folder with a Hugging Face model, one
+            `checkpoint-N` or one file with a model's state; a file of torch.save or safetensors.
 
     Raises:
-        UserError: the folder is none of these, or a file of it is missing, damaged, of another save, or
-            would have to be executed to be read. One line that names the file.
+        UserError: `path` is none of these, or a file is missing, damaged, of another save, or would execute code.
     """
     try:
         reader, folder = _open(path)
@@ -69,28 +65,28 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        # each file is sound in itself, with content that no known version writes
+        # valid files, with content that no known version writes
         fault = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: its files are damaged, or of a version that is not known ({fault})") from error
+        raise UserError(f"{path}: its files are damaged, or of an unknown version ({fault})") from error
 
 
 def _open(path: Path) -> tuple[CheckpointReader, Path]:
-    """(the reader, the folder that all its files are to lie in)."""
+    """(the reader, the folder that must contain all its files)."""
     if path.is_file():
         is_part = (path.parent / MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
         if is_part or path.suffix not in SUFFIXES:
-            raise UserError(f"{path} is a part of a checkpoint, or none; name the folder it lies in, {path.parent}")
+            raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
         reader = open_weights(path)
         assert reader is not None
-        return reader, path.resolve().parent  # a link that was named itself may lead anywhere
+        return reader, path.resolve().parent  # the user may name a link to anywhere
     if not path.exists():
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}")
     if (path / MANIFEST).is_file() or step_number(path) is not None:
         return _open_run_checkpoint(path, path), path
-    # DeepSpeed's universal format lies in files of other meaning under names that `save_checkpoint` uses
+    # DeepSpeed's universal format uses file names of `save_checkpoint` for other content
     if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
-        raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint that it was made of")
+        raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint it was made from")
     if is_tag_folder(path):
         return open_deepspeed(path, path, _model_folder(path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
@@ -108,8 +104,8 @@ def _model_folder(*folders: Path) -> Path | None:
 
 
 def _only_checkpoint_in(path: Path) -> Path:
-    """The one `checkpoint-N` of transformers' Trainer, or the one file that may be a model's state, in a folder that is
-    no checkpoint itself. Raises UserError where there is none, or several."""
+    """The only `checkpoint-N` of transformers' Trainer, or file that may be a model's state. Raises UserError where
+    there is none, or several."""
     if any((path / "model").glob("*.safetensors")):
         raise UserError(
             f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
@@ -119,23 +115,20 @@ def _only_checkpoint_in(path: Path) -> Path:
     inside = [entry for entry in entries if entry.name.startswith("checkpoint-") and entry.is_dir()]
     inside = inside or [entry for entry in entries if entry.suffix in SUFFIXES and not _NO_MODEL.match(entry.name)]
     if len(inside) > 1:
-        raise UserError(f"{path} holds several checkpoints; name one of them: {listing(inside, 5)}")
+        raise UserError(f"{path} contains several checkpoints; name one of them: {listing(inside, 5)}")
     if not inside:
         names = listing((entry.name for entry in entries), 5)
-        raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {names or 'nothing'}")
+        raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {names or 'nothing'}")
     return inside[0]
 
 
-# whether the files of an opened checkpoint belong together
-
-
 def _check(reader: CheckpointReader, folder: Path) -> None:
-    """Raises UserError where the files of an opened checkpoint do not belong together, or one lies elsewhere."""
+    """Raises UserError where files are of different saves, or one is outside the folder."""
     files = {span.member.file for tensor in reader.tensors() for span in tensor.spans} | {reader.model_folder or folder}
     for file in sorted(file for file in files if file.is_relative_to(folder)):
         refuse_link_out(file, folder)
-    if strange := [name for name in reader.names() if not name.isprintable()]:  # half a character, an escape sequence
-        raise UserError(f"{reader.path}: {strange[0][:100]!a} is no name of a parameter: its files are damaged")
+    if invalid := [name for name in reader.names() if not name.isprintable()]:  # a lone surrogate, an escape code
+        raise UserError(f"{reader.path}: {invalid[0][:100]!a} is not a parameter's name: its files are damaged")
     if (folder / MANIFEST).is_file():
         _check_files(reader, folder)
     most = max(reader.step_counts().values(), default=0)
@@ -145,35 +138,28 @@ def _check(reader: CheckpointReader, folder: Path) -> None:
 
 
 def _check_files(reader: CheckpointReader, folder: Path) -> None:
-    """Raises UserError for a file of another save, which has its size and sound checksums of its own.
+    """Raises UserError for a file with another CRC32 than in the manifest: it may be intact, and of another save.
 
-    The CRC32 to compare with the manifest's is combined from the checksums inside the file: only what lies between its
-    members is read for it.
+    A file's CRC32 is combined from those of its members: only the bytes between them are read.
     """
     by_file: dict[Path, dict[int, Member]] = defaultdict(dict)
     for member in reader.members:
         by_file[member.file][member.offset] = member
     for name, entry in read_manifest(folder)["files"].items():
-        file, value, place = folder / name, 0, 0
+        file, value, end = folder / name, 0, 0
         members = [member for _, member in sorted(by_file[file].items()) if member.size]
         if not members or any(member.crc32 is None for member in members):
             continue
         for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
-            between = member.offset - place
-            value = crc32_combine(value, crc32_of_range(file, place, between), between)
-            value, place = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
+            between = member.offset - end
+            value = crc32_combine(value, crc32_of_range(file, end, between), between)
+            value, end = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
             raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
 
 
-# a run's own checkpoint (docs/checkpoints.md)
-
-
 def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
-    """Opens a folder with a manifest. `path`: as the user named it.
-
-    Raises UserError where a file is missing, damaged, or of another size than in the manifest.
-    """
+    """Opens a run's checkpoint (docs/checkpoints.md). `path`: as the user passed it. Raises UserError."""
     manifest = read_manifest(folder)
     if fault := find_fault(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
@@ -183,12 +169,12 @@ def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
         reader = open_deepspeed(path, tag)
     elif state == "whole":
         files = [folder / WEIGHTS_FILE, folder / OPTIMIZER_FILE]
-        reader = _open_ours(path, [file for file in files if file.name == WEIGHTS_FILE or file.is_file()], manifest)
+        reader = _open_files(path, [file for file in files if file.name == WEIGHTS_FILE or file.is_file()], manifest)
     elif state == "slices" and len(slices) == world:
-        reader = _open_ours(path, slices, manifest)
+        reader = _open_files(path, slices, manifest)
     else:
-        files_there = f"{folder} holds {len(slices)} files of slices of {world} processes (state {state!r})"
-        raise UserError(f"{files_there}: not all files are there; copy the checkpoint again")
+        count = f"{folder} has {len(slices)} slices-rank-* files of {world} processes (state {state!r})"
+        raise UserError(f"{count}: files are missing; copy the checkpoint again")
     excluded = {name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()}
     return dataclasses.replace(
         reader,
@@ -204,8 +190,9 @@ def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     )
 
 
-def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> CheckpointReader:
-    """Files of whole tensors, or one of shards per process. A tensor is KEY.PARAMETER, but in weights.safetensors."""
+def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> CheckpointReader:
+    """Opens weights.safetensors and optimizer.safetensors, or each rank's slices. Tensors are named KEY.PARAMETER; in
+    weights.safetensors PARAMETER."""
     shards: dict[tuple[str, str], list[tuple[int, TensorIndex]]] = defaultdict(list)
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
@@ -221,10 +208,10 @@ def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> Ch
             place = places.get(name, {"shape": () if places else tensor.shape, "start": 0})
             shape, others = tuple(map(int, place["shape"])), shards[key, parameter]
             if shapes.setdefault((key, parameter), shape) != shape:
-                raise UserError(f"{file}: its slice of {name} is of another shape than in the other files")
+                raise UserError(f"{file}: {name} has another shape than in the other files")
             if shape or not others:
                 others.append((int(place["start"]), tensor))
-            else:  # what each process has
+            else:  # the same on all ranks
                 _compare_scalars(name, others[0][1], tensor)
     tensors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
     for (key, parameter), parts in shards.items():

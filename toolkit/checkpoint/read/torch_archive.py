@@ -1,7 +1,7 @@
-"""A file of `torch.save`, opened: its structure, and where each tensor's bytes lie. Reads no data, imports no torch.
+"""Opens files of `torch.save`: their structure, and the byte range of each tensor. Reads no data, imports no torch.
 
-Such a file is a zip file that compresses nothing; it may also be a range of a larger file, as
-torch.distributed.checkpoint writes them. Its sizes and offsets are compared with the file's size before they are used.
+They are uncompressed zip files; torch.distributed.checkpoint writes several into one file. Sizes and offsets are
+checked against the file's size before they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.checksums import crc32
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, MalformedError, Tensor, unpickle, walk
+from toolkit.checkpoint.read.unpickle import MAX_BYTES, MalformedError, Tensor, unpickle, walk
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex, read_into
 from toolkit.errors import UserError
 
@@ -25,18 +25,17 @@ _LOCAL, _END = b"PK\3\4", b"PK\5\6"
 
 @dataclass(frozen=True)
 class TorchArchive:
-    """What a file holds, with a `Tensor` in place of each tensor."""
+    """The content of a file, with a `Tensor` in place of each tensor."""
 
     file: Path
     content: Any
     members: Mapping[str, Member]
-    """By name in the zip file: `ARCHIVE/data/KEY` holds the storage KEY."""
+    """By name in the zip file: `ARCHIVE/data/KEY` is the storage KEY."""
     archive: str
-    """The name without a suffix that the file was written under, or `archive` where torch got none."""
+    """The file's name when it was saved, without suffix; `archive` if torch got none."""
 
     def index(self, name: str, tensor: Any) -> TensorIndex:
-        """Where a tensor of this file lies. Raises UserError where its elements do not follow one another, or are not
-        there."""
+        """The index of a tensor of this file. Raises UserError where it is not contiguous or its bytes are missing."""
         if type(tensor) is not Tensor:
             raise UserError(f"{self.file}: {name} is a {type(tensor).__name__} where a tensor should be")
         if not tensor.contiguous or tensor.bits:
@@ -46,22 +45,22 @@ class TorchArchive:
         if member is None:
             raise UserError(f"{self.file}: the bytes of {name} (data/{tensor.storage.key}) are missing: damaged")
         if member.size != tensor.storage.size:
-            sizes = f"holds {member.size:,} bytes and should hold {tensor.storage.size:,}"
+            sizes = f"has {member.size:,} bytes and should have {tensor.storage.size:,}"
             raise UserError(f"{self.file}: {member.name} {sizes} for {name}: damaged")
         span = Span(member, tensor.offset * ITEM_BYTES[tensor.dtype], tensor.count)
         return TensorIndex(name, tensor.shape, tensor.dtype, (span,))
 
     def tensors(self, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-        """The tensors of a state dict by name. Raises UserError where one would be lost."""
+        """The tensors of a state dict. Raises UserError for one without a string as name, or in a container."""
         for name, value in state.items():
             if type(value) is Tensor and type(name) is not str:
-                raise UserError(f"{self.file}: a tensor is named {name!r}, which is no text: save it under a text")
+                raise UserError(f"{self.file}: a tensor's name is {name!r}, not a string: save it under a string")
             if type(value) is not Tensor and any(type(each) is Tensor for each in walk([value])):
-                raise UserError(f"{self.file}: {name} holds tensors in a {type(value).__name__}: save each by a name")
+                raise UserError(f"{self.file}: {name} is a {type(value).__name__} of tensors: save each under a name")
         return {name: value for name, value in state.items() if type(value) is Tensor}
 
     def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Other name -> first name of tensors that are the same elements of the same storage."""
+        """Other name -> first name of tensors with the same elements of the same storage."""
         first: dict[object, str] = {}
         tied = {}
         for name, tensor in tensors.items():
@@ -73,26 +72,26 @@ class TorchArchive:
 
 
 def open_torch_archive(file: Path, start: int = 0, size: int | None = None) -> TorchArchive:
-    """Opens a file of torch.save, or the range of one that holds it.
+    """Opens the file of torch.save that fills `size` bytes of `file` from `start` on.
 
-    Raises UserError for what is missing, truncated, damaged, of an old format, or would have to be executed.
+    Raises UserError for files that are missing, truncated, damaged, of an old format, or would execute code.
     """
     members = zip_members(file, start, size)
     structures = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(structures) != 1:
-        raise UserError(f"{file} is a zip file that torch.save did not write: it has no structure (data.pkl)")
+        raise UserError(f"{file} is a zip file that torch.save did not write: it has no data.pkl")
     archive = structures[0].removesuffix("/data.pkl")
     order = members.get(f"{archive}/byteorder")
     if order is not None and read_member(order, 100) != b"little":
         raise UserError(f"{file} was written on a big-endian machine, which is not supported")
-    content = unpickle(read_member(members[structures[0]], MOST_BYTES), file)
+    content = unpickle(read_member(members[structures[0]], MAX_BYTES), file)
     return TorchArchive(file, content, members, archive)
 
 
-def read_member(member: Member, most: int) -> bytes:
-    """A whole member, its checksum compared. Raises UserError if it is larger than `most` bytes."""
-    if member.size > most:
-        raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than it can have: damaged?")
+def read_member(member: Member, max_bytes: int) -> bytes:
+    """Reads a member and checks its CRC32. Raises UserError, also where it has more than `max_bytes`."""
+    if member.size > max_bytes:
+        raise UserError(f"{member.file}: {member.name} has {member.size:,} bytes, more than it can have: damaged?")
     content = bytearray(member.size)
     read_into(member.file, member.offset, memoryview(content))
     member.check(crc32(content))
@@ -100,10 +99,7 @@ def read_member(member: Member, most: int) -> bytes:
 
 
 def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str, Member]:
-    """The members, by name, of the zip file that fills `size` bytes of `file` from `start` on.
-
-    Raises UserError for files that are missing, truncated, compressed, of an old format, or damaged.
-    """
+    """The members, by name, of the zip file that fills `size` bytes of `file` from `start` on. Raises UserError."""
     try:
         with _Range(file, start, size) as opened:
             if not opened.read_at(max(start, opened.end - 22), 22).startswith(_END):
@@ -120,14 +116,14 @@ def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str
 
 
 class _Range(io.FileIO):
-    """A file that ends where the range does. zipfile itself finds where in it the zip file begins."""
+    """A file that ends at the end of the range. zipfile itself finds the beginning of the zip file."""
 
     def __init__(self, file: Path, start: int, size: int | None) -> None:
         super().__init__(file)
         length = os.fstat(self.fileno()).st_size
         self.end = length if size is None else start + size
         if not 0 <= start <= self.end <= length:
-            raise UserError(f"{file} holds {length:,} bytes and should hold {self.end:,}: truncated")
+            raise UserError(f"{file} has {length:,} bytes and should have {self.end:,}: truncated")
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         return super().seek(self.end + offset) if whence == os.SEEK_END else super().seek(offset, whence)
@@ -135,7 +131,7 @@ class _Range(io.FileIO):
     def read(self, count: int | None = -1) -> bytes:
         rest = max(0, self.end - self.tell())
         count = rest if count is None or count < 0 else min(count, rest)
-        if count > MOST_BYTES:
+        if count > MAX_BYTES:
             raise MalformedError(f"a directory of {count:,} bytes")
         return super().read(count)
 
@@ -151,7 +147,7 @@ def _member(file: Path, opened: _Range, entry: zipfile.ZipInfo, directory: int, 
     header = opened.read_at(entry.header_offset, 30)
     if not header.startswith(_LOCAL):
         raise MalformedError(f"no header before {entry.filename}")
-    # between the header and the bytes: the name and an extra field, of these lengths
+    # the header ends with the lengths of the name and the extra field, which follow it
     start = entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
     if start + entry.file_size > directory:
         raise MalformedError(f"{entry.filename} where its directory is")
@@ -159,13 +155,11 @@ def _member(file: Path, opened: _Range, entry: zipfile.ZipInfo, directory: int, 
 
 
 def _format_fault(first: bytes) -> str:
-    """Why a file that begins so has no end record."""
+    """Why a file with these first bytes has no end record."""
     if not first:
         return "the file is empty; copy it again or take another checkpoint"
     if first == _LOCAL:
         return "the end of the file is missing: truncated; copy it again or take another checkpoint"
     if first.startswith(b"\x80"):
-        return (
-            "in torch's old format, which cannot be read without executing it; if you trust it, load and save it again"
-        )
-    return "not a file that torch.save wrote, or its beginning and end are damaged"
+        return "in torch's old format, which cannot be read without executing code; if you trust it, load and resave it"
+    return "not a file of torch.save, or its beginning and end are damaged"

@@ -1,9 +1,9 @@
-"""The structure of a pickle that torch wrote, read without executing anything of it.
+"""Reads the structure of a pickle that torch wrote, without executing any code of it.
 
-Python's own unpickler (`pickle._Unpickler`) reads it, with only the opcodes that torch, DeepSpeed and
-torch.distributed.checkpoint write. Each operation that could execute, copy or hash without end is replaced: a global is
-looked up in a table and becomes an inert value, no call copies its arguments, keys are short and flat, and the number
-of operations is bounded.
+Python's unpickler (`pickle._Unpickler`) reads it, with only the opcodes that torch, DeepSpeed and
+torch.distributed.checkpoint write. Operations that could execute code, or copy or hash without end, are replaced: a
+global is looked up in a table and becomes an inert value, no call copies its arguments, keys are short and flat, and
+the number of operations is limited.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from toolkit.checkpoint.tensor_index import ITEM_BYTES
 from toolkit.errors import UserError
 
-MOST_BYTES = 64 << 20
-"""A larger structure is refused. A model of 10,000 tensors takes about 1 MiB."""
-_MOST_OPERATIONS = 5_000_000
-_DEEPEST = 100
+MAX_BYTES = 64 << 20
+"""Of a pickle; one of 10,000 tensors has about 1 MiB."""
+_MAX_OPERATIONS = 5_000_000
+_MAX_DEPTH = 100
 
 
 class MalformedError(Exception):
@@ -31,15 +31,13 @@ class MalformedError(Exception):
 
 
 class Global(NamedTuple):
-    """An allowed global."""
-
     path: str
     """`module.name`, a key of `ALLOWED`."""
 
 
 @dataclass(eq=False, slots=True)
 class Inert:
-    """In place of an object of an allowed class: its arguments and its attributes."""
+    """Stands for an object of an allowed class, with its arguments and attributes."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -47,7 +45,7 @@ class Inert:
 
 
 class Storage(NamedTuple):
-    """The bytes that tensors are views of: a member of the zip file."""
+    """A member of the zip file, of which tensors are views."""
 
     key: str
     """The member's name under `data/`."""
@@ -67,7 +65,7 @@ class Tensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     bits: str
-    """What torch does to the stored numbers when they are used (`neg`, `conj`), where it does anything."""
+    """The view bits that are set (`neg`, `conj`): torch changes the stored numbers when it reads them."""
 
     @property
     def dtype(self) -> str:
@@ -79,7 +77,7 @@ class Tensor:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements follow one another in row-major order."""
+        """In row-major order."""
         expected = 1
         for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if length != 1 and step != expected:
@@ -89,15 +87,15 @@ class Tensor:
 
 
 def unpickle(content: bytes, where: Path | str) -> Any:
-    """The value that `content` describes, with a `Tensor` in place of each tensor. `where`: the file, for messages.
+    """The pickled value, with a `Tensor` in place of each tensor. `where`: the file, for messages.
 
-    Raises UserError for a global that is not allowed, and a malformed or unbelievably large pickle.
+    Raises UserError for a global that is not allowed, and for a malformed or too large pickle.
     """
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than a structure can have: damaged?")
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than it can have: damaged?")
     try:
         value = _Unpickler(content, where).load()
-        for _ in walk([value]):  # raises where a few bytes describe a structure without end
+        for _ in walk([value]):  # raises where a few bytes make an endless structure
             pass
     except UserError:
         raise
@@ -108,31 +106,31 @@ def unpickle(content: bytes, where: Path | str) -> Any:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """The values in a value's containers, at any depth; of a shared container each time it occurs."""
-    budget, branches = _MOST_OPERATIONS, [(value, 0)]
-    while branches:
-        branch, depth = branches.pop()
-        items = (branch.arguments, branch.state) if type(branch) is Inert else branch
+    """All values in nested containers; those of a shared container each time it occurs."""
+    budget, containers = _MAX_OPERATIONS, [(value, 0)]
+    while containers:
+        container, depth = containers.pop()
+        items = (container.arguments, container.state) if type(container) is Inert else container
         items = [*items, *items.values()] if type(items) is dict else items
         budget -= 1 + len(items)
-        if depth > _DEEPEST or budget < 0:
-            raise MalformedError("it is nested too deeply, or made to have no end")
+        if depth > _MAX_DEPTH or budget < 0:
+            raise MalformedError("it is nested too deeply, or endless")
         for item in items:
             if type(item) in (dict, list, tuple, Inert):
-                branches.append((item, depth + 1))
+                containers.append((item, depth + 1))
             else:
                 yield item
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """Opcode -> what it does, at most `_MOST_OPERATIONS` times in all."""
+    """Opcode -> its function; gives at most `_MAX_OPERATIONS` in all."""
 
-    budget = _MOST_OPERATIONS
+    budget = _MAX_OPERATIONS
 
     def __getitem__(self, opcode: int) -> Callable[[Any], None]:
         self.budget -= 1
         if self.budget < 0 or opcode not in self:
-            raise MalformedError(f"opcode {opcode:#04x}, which torch does not write there, or not so often")
+            raise MalformedError(f"opcode {opcode:#04x}, which torch does not write, or not as often")
         return super().__getitem__(opcode)
 
 
@@ -140,7 +138,7 @@ _Python: Any = pickle._Unpickler
 
 
 class _Unpickler(_Python):
-    """Python's, without the operations by which a pickle could do more than describe."""
+    """Python's, without operations that execute code."""
 
     def __init__(self, content: bytes, where: Path | str) -> None:
         super().__init__(io.BytesIO(content))
@@ -149,15 +147,15 @@ class _Unpickler(_Python):
     def find_class(self, module: str, name: str) -> Global:
         path = f"{module}.{name}"
         if path not in ALLOWED:
-            shown = path[:200].encode("unicode_escape").decode()
+            escaped = path[:200].encode("unicode_escape").decode()
             raise UserError(
-                f"{self.where} needs {shown}, which is not allowed in a checkpoint: nothing was executed; if you trust "
-                "the file, save its weights alone: torch.save(model.state_dict(), FILE)"
+                f"{self.where} needs {escaped}, which is not allowed in a checkpoint: nothing was executed; if you "
+                "trust the file, save only its weights: torch.save(model.state_dict(), FILE)"
             )
         return Global(path)
 
     def persistent_load(self, pid: Any) -> Storage:
-        """torch's: ("storage", class, key, device, elements)."""
+        """`pid`: ("storage", class, key, device, elements)."""
         kind, cls, key, _, count = pid
         if kind != "storage" or type(cls) is not Global or type(key) is not str:
             raise MalformedError("a storage that torch does not write")
@@ -172,7 +170,7 @@ class _Unpickler(_Python):
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is Inert:
             target.state = state
-        elif type(target) is not dict or type(state) is not dict:  # an OrderedDict's own attributes do not matter
+        elif type(target) is not dict or type(state) is not dict:  # an OrderedDict's attributes are ignored
             raise MalformedError(f"attributes for a {type(target).__name__}")
 
     def set_item(self) -> None:
@@ -194,7 +192,7 @@ class _Unpickler(_Python):
 
 
 def _key(value: Any) -> Any:
-    """A key that is cheap to hash and to compare, however the pickle nests or repeats it."""
+    """Returns a dict's key, or raises MalformedError where it could be slow to hash."""
     parts = value if type(value) is tuple and len(value) <= 16 else (value,)
     for part in parts:
         kind = type(part)
@@ -204,7 +202,7 @@ def _key(value: Any) -> Any:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """The result of an allowed global for these arguments."""
+    """Calls an allowed global."""
     make = ALLOWED[function.path] if type(function) is Global else None
     if make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
@@ -227,8 +225,6 @@ _OPERATIONS = {code: _Python.dispatch[code] for name in _INHERITED.split() for c
     pickle.BINUNICODE8[0]: lambda unpickler: unpickler.text("<Q"),
 }
 
-
-# what the allowed globals make
 
 _STORAGES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
@@ -265,15 +261,15 @@ def _tensor(
 
 
 def _dict(*arguments: Any) -> dict[Any, Any]:
-    """An OrderedDict, a Counter or a defaultdict; their items come as a dict or later."""
+    """An OrderedDict, a Counter or a defaultdict; their items are a dict argument, or set later."""
     items = arguments[-1] if arguments else None
     if type(items) not in (dict, Global, type(None)):
-        raise MalformedError("a dict of something that is none")
+        raise MalformedError("a dict made of something else")
     return items if type(items) is dict else {}
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """Of a set the list of its items, of bytes their text, of an enumeration's member its value."""
+    """The list of a set's items, the text of bytes, or the value of an enum's member."""
     return value
 
 
@@ -289,7 +285,7 @@ _LIGHTNING = (
 _DCP = "torch.distributed.checkpoint.metadata."
 _INERT = (
     "torch.device",
-    # numpy's scalars, where a run's own state holds them
+    # numpy scalars in a training state
     "numpy.dtype",
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
@@ -322,5 +318,5 @@ ALLOWED: Mapping[str, Callable[..., Any] | None] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
     f"{_DCP}_MEM_FORMAT_ENCODING": _first,
 }
-"""The globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint -> our function for calls of it,
-`Inert` for objects of it; None where it is neither called nor instantiated."""
+"""The globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint -> the function that replaces calls,
+or `Inert` for a class; None for constants."""

@@ -1,13 +1,10 @@
-"""Files and folders that hold weights and no optimizer that we could read, as a `CheckpointReader`: Hugging Face's,
-those of `accelerator.save_state` of one process, DDP (the same) and FSDP, a file of torch.save (Lightning's `.ckpt`
-too), and folders of torch.distributed.checkpoint.
+"""Opens weights without an optimizer as a `CheckpointReader`: Hugging Face's folders, those of `accelerator.save_state`
+under one process, DDP and FSDP, files of torch.save (Lightning's `.ckpt` too), folders of torch.distributed.checkpoint.
 
-The last have a pickled `.metadata` with the place of each rectangle of each tensor, and `__RANK_N.distcp` files,
-each a row of small files of torch.save. What training saves is often a table of tables, and the model's tensors lie
-under a key of it (`model`, `state_dict`): the one key whose table holds tensors. Where several do, a tensor's name
-begins with its key's, and `details["states"]` lists them.
-Parameters and buffers are not distinguished: all are `weights`. The parameters' order in an optimizer's file is not
-known, and only a run's own checkpoints are resumed: its state is ignored.
+The last have a pickled `.metadata` with the offsets of each tensor's chunks, and `__RANK_N.distcp` files, each several
+small files of torch.save. The model's tensors are often in a nested dict (`model`, `state_dict`): the one dict that
+contains tensors is taken. With several, a tensor's name begins with its dict's key, and `details["states"]` lists them.
+Parameters and buffers are not distinguished: all are `weights`. The optimizer's state is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 from toolkit.checkpoint.lora import live_name
 from toolkit.checkpoint.read.torch_archive import open_torch_archive
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
+from toolkit.checkpoint.read.unpickle import MAX_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, join_shards, missing_files
 from toolkit.errors import UserError, listing
@@ -32,19 +29,16 @@ SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors",
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", ".metadata"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-"""Of a file that may hold a model's state."""
+"""Of a file that may be a model's state."""
 
 State = tuple[dict[str, TensorIndex], dict[str, str], dict[str, Any]]
-"""(tensors by name, other name -> name of those that are tied, details)."""
+"""(tensors by name, other name -> name of tied tensors, details)."""
 # (tensor, offsets of a chunk) -> (file, first byte, bytes).
 _Chunks = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 
 
 def open_weights(path: Path) -> CheckpointReader | None:
-    """Opens a file or a folder of weights; None where a folder holds none.
-
-    Raises UserError where a file is missing or damaged, or tensors are in two files.
-    """
+    """Opens a file or a folder of weights; None for a folder without any. Raises UserError."""
     folder = path if path.is_dir() else path.parent
     processes = len(list(folder.glob("random_states_*.pkl")))
     strategy = "model"
@@ -61,8 +55,8 @@ def open_weights(path: Path) -> CheckpointReader | None:
     tensors, tied, details = state
     step, dtypes = details.pop("step", None), [tensor.dtype for tensor in tensors.values()]
     files_read = len({span.member.file for tensor in tensors.values() for span in tensor.spans})
-    # accelerate's folder of shards lies in a folder
-    homes = (folder, folder.parent) if (folder / DCP_METADATA).is_file() else (folder,)
+    # accelerate saves shards in a subfolder
+    model_folders = (folder, folder.parent) if (folder / DCP_METADATA).is_file() else (folder,)
     return CheckpointReader(
         path=path,
         strategy=strategy,
@@ -71,18 +65,18 @@ def open_weights(path: Path) -> CheckpointReader | None:
         weights=tensors,
         tied=tied,
         engine_dtype=max(("F32", "BF16", "F16"), key=dtypes.count),
-        model_folder=next((home for home in homes if os.path.lexists(home / "config.json")), None),
+        model_folder=next((each for each in model_folders if os.path.lexists(each / "config.json")), None),
         details=details | {"files": files_read},
     )
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
-    """(the files of the first form of weights that is there, tensors that an index of them names)."""
+    """(the files of the first existing kind of `SINGLE` and `INDEXES`, the tensors that their index names)."""
     for single, index in zip_longest(SINGLE, INDEXES):
         if (folder / single).is_file():
             second = (folder / single).with_stem(f"{Path(single).stem}_1")  # as accelerate names them
             if second.is_file():
-                raise UserError(f"{folder} holds several models ({single}, {second.name}): give each its own folder")
+                raise UserError(f"{folder} has several models ({single}, {second.name}): put each in its own folder")
             return [folder / single], ()
         if index and (folder / index).is_file():
             return _files_of_index(folder / index)
@@ -95,7 +89,7 @@ def _files_of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
         raise UserError(f"{index} is not an index of weights: it has no weight_map")
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
-        raise UserError(f"{index} names {listing(missing)}, missing there; copy the folder again")
+        raise UserError(f"{index} names {listing(missing)}, missing in its folder; copy the folder again")
     return [index.parent / name for name in names], weight_map
 
 
@@ -104,23 +98,23 @@ def _state_of_files(folder: Path, files: list[Path], indexed: Iterable[str]) -> 
     tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
     for file in files:
-        more, aliases, _ = _state_of_file(file)
-        if repeated := [name for name in more if name in tensors]:
+        of_file, aliases, _ = _state_of_file(file)
+        if repeated := [name for name in of_file if name in tensors]:
             raise UserError(f"{file}: {listing(repeated)} are in another file of {folder} too: copy the folder again")
-        tensors |= more
+        tensors |= of_file
         tied |= aliases
     if missing := [name for name in indexed if name not in tensors]:
-        raise UserError(f"the index of {folder} names {listing(missing)}, which its files do not hold; copy it again")
+        raise UserError(f"the index of {folder} names {listing(missing)}, which its files lack; copy it again")
     return tensors, tied, {}
 
 
 def _state_of_file(file: Path) -> State:
-    """Of a file of safetensors or torch.save. An adapter's tensors are named as those of a live model."""
+    """Of a file of safetensors or torch.save; an adapter's tensors by their names in a live model."""
     details: dict[str, Any] = {}
     if file.suffix == ".safetensors":
         header = read_header(file)
         tensors = dict(header.tensors)
-        # safetensors' save_model lists the tied names that it left out, {left out: written}; accelerate does not
+        # safetensors' save_model lists tied names in the metadata, {omitted: written}; accelerate does not
         tied = {name: other for name, other in header.metadata.items() if other in tensors and name != "format"}
     else:
         tensors, tied, details = _state_of_archive(file)
@@ -130,14 +124,14 @@ def _state_of_file(file: Path) -> State:
 
 
 def _state_of_archive(file: Path) -> State:
-    """Of a state dict that torch.save wrote, or the one in what it wrote."""
+    """Of a file of torch.save: a state dict, or nested dicts with one."""
     opened = open_torch_archive(file)
     content = opened.content if type(opened.content) is dict else {}
-    if "pytorch-lightning_version" in content:  # nothing else in Lightning's file is the model's
+    if "pytorch-lightning_version" in content:  # the model's keys
         content = {key: content.get(key) for key in ("state_dict", "global_step")}
     tables = _model_states(content, lambda each: type(each) is Tensor and each.dtype in FLOATS and each.shape)
     if not tables:
-        raise UserError(f"{file} holds no tensors by name: not a model's state")
+        raise UserError(f"{file} has no named tensors: not a model's state")
     weights: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
     for key, table in tables.items():
@@ -148,7 +142,7 @@ def _state_of_archive(file: Path) -> State:
 
 
 def _model_states(content: Mapping[str, Any], is_weight: Callable[[Any], Any]) -> dict[str, Mapping[Any, Any]]:
-    """What a tensor's name begins with -> table of tensors by name; what is an optimizer's is left out."""
+    """Prefix for the tensors' names -> table of tensors by name. An optimizer's tables are skipped."""
     tables: dict[tuple[str, ...], Mapping[Any, Any]] = {}
     branches: list[tuple[tuple[str, ...], Mapping[Any, Any]]] = [((), content)]
     while branches:
@@ -165,9 +159,6 @@ def _model_states(content: Mapping[str, Any], is_weight: Callable[[Any], Any]) -
 
 def _details(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {"states": list(tables)} if len(tables) > 1 else {}
-
-
-# FSDP and torch.distributed.checkpoint
 
 
 def _state_of_fsdp(folder: Path) -> State | None:
@@ -190,12 +181,12 @@ def _state_of_shards(folder: Path) -> State:
     """The model's tensors of torch.distributed.checkpoint."""
     metadata = folder / DCP_METADATA
     if not metadata.is_file():
-        raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
+        raise UserError(f"{metadata} is missing, and the shards cannot be read without it; copy the folder again")
     with metadata.open("rb") as opened:
-        structure = opened.read(MOST_BYTES + 1)  # more are refused
+        structure = opened.read(MAX_BYTES + 1)  # `unpickle` raises for more
     content = unpickle(structure, metadata).state
     chunks = _chunks(folder, content["storage_data"])
-    tree: dict[str, Any] = {}  # the table of tables that was saved: its tensors' flat names and metadata
+    tree: dict[str, Any] = {}  # the nested dicts that were saved, with flat names and metadata as tensors
     for name, entry in content["state_dict_metadata"].items():
         *keys, last = (content.get("planner_data") or {}).get(name) or (name,)
         table = tree
@@ -210,12 +201,12 @@ def _state_of_shards(folder: Path) -> State:
         if type(value) is tuple
     }
     if not tensors:
-        raise UserError(f"{metadata} names no tensors of a model")
+        raise UserError(f"{metadata} lists no tensors of a model")
     return tensors, {}, _details(tables)
 
 
 def _is_weight(value: Any) -> bool:
-    """Of a flat name and its metadata: not a count, nor a generator's state."""
+    """Whether a flat name and its metadata are of a floating tensor with dimensions, as no counter or random state."""
     if type(value) is not tuple:
         return False
     return bool(value[1]["size"]) and "float" in value[1]["properties"].state[0].path
@@ -226,7 +217,7 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
     for index, info in storage.items():
         name = info.state["relative_path"]
         if Path(name).name != name or info.state.get("transform_descriptors"):
-            raise ValueError(f"a shard {name} that is elsewhere or compressed")
+            raise ValueError(f"a shard {name} that is compressed or in another folder")
         key = index.state["fqn"], tuple(index.state.get("offset") or ())
         chunks[key] = folder / name, info.state["offset"], info.state["length"]
     if missing := sorted({file for file, _, _ in chunks.values() if not file.is_file()}):
@@ -235,17 +226,17 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
 
 
 def _joined_chunks(folder: Path, name: str, entry: Mapping[str, Any], chunks: _Chunks) -> TensorIndex:
-    """A tensor of its chunks. Raises ValueError where it is sharded along other dimensions than the first."""
+    """Joins a tensor's chunks. Raises ValueError where it is not sharded along its first dimension."""
     shape, shards = entry["size"], []
     for chunk in entry["chunks"]:
         offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
         if not math.prod(sizes):
             continue
         if any(offsets[1:]) or sizes[1:] != shape[1:]:
-            raise ValueError(f"{name} is sharded along other dimensions than the first")
+            raise ValueError(f"{name} is not sharded along its first dimension")
         file, start, length = chunks[name, offsets]
         opened = open_torch_archive(file, start=start, size=length)
         if type(opened.content) is not Tensor or opened.content.shape != sizes:
-            raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
+            raise UserError(f"{file}: the bytes at {start} are not a chunk of {name}: damaged")
         shards.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.index(name, opened.content)))
     return join_shards(folder, name, shape, shards)
