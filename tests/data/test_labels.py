@@ -12,7 +12,8 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.config import ProblemType
-from toolkit.data.labels import Labels, find_labels, read_class_names
+from toolkit.data.labels import Labels, find_labels
+from toolkit.data.read import read_class_names
 from toolkit.data.table import Table
 from toolkit.errors import UserError
 

@@ -299,9 +299,9 @@ def test_a_list_of_json_is_read_as_a_stream(tmp_path: Path, characters: int, mon
     rows = [{"text": 'a "b], [" \\', "label": 12.5e3, "deep": [1, {"c": []}]}, ["x", -1, None], 17, "é\n", True, {}]
     for indent in (None, 2):
         path = Path(write(tmp_path / "a.json", " \n" + json.dumps(rows, indent=indent) + "\n "))
-        assert read.read_entries(path) == rows
+        assert read._read_entries(path) == rows
     for text in ('[{"text": "a"}, {"text": "b"}', '[{"text": "a"},]', '[{"text": "a"}] [1]', '[{"text": "a"} 1]'):
-        refusal(read.read_entries, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON")
+        refusal(read._read_entries, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON")
     stream = io.StringIO(json.dumps(rows * 1000))
     if characters < 10:
         assert next(json_files._stream_items(stream)) == rows[0]

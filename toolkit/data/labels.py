@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
-from toolkit.data.read import read_entries
+from toolkit.data.read import read_class_names
 from toolkit.data.rows import Targets
 from toolkit.data.table import Table, columns_of, find_columns
 from toolkit.errors import UserError, did_you_mean, listing
@@ -27,7 +26,7 @@ USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target
 MULTI: ProblemType = "multi_label_classification"
 _MAX_CLASSES, _FEW_CLASSES = 2000, 50
 _MAX_DISTINCT = 200_000
-"""Values of a column that are read to decide what it holds: more are neither classes nor few enough for memory."""
+"""Distinct values of a column that are read to infer its type: more are not classes, and would take much memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
 _SEPARATORS = r"[|,;，；]"
@@ -35,17 +34,17 @@ _SEPARATORS = r"[|,;，；]"
 
 @dataclass(frozen=True)
 class Labels(Targets):
-    """What the labels of a task are."""
+    """The classes, or the numbers, that a model predicts."""
 
     problem_type: ProblemType
     names: tuple[str, ...]
-    """Class names by id; of numbers, their columns, or `score_0, score_1` where one column holds lists."""
+    """Class names by id; for regression the columns, or `score_0, score_1` where one column holds lists."""
     columns: tuple[str, ...]
-    """Of the table: one, or one for each output."""
+    """Of the table: one column, or one for each output."""
     multi_hot: bool = False
-    """A 0 or 1 for every class (in a list, or in columns) instead of the names of its classes."""
+    """Whether cells hold a 0 or 1 for every class (in a list, or in columns) instead of class names."""
     values: tuple[str, ...] = ()
-    """The cells' value for each class, where --label_names_file gives it another name."""
+    """The cell value of each class, where --label_names_file renames it."""
 
     column_setting, usual_columns = "label_column", USUAL
 
@@ -65,7 +64,7 @@ class Labels(Targets):
 
     @property
     def size(self) -> int:
-        """The number of outputs the model needs."""
+        """The number of model outputs."""
         return len(self.names)
 
     @cached_property
@@ -73,10 +72,8 @@ class Labels(Targets):
         return {name: index for index, name in enumerate(self.values or self.names)}
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """Those rows of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32.
-
-        Raises UserError naming the row with a label unseen in training, or with none at all.
-        """
+        """Those rows of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32. Raises UserError naming
+        a row whose label is missing or does not occur in training."""
         if self.problem_type == "single_label_classification":
             read: Callable[..., list[Any]] = partial(self._class_ids, {}, table)
             dtype: Any = np.int64
@@ -87,7 +84,7 @@ class Labels(Targets):
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
     def _class_ids(self, ids: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray) -> list[int]:
-        """`ids`: of the values that earlier rows had, so that a class is looked up once, not in each of its rows."""
+        """`ids`: a cache, cell -> class id, so that each distinct cell is looked up once."""
         keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
         if not ids.keys() >= set(keys):
             for key, cell, row in zip(keys, cells, rows.tolist(), strict=True):
@@ -113,7 +110,7 @@ class Labels(Targets):
         )
 
     def _flags(self, value: Any, where: str) -> list[float]:
-        """One row of a multi-label column, or of several -> a 0 or 1 per class."""
+        """A cell of a multi-label column, or the cells of several columns -> a 0 or 1 per class."""
         if _is_missing(value):
             raise UserError(f"{where}: no label: fill it or remove the row")
         items = _list_of(value, where)
@@ -132,7 +129,7 @@ class Labels(Targets):
         return flags
 
     def _numbers(self, value: Any, where: str) -> float | list[float]:
-        """One row of numbers to predict: a number, or a list of them."""
+        """A cell of numbers to predict: a number, or a list of them."""
         items = _parsed_list(value)
         if self.size == 1:
             return _number(items[0] if items and len(items) == 1 else value, where)
@@ -160,13 +157,12 @@ def find_labels(
     rows: np.ndarray | None = None,
     class_names: Mapping[str, str] | None = None,
 ) -> Labels:
-    """Looks at the training table's label column and decides what it means.
+    """Infers from the label column of `rows` (default: all) of the training table what a model predicts.
 
-    Strings and whole numbers are classes, numbers with a fraction are regression; lists, or several columns, are
-    regression with several outputs where they hold numbers with fractions, and multi-label where they hold names or
-    0/1. `problem_type` overrides. Only these rows count (all by default). `class_names`: value in the column -> the
-    class's name. Raises UserError when there is no label column, an empty label, or fewer than two classes, and where
-    the column is ambiguous.
+    Strings and integers are classes, numbers with a fraction are regression; lists, or several columns, are regression
+    with several outputs where they hold numbers with fractions, and multi-label where they hold names or 0/1.
+    `problem_type` overrides. `class_names`: cell value -> class name. Raises UserError when the column is missing or
+    ambiguous, a label is empty, or there are fewer than two classes.
     """
     rows = np.arange(len(table)) if rows is None else rows
     columns = find_columns(table, label_column, USUAL, "label_column")
@@ -215,8 +211,7 @@ def find_labels(
 
 
 def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[str], bool]:
-    """(all names in the lists of a column, or, where those have a 0 or 1 for each class, the classes' places; whether
-    they are multi-hot in this way)."""
+    """(the names in the lists of a column, False); where each list has a 0 or 1 per class, (the indices, True)."""
     names: set[str] = set()
     widths: set[int] = set()
     flags = True
@@ -232,7 +227,7 @@ def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[st
 def _names_from_file(
     table: Table, column: str, class_names: Mapping[str, str], classes: set[str], multi_hot: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the names of the classes, the cells' values for them). Raises UserError for a class without a name."""
+    """(class names, cell values) from --label_names_file. Raises UserError for a class without a name."""
     names, values = tuple(class_names.values()), () if multi_hot else tuple(class_names)
     unnamed = natural_order(classes - set(class_names)) if values else ()
     if unnamed or (multi_hot and len(names) != len(classes)):
@@ -244,31 +239,6 @@ def _names_from_file(
     return names, values
 
 
-def read_class_names(name: str) -> dict[str, str]:
-    """A file of class names -> {value in the label column: the class's name}, in the order of the numbers.
-
-    `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
-    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
-    """
-    rows = read_entries(Path(name))
-    if len(rows) == 1 and isinstance(rows[0], dict):
-        pairs = list(rows[0].items())
-    else:
-        rows = [row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)]
-        pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
-    names_of: dict[str, str] = {}
-    for place, pair in enumerate(pairs, 1):
-        numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
-        names = [part.strip() for part in pair if isinstance(part, str) and part not in numbers]
-        if len(numbers) != 1 or len(names) != 1 or numbers[0] in names_of or names[0] in names_of.values():
-            raise UserError(
-                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
-                'once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
-            )
-        names_of[numbers[0]] = names[0]
-    return dict(sorted(names_of.items(), key=lambda item: int(item[0])))
-
-
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
     each = list(names)
@@ -278,14 +248,14 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def problem_of(value: str | None) -> ProblemType:
-    """A model config's problem type; classification where it names none."""
+    """A model config's problem type; single-label classification by default."""
     return cast(ProblemType, value or "single_label_classification")
 
 
 def _refuse_too_many(
     names: Sequence[str], count: int, problem_type: ProblemType | None, table: Table, column: str
 ) -> None:
-    """Almost as many classes as rows are no classes, but names, numbers or texts."""
+    """Raises UserError where a column has almost as many values as rows: names, numbers or texts, not classes."""
     if len(names) > _MAX_CLASSES or (problem_type is None and len(names) > max(_FEW_CLASSES, count / 2)):
         raise UserError(
             f"{table.name}: column {column!r} holds {len(names)} different values in {count} rows: is it the label? "
@@ -298,19 +268,18 @@ def _refuse_too_many(
 
 
 def _cells(table: Table, columns: Sequence[str], rows: np.ndarray | None) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """The values at `rows`, some at a time, with the rows' numbers: lists of them for several columns; a data set's own
-    class numbers become their names."""
+    """Batches of (row numbers, cells): lists of cells for several columns; `ClassLabel` ids as names."""
     for numbers, values in table.cells(columns, rows):
         if len(columns) > 1:
             yield numbers, [list(items) for items in zip(*values, strict=True)]
         elif (feature := _class_feature(table, columns[0])) is None:
             yield numbers, values[0]
         else:
-            yield numbers, [_translated(value, feature.int2str) for value in values[0]]
+            yield numbers, [_label_names(value, feature.int2str) for value in values[0]]
 
 
 def _distinct(table: Table, columns: Sequence[str], rows: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Each different value once, with the first row that has it; where there are very many, some repeatedly."""
+    """(the first row, the cell) of each distinct cell; with more than _MAX_DISTINCT, some occur repeatedly."""
     seen: set[Any] = set()
     for numbers, cells in _cells(table, columns, rows):
         keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
@@ -323,14 +292,14 @@ def _distinct(table: Table, columns: Sequence[str], rows: np.ndarray) -> Iterato
                 yield number, value
 
 
-def _translated(value: Any, to_name: Callable[[int], str]) -> Any:
+def _label_names(value: Any, to_name: Callable[[int], str]) -> Any:
     if isinstance(value, list):
-        return [_translated(item, to_name) for item in value]
-    return None if value is None or value < 0 else to_name(int(value))  # -1: a hub's unlabelled rows
+        return [_label_names(item, to_name) for item in value]
+    return None if value is None or value < 0 else to_name(int(value))  # -1: an unlabelled row of a hub data set
 
 
 def _class_feature(table: Table, column: str) -> Any:
-    """The `ClassLabel` of a column, or of the items of its lists."""
+    """The `ClassLabel` feature of a column or of its lists' items, or None."""
     from datasets import ClassLabel
 
     feature = table.rows.features[column]
@@ -339,7 +308,7 @@ def _class_feature(table: Table, column: str) -> Any:
 
 
 def _guess(cells: Sequence[Any], where: str) -> ProblemType:
-    """What a column holds. Raises UserError where it is ambiguous."""
+    """The problem type that fits the cells of a column. Raises UserError where they are ambiguous."""
     values = [value for value in cells if not _is_missing(value) and value != ""]
     lists = [_parsed_list(value) for value in values]
     if values and None not in lists:
@@ -358,7 +327,7 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
 
 
 def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
-    """Names, class numbers, a 0 or 1 for each class, or numbers to predict."""
+    """Whether lists hold numbers to predict, or names, class ids or 0/1 per class."""
     items = [item for items in lists for item in items]
     fractions = any(isinstance(item, float) and item % 1 for item in items)
     numbers = all(isinstance(item, int | float) for item in items)
@@ -374,7 +343,7 @@ def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
 
 
 def _are_measures(lists: Sequence[Sequence[float | None]]) -> bool:
-    """Whether rows of numbers can be nothing else: some have a fraction, and each place has more than 0 and 1."""
+    """Whether rows of numbers must be regression: some have a fraction, and no column has only 0 and 1."""
     items = [math.nan if item is None else item for row in lists for item in row]
     measured = all(map(math.isfinite, items)) and any(item % 1 for item in items)
     return measured and all(set(column) - {0, 1} for column in zip(*lists, strict=True))
@@ -388,7 +357,7 @@ def _to_float(value: Any) -> float | None:
 
 
 def _is_blank(value: Any, problem: ProblemType) -> bool:
-    """Where a row may have several classes, an empty cell is a row without any."""
+    """In multi-label data an empty string is a row without classes, not a missing label."""
     return _is_missing(value) or (problem != MULTI and not str(value).strip())
 
 
@@ -408,7 +377,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _name(value: Any) -> str:
-    """`2.0`, which a reader or a spreadsheet made of `2`, is `2`; everything else is as written."""
+    """The text of a cell; `2.0`, which a reader or a spreadsheet makes of `2`, becomes `2`."""
     text = str(value).strip()
     return text.split(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
 
@@ -423,7 +392,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _list_of(value: Any, where: str) -> list[Any]:
-    """One cell's labels: a list, a list written as text, or names separated by | , or ; (empty: none)."""
+    """The labels of a cell: a list, a list as text, or names separated by | , or ; (empty string: none)."""
     items = _parsed_list(value)
     if items is not None:
         return items
@@ -438,7 +407,7 @@ def _parsed_list(value: Any) -> list[Any] | None:
     text = value.strip() if isinstance(value, str) else ""
     if not (text.startswith("[") and text.endswith("]")):
         return None
-    for parse in (json.loads, ast.literal_eval):  # `["a"]` and, as pandas writes lists, `['a']`
+    for parse in (json.loads, ast.literal_eval):  # `["a"]`, and pandas' `['a']`
         try:
             parsed = parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -73,24 +73,15 @@ class Prepared:
         return self.targets.facts() | ({"text_pair": self.text_pair} if self.text_pair else {})
 
 
-def prepare_data(
-    settings: Any,
-    tokenizer: Any,
-    model_config: Any,
-    accelerator: Accelerator | None = None,
-    targets_class: type[Targets] | None = None,
-) -> Prepared:
-    """Tokenizes the texts and encodes their targets in one process per machine; all processes load them.
-    `targets_class`: what is learned from a row; by default a feature's for these settings, else `Labels`.
-
-    Raises UserError for every fault of the input, and when machines have different data.
-    """
+def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None) -> Prepared:
+    """Tokenizes the texts and encodes their targets, in one process per machine; all processes load them. Raises
+    UserError for every fault of the input, and when machines have different data."""
     data = settings.data
     if accelerator is not None:
         _require_equal_settings(accelerator, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class = targets_class or first(feature.targets(settings) for feature in features()) or Labels
+    targets_class: type[Targets] = first(feature.targets(settings) for feature in features()) or Labels
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
@@ -106,10 +97,8 @@ def prepare_data(
     if accelerator is not None and feature_facts:
         launch.require_equal(accelerator, "the data", feature_facts)
     facts |= feature_facts
-    digest, source = (
-        digest_of_text(json.dumps(facts, sort_keys=True)),
-        ", ".join(table.name for table in tables.values()),
-    )
+    digest = digest_of_text(json.dumps(facts, sort_keys=True))
+    source = ", ".join(table.name for table in tables.values())
     with cached_folder("tokens", digest, accelerator, source) as (folder, draft):
         if draft:
             _write_tokens(settings, tokenizer, targets_class, facts, tables, draft)

@@ -213,7 +213,32 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
     return f"read with {', '.join(options)}" * bool(options), read_csv(path, settings, kind)
 
 
-def read_entries(path: Path) -> list[Any]:
+def read_class_names(name: str) -> dict[str, str]:
+    """A file of class names -> {value in the label column: class name}, in the order of the numbers.
+
+    `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
+    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
+    """
+    rows = _read_entries(Path(name))
+    if len(rows) == 1 and isinstance(rows[0], dict):
+        pairs = list(rows[0].items())
+    else:
+        rows = [row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)]
+        pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
+    names_of: dict[str, str] = {}
+    for place, pair in enumerate(pairs, 1):
+        numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
+        names = [part.strip() for part in pair if isinstance(part, str) and part not in numbers]
+        if len(numbers) != 1 or len(names) != 1 or numbers[0] in names_of or names[0] in names_of.values():
+            raise UserError(
+                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
+                'once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
+            )
+        names_of[numbers[0]] = names[0]
+    return dict(sorted(names_of.items(), key=lambda item: int(item[0])))
+
+
+def _read_entries(path: Path) -> list[Any]:
     """The entries of a JSON or JSONL file, or the lines of a text."""
     kind = format_of(path)
     with explain_encoding_errors(path, "utf-8"):

@@ -13,8 +13,8 @@ import torch
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
-from toolkit.data.labels import MULTI, USUAL, Labels, find_labels, read_class_names
-from toolkit.data.read import format_of, read_file
+from toolkit.data.labels import MULTI, USUAL, Labels, find_labels
+from toolkit.data.read import format_of, read_class_names, read_file
 from toolkit.data.table import Table, find_columns, texts_of
 from toolkit.data.tokens import Split, separator_of
 from toolkit.errors import UserError
