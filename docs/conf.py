@@ -17,7 +17,7 @@ from sphinx.search import SearchLanguage, languages  # noqa: E402
 
 import toolkit  # noqa: E402
 from toolkit import cli, config  # noqa: E402
-from toolkit.config.command_line import _values as values_of  # noqa: E402
+from toolkit.config.command_line import metavar  # noqa: E402
 
 CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821  Sphinx puts `tags` here
 DESCRIPTION = (
@@ -93,7 +93,7 @@ def settings():
         yield f"\n## {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
         yield "| setting | | values | default |\n|---|---|---|---|"
         for name, field in config.fields_of(section).items():
-            values = " ".join(f"`{value}`" for value in values_of(field.annotation).split("|"))
+            values = " ".join(f"`{value}`" for value in metavar(field.annotation).split("|"))
             cells = (f"`--{name}`", field.description or "", values, field.default)
             yield "| " + " | ".join(re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells) + " |"
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from toolkit.config import LongTaskSettings, TaskSettings, build, flat, parse, sections_of, tasks
-from toolkit.config.parse import _ELSEWHERE, fields_of
+from toolkit.config.parse import _OTHER_NAMES, fields_of
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import TitleSettings
 
@@ -304,7 +304,7 @@ def test_trainers_names_have_a_hint_and_no_wrong_guess() -> None:
             parse(TaskSettings, [f"--{field.name}", "0.1x", "--zzz"])  # no value that anything takes
         said = str(raised.value)
         guess = re.search(rf"setting --{field.name} \(did you mean (\w+)\?\)", said)
-        if guess and field.name not in _ELSEWHERE:
+        if guess and field.name not in _OTHER_NAMES:
             assert field.name.startswith(guess[1]), said
     for typed, wanted in {
         "--deepspeed ds.json": "--config_file", "--train_sampling_strategy group_by_length": "--group_by_length",

@@ -7,11 +7,11 @@ from toolkit.utils.features import Command
 
 
 def run(arguments: list[str]) -> None:
-    from toolkit.config.recipes import begins_with_name, settings_of_recipe
+    from toolkit.config.parse import begins_with_name, parse_recipe
 
     task = arguments.pop(0) if begins_with_name(arguments) else "cls"
     description = "Tokenizes and caches a recipe's data, as its first run would; takes the recipe's settings."
-    settings = settings_of_recipe(task, arguments, "prepare", description)
+    settings = parse_recipe(task, arguments, "prepare", description)
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.config.sections import LongTrainingSettings

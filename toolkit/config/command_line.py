@@ -1,4 +1,4 @@
-"""The command line of a recipe, as `argparse` reads it: its settings in groups, with their choices and defaults."""
+"""The argument parser of a recipe: its settings in groups, with their choices and defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from toolkit.utils.features import features
 
 SWITCHES = (bool, bool | None)
-# what most people need; `--help_all` has the rest
+# the settings in `--help`; `--help_all` lists all
 _FIRST = {
     "model_name_or_path", "train_file", "validation_file", "test_file", "dataset_name", "text_column", "label_column",
     "max_length", "output_dir", "num_train_epochs", "global_batch_size", "per_device_batch_size",
@@ -24,16 +24,16 @@ under `deepspeed`; timeouts in seconds: --rendezvous_timeout, --ddp_timeout, --p
 
 
 def command_line(
-    fields: Mapping[type, Mapping[str, Any]], whole: bool, description: str | None, program: str | None
+    fields: Mapping[type, Mapping[str, Any]], help_all: bool, description: str | None, program: str | None
 ) -> argparse.ArgumentParser:
-    """A parser of `--name value` that converts nothing; a switch may stand alone, as in transformers. `fields`: by
-    section, pydantic's. Its help has the first settings and those of a recipe's own, or (`whole`) all."""
+    """A parser of `--name value` that returns strings; a boolean may omit its value, as in transformers. `fields`:
+    section -> {setting: pydantic's field}. Its help lists the most used settings, or all (`help_all`)."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
         description=description,
-        epilog=_LAUNCH if whole else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n{_LAUNCH}",
-        formatter_class=_wide,
+        epilog=_LAUNCH if help_all else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n{_LAUNCH}",
+        formatter_class=_formatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         add_help=False,
@@ -43,19 +43,19 @@ def command_line(
     for section, section_fields in fields.items():
         group = parser.add_argument_group((section.__doc__ or "").strip().rstrip("."))
         for name, field in section_fields.items():
-            shown = whole or name in first or not section.__module__.startswith("toolkit.")
+            listed = help_all or name in first or not section.__module__.startswith("toolkit.")
             switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation in SWITCHES else {}
             group.add_argument(
                 f"--{name}",
-                metavar=_values(field.annotation),
-                help=_help(field) if shown else argparse.SUPPRESS,
+                metavar=metavar(field.annotation),
+                help=_help(field) if listed else argparse.SUPPRESS,
                 **switch,
             )
     return parser
 
 
-def joined(arguments: Sequence[str]) -> list[str]:
-    """`--x -1e-5` -> `--x=-1e-5`: argparse takes a negative number with an exponent for a name."""
+def join_negative_numbers(arguments: Sequence[str]) -> list[str]:
+    """`--x -1e-5` -> `--x=-1e-5`: argparse reads a negative number with an exponent as an option."""
     words: list[str] = []
     for word in arguments:
         if re.match(r"-\.?\d", word) and words and re.fullmatch(r"--\w+", words[-1]):
@@ -65,7 +65,7 @@ def joined(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _wide(prog: str) -> argparse.HelpFormatter:
+def _formatter(prog: str) -> argparse.HelpFormatter:
     width = min(shutil.get_terminal_size().columns, 120)
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
 
@@ -75,8 +75,8 @@ def _help(field: Any) -> str:
     return f"{field.description or ''}{default}".replace("%", "%%")
 
 
-def _values(annotation: Any) -> str:
-    """What may be given: `a|b` of choices, else the kind of value."""
+def metavar(annotation: Any) -> str:
+    """The metavar: `a|b` for choices, else the kind of value."""
     if hasattr(annotation, "__metadata__"):
         annotation = get_args(annotation)[0]
     parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
@@ -86,5 +86,5 @@ def _values(annotation: Any) -> str:
     nested = next((part for part in parts if get_origin(part) is Literal), None)
     if nested is not None:
         others = {str: "PATH", int: "NUMBER"}
-        return "|".join([*(_values(nested).split("|")), *(others[part] for part in others if part in parts)])
+        return "|".join([*(metavar(nested).split("|")), *(others[part] for part in others if part in parts)])
     return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(parts[0], "TEXT")

@@ -1,7 +1,7 @@
-"""Sections of settings (toolkit.config.sections), filled from a YAML file and the command line.
+"""A YAML file and the command line -> settings.
 
-A recipe's settings are a dataclass whose fields are sections; the names of all their fields share
-one flat name space, so that `--learning_rate 3e-5` and `learning_rate: 3e-5` need no prefix.
+A recipe's settings are a dataclass whose fields are sections (toolkit.config.sections). The names of all settings share
+one flat name space: `--learning_rate 3e-5` and `learning_rate: 3e-5` need no prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from toolkit.config.command_line import SWITCHES, command_line, joined
+from toolkit.config.command_line import SWITCHES, command_line, join_negative_numbers
 from toolkit.config.sections import LongTaskSettings, TaskSettings
 from toolkit.errors import Faults, UserError, did_you_mean
 from toolkit.utils import log
@@ -29,24 +29,24 @@ Settings = TypeVar("Settings")
 Section = TypeVar("Section")
 
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
-# two settings of which one run can have one, and why
+# pairs of settings that exclude each other, and why
 _EXCLUSIVE = [
     ("train_file", "dataset_name", "name the files or the data set"),
     ("validation_file", "dataset_name", "a data set brings its own splits"),
     ("test_file", "dataset_name", "a data set brings its own splits"),
     ("warmup_ratio", "warmup_steps", "they set the same thing"),
-    ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
+    ("validation_file", "validation_split", "rows are held back only where there is no validation file"),
 ]  # fmt: skip
-# a setting -> the one without which it has no effect
-_BELONGS_TO = {
+# a setting -> the setting that it requires
+_REQUIRES = {
     "dataset_config_name": ("dataset_name", ""),
     **dict.fromkeys(("distillation_temperature", "distillation_alpha"),
                     ("teacher", ", the model that teaches: name its folder")),
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"),
                     ("lora_r", ", which turns LoRA on: give it (8 is usual)")),
 }  # fmt: skip
-# a setting of other trainers -> its name here
-_ELSEWHERE = {
+# other trainers' name of a setting -> ours
+_OTHER_NAMES = {
     "per_device_train_batch_size": "per_device_batch_size", "train_batch_size": "global_batch_size",
     "gradient_accumulation_steps": "global_batch_size", "batch_size": "global_batch_size",
     "eval_steps": "eval_every", "save_steps": "checkpoint_every",
@@ -54,8 +54,8 @@ _ELSEWHERE = {
     "epochs": "num_train_epochs", "bf16": "mixed_precision", "fp16": "mixed_precision", "optim": "optimizer",
     "max_seq_length": "max_length", "wd": "weight_decay", "patience": "early_stopping_patience",
 }  # fmt: skip
-# a setting of other trainers -> what takes its place here
-_INSTEAD = {
+# a setting of other trainers -> what to use instead
+_REPLACED_BY = {
     "pooling": "a head that reads the mean of all tokens is a change of the recipe: docs/your-own-recipe.md, "
                "Another model class",
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"),
@@ -78,15 +78,15 @@ _INSTEAD = {
                     "tokens are made ahead and read without copies: there are no workers to set"),
     "dataloader_drop_last": "no sample is dropped: the last batch is smaller",
     **dict.fromkeys(("logging_strategy", "logging_first_step"), "every optimizer step is logged; --logging_steps N "
-                    "gathers N of them at once"),
+                    "gathers N steps at once"),
     **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
                     "--gradient_checkpointing true takes no more"),
     "activation_checkpointing": "--gradient_checkpointing true",
     "auto_find_batch_size": "--per_device_batch_size auto",
     "label_names": "--label_column names the labels' column",
     **dict.fromkeys(("length_column_name", "use_cache", "enable_jit_checkpoint", "optim_target_modules",
-                     "lr_scheduler_kwargs"), "it has no counterpart, and a run needs none"),
-    **dict.fromkeys(("local_rank", "use_cpu", "no_cuda"), "the launch says it: the same file runs with GPUs and "
+                     "lr_scheduler_kwargs"), "there is no such setting, and none is needed"),
+    **dict.fromkeys(("local_rank", "use_cpu", "no_cuda"), "the launch decides it: the same file runs with GPUs and "
                     "without"),
     **dict.fromkeys(("hub_strategy", "hub_always_push"), "--push_to_hub uploads model/ once, when the run has ended"),
     "hub_token": "export HF_TOKEN=... (a setting would be written to config.json)",
@@ -95,7 +95,7 @@ _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 
 
 def tasks() -> dict[str, type]:
-    """Recipe -> its class of settings: the core's recipes, then those of features."""
+    """Recipe -> settings class: the core's recipes, then those of features."""
     return {"cls": TaskSettings, "bigbird": LongTaskSettings, **{n: c for f in features() for n, c in f.tasks.items()}}
 
 
@@ -106,10 +106,10 @@ def parse(
     description: str | None = None,
     program: str | None = None,
 ) -> Settings:
-    """`[FILE.yaml] --name value ...` -> settings; the command line wins over the file.
+    """`[FILE.yaml] --name value ...` -> settings; the command line overrides the file.
 
-    Where neither names data or a model, the settings file `demo` supplies the rest. Raises UserError with every fault
-    at once: unknown names (with the nearest known one), values of the wrong type or out of range.
+    Where neither names data or a model, the settings file `demo` supplies the rest. Raises UserError with all faults:
+    unknown names (with the nearest known one), values of the wrong type or out of range.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     faults = Faults()
@@ -122,19 +122,19 @@ def parse(
     values: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
         values = _from_yaml(Path(arguments.pop(0)), by_name, faults)
-    values = _over(values, _from_command_line(parser, arguments, by_name, faults))
+    values = _override(values, _from_command_line(parser, arguments, by_name, faults))
     if demo:
-        values = _with_demo(values, demo, by_name, faults)
+        values = _apply_demo(values, demo, by_name, faults)
     settings = build(settings_class, values, faults)
     if level := flat(settings).get("log_level"):
         log.set_level(level)
     return settings
 
 
-def _with_demo(values: dict[str, Any], demo: Path, fields: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+def _apply_demo(values: dict[str, Any], demo: Path, fields: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     names = [name for name in ("train_file", "dataset_name", "model_name_or_path") if values.get(name) is not None]
     if not names and not any(values.get(name) for name in ("validation_file", "test_file")):
-        return _over(_from_yaml(demo, fields, faults), values)
+        return _override(_from_yaml(demo, fields, faults), values)
     if names and "model_name_or_path" not in names:
         faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME (bert-base-chinese, ...)")
     elif names == ["model_name_or_path"]:
@@ -142,15 +142,15 @@ def _with_demo(values: dict[str, Any], demo: Path, fields: Mapping[str, Any], fa
     return values
 
 
-def _exclusive() -> list[tuple[str, str, str]]:
+def _exclusive_pairs() -> list[tuple[str, str, str]]:
     return [*_EXCLUSIVE, *(pair for feature in features() for pair in feature.exclusive)]
 
 
-def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """Two layers of settings: one that the upper layer sets also removes those of the lower that contradict it."""
+def _override(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """The settings of both; those of `upper` replace the same and the excluded settings of `lower`."""
     replaced = {
         loser
-        for one, other, _ in _exclusive()
+        for one, other, _ in _exclusive_pairs()
         for winner, loser in ((one, other), (other, one))
         if upper.get(winner) is not None and upper.get(loser) is None
     }
@@ -158,7 +158,7 @@ def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Faults | None = None) -> Settings:
-    """A flat mapping of settings -> the validated dataclass. Raises UserError with all faults."""
+    """{setting: value} -> the validated dataclass. Raises UserError with all faults."""
     faults = faults or Faults()
     sections = sections_of(settings_class)
     sections_built: dict[str, Any] = {}
@@ -174,21 +174,21 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
             sections_built[name] = TypeAdapter(section).validate_python(section_values)
         except ValidationError as error:
             for fault in {fault["loc"][:1]: fault for fault in reversed(error.errors())}.values():
-                faults.add(_explain(fault))  # the first of each setting: of a union each kind has one
+                faults.add(_fault_message(fault))  # the first of each setting: a union has one for each type
     for sentence in _contradictions(values):
         faults.add(sentence)
     faults.raise_if_any()
-    return with_features(settings_class)(**sections_built)
+    return _add_feature_sections(settings_class)(**sections_built)
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-    """A fault for each pair of settings that cannot both be meant."""
+    """A fault for each combination of settings that has no effect or no meaning."""
 
-    def there(name: str) -> bool:
+    def is_set(name: str) -> bool:
         return values.get(name) is not None
 
-    for one, other, why in _exclusive():
-        if there(one) and there(other):
+    for one, other, why in _exclusive_pairs():
+        if is_set(one) and is_set(other):
             yield f"--{one} and --{other} contradict each other ({why}): give one of them"
     if values.get("lr_scheduler_type") == "constant" and (values.get("warmup_steps") or values.get("warmup_ratio")):
         yield "--lr_scheduler_type constant has no warm-up: use constant_with_warmup, or leave warmup_steps out"
@@ -197,32 +197,32 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"--label_smoothing_factor {smoothing} has no effect with --problem_type {values['problem_type']}"
     if smoothing and values.get("loss") == "focal":
         yield f"--label_smoothing_factor {smoothing} has no effect with --loss focal: leave one of them out"
-    if there("focal_gamma") and values.get("loss") != "focal":
+    if is_set("focal_gamma") and values.get("loss") != "focal":
         yield "--focal_gamma is given without --loss focal, which it belongs to"
     for name in ("validation_file", "test_file"):
-        if there(name) and not there("train_file") and not there("dataset_name"):
+        if is_set(name) and not is_set("train_file") and not is_set("dataset_name"):
             yield f"--{name} is given without --train_file: name the file to train on"
     shorter, longest = values.get("compare_max_length"), values.get("max_length")
     with contextlib.suppress(TypeError, ValueError):  # a number may still be the command line's text
         if int(shorter) >= int(longest):  # type: ignore[arg-type]
             yield f"--compare_max_length {shorter} is no less than --max_length {longest}: name fewer tokens"
     for name in ("r_drop_alpha", "fgm_epsilon"):
-        if there(name) and there("teacher"):
+        if is_set(name) and is_set("teacher"):
             yield f"--teacher and --{name} contradict each other (its second pass has no teacher): give one"
-        if there(name) and values.get("per_device_batch_size") == "auto":
+        if is_set(name) and values.get("per_device_batch_size") == "auto":
             yield f"--per_device_batch_size auto measures one pass, and --{name} takes two: give a number"
     for name in ("freeze_layers", "reinit_layers"):
-        if there(name) and there("lora_r"):
+        if is_set(name) and is_set("lora_r"):
             yield f"--{name} and --lora_r contradict each other (LoRA trains its own matrices alone): give one"
-    for name, (needed, why) in _BELONGS_TO.items():
-        if there(name) and not there(needed):
+    for name, (needed, why) in _REQUIRES.items():
+        if is_set(name) and not is_set(needed):
             yield f"--{name} is given without --{needed}{why}"
     for feature in features():
         yield from feature.faults(values)
 
 
-def _declared(settings_class: type) -> dict[str, type]:
-    """Field name -> section class, as the class declares them. Raises UserError for a class without `@section`."""
+def _declared_sections(settings_class: type) -> dict[str, type]:
+    """Field name -> section class. Raises UserError for a class without `@section`."""
     hints = get_type_hints(settings_class)
     sections = {field.name: hints[field.name] for field in dataclasses.fields(settings_class)}
     for part in sections.values():
@@ -232,19 +232,19 @@ def _declared(settings_class: type) -> dict[str, type]:
 
 
 def has_section(settings_class: type, section: type) -> bool:
-    """Whether a class of settings declares this section, or one derived from it."""
-    return any(issubclass(each, section) for each in _declared(settings_class).values())
+    """Whether a settings class has this section or a subclass of it."""
+    return any(issubclass(each, section) for each in _declared_sections(settings_class).values())
 
 
-def with_features(settings_class: type[Settings]) -> type[Settings]:
-    """The class with the sections of features as further fields."""
+def _add_feature_sections(settings_class: type[Settings]) -> type[Settings]:
+    """The class with the features' sections as further fields."""
     added = (part for feature in features() for part in feature.sections(settings_class).items())
-    declared, base = _declared(settings_class), cast(Hashable, settings_class)
-    return _derived(base, tuple(part for part in added if part[0] not in declared))
+    declared, base = _declared_sections(settings_class), cast(Hashable, settings_class)
+    return _extend_class(base, tuple(part for part in added if part[0] not in declared))
 
 
-@functools.cache  # equal settings are of the same class
-def _derived(settings_class: Any, added: tuple[tuple[str, type], ...]) -> Any:
+@functools.cache  # so that equal settings have the same class
+def _extend_class(settings_class: Any, added: tuple[tuple[str, type], ...]) -> Any:
     if not added:
         return settings_class
     fields = [(name, part, dataclasses.field(default_factory=part)) for name, part in added]
@@ -255,30 +255,30 @@ def _derived(settings_class: Any, added: tuple[tuple[str, type], ...]) -> Any:
 
 
 def settings_of_features(settings: Any) -> set[str]:
-    """The names of the settings that features have added to a recipe's: none of them changes how it trains."""
+    """The settings in sections of features; none of them changes how a run trains."""
     added = (feature.sections(type(settings)).values() for feature in features())
     return {name for sections in added for section in sections for name in fields_of(section)}
 
 
 def sections_of(settings_class: type) -> dict[str, type]:
-    """Field name -> section class, in order; those of features last."""
-    return _declared(with_features(settings_class))
+    """Field name -> section class; those of features last."""
+    return _declared_sections(_add_feature_sections(settings_class))
 
 
 def section_in(settings: Any, section: type[Section]) -> Section:
-    """The section of this class in a recipe's settings; with its defaults where they have none."""
+    """The section of this class in a recipe's settings, or one with default values."""
     return next((value for value in vars(settings).values() if isinstance(value, section)), None) or section()
 
 
 def flat(settings: Any) -> dict[str, Any]:
-    """Settings -> one flat dict, as config.json and trackers hold it."""
+    """Settings -> {setting: value}, as in config.json and trackers."""
     return {name: value for part in vars(settings).values() for name, value in dataclasses.asdict(part).items()}
 
 
 def fields_of(section: type) -> dict[str, Any]:
-    """Name -> pydantic's field, which holds the docstring under it as its description."""
+    """Name -> pydantic's field, whose description is the docstring below it."""
     fields: dict[str, Any] = {}
-    for part in reversed(section.__mro__):  # an inherited field has its docstring in the class that it is written in
+    for part in reversed(section.__mro__):  # only the declaring class has a field's docstring
         declared = getattr(part, "__pydantic_fields__", {})
         fields |= {name: field for name, field in declared.items() if field.description or name not in fields}
     return fields
@@ -287,7 +287,7 @@ def fields_of(section: type) -> dict[str, Any]:
 def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         way = f"pass --train_file {path}" if path.suffix in _DATA else "settings are given as --name value"
-        if path.suffix == ".json":  # after `--deepspeed`, a switch that DeepSpeed's launcher takes, say
+        if path.suffix == ".json":  # after DeepSpeed's switch `--deepspeed`, say
             way += f" for rows, --deepspeed_config {path} for DeepSpeed's settings"
         raise UserError(f"{path} is not a YAML file of settings: {way}")
     if not path.is_file():
@@ -305,28 +305,28 @@ def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[st
 
 
 def _yaml_value(name: str, value: Any, field: Any, faults: Faults) -> Any:
-    """YAML 1.1 reads a bare `no` as false; a true or false where none belongs is a fault, not 1 or 0."""
+    """YAML 1.1 reads a bare `no` as false. A boolean for a number is a fault, not 1 or 0."""
     if not isinstance(value, bool) or field.annotation in SWITCHES:
         return value
     if value is False and "no" in str(field.annotation):
         return "no"
-    faults.add(f"--{name} {str(value).lower()}: it takes no true or false")
+    faults.add(f"--{name} {str(value).lower()}: it is not true or false")
     return None
 
 
 def _from_command_line(
     parser: argparse.ArgumentParser, arguments: Sequence[str], known: Collection[str], faults: Faults
 ) -> dict[str, Any]:
-    words = joined(arguments)
+    words = join_negative_numbers(arguments)
     while True:
         try:
             options, others = parser.parse_known_args(words)
             break
-        except argparse.ArgumentError as error:  # argparse stops at the first; all are reported at once
+        except argparse.ArgumentError as error:  # argparse stops at the first; all are reported
             faults.add(f"{error.argument_name} needs a value")
             words.remove(str(error.argument_name))
     value_follows = False
-    for word in others:  # a fault for each unknown name; the word behind it is its value
+    for word in others:  # a fault for each unknown name; the word after it is its value
         if word.startswith("--"):
             name = word[2:].split("=")[0]
             faults.add(f"unknown setting --{name}{_hint(name, known)}; --help_all lists them all")
@@ -337,24 +337,37 @@ def _from_command_line(
 
 
 def _hint(name: str, known: Collection[str]) -> str:
-    """The setting that is probably meant."""
+    """What to use instead of an unknown setting."""
     name = name.replace("-", "_")
     if name in known:
         return did_you_mean(name, known)
-    if name in _INSTEAD:
-        return f": {_INSTEAD[name]}"
-    if (elsewhere := _ELSEWHERE.get(name)) in known:
-        return f" (did you mean {elsewhere}?)"
+    if name in _REPLACED_BY:
+        return f": {_REPLACED_BY[name]}"
+    if (other_name := _OTHER_NAMES.get(name)) in known:
+        return f" (did you mean {other_name}?)"
     recipes = [f"recipes/{task}.py" for task, settings_class in tasks().items()
                if any(name in fields_of(section) for section in sections_of(settings_class).values())]  # fmt: skip
     return f" here: it is one of {' and '.join(recipes)}" if recipes else did_you_mean(name, known)
 
 
-def _explain(fault: Any) -> str:
+def _fault_message(fault: Any) -> str:
     name = str(fault["loc"][0]) if fault["loc"] else "settings"
     message = fault["msg"].removeprefix("Value error, ")
     message = re.sub(r", unable to .*| valid", "", message.replace("integer", "whole number"))
     message = message.replace("an whole", "a whole").replace("Input should be", "must be")
-    if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as transformers 5 has it
+    if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as in transformers 5
         message += f"; a share of all steps is --warmup_ratio {fault['input']}"
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def begins_with_name(arguments: list[str]) -> bool:
+    """Whether the first word is the name of a recipe or a model, not a setting or a settings file."""
+    return bool(arguments) and not re.search(r"^-|\.ya?ml$", arguments[0])
+
+
+def parse_recipe(recipe: str, arguments: list[str], command: str, description: str) -> Any:
+    """The settings of a recipe, for `toolkit COMMAND RECIPE`. Raises UserError."""
+    known = tasks()
+    if recipe not in known:
+        raise UserError(f"toolkit {command} {recipe}{did_you_mean(recipe, known)}: {', '.join(known)}")
+    return parse(known[recipe], arguments, None, description, f"toolkit {command} [{'|'.join(known)}]")

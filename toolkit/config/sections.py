@@ -1,7 +1,4 @@
-"""Settings: frozen dataclasses, one per section; every field says its unit.
-
-A recipe's settings are a dataclass whose fields are sections.
-"""
+"""Settings: frozen dataclasses, one per section. Docstrings of fields, with their units, are the text of `--help`."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _Section = TypeVar("_Section")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[_Section]) -> type[_Section]:
-    """Makes a class a section of settings, a recipe's own too; a field's docstring stands in `--help`."""
+    """Makes a class a section of settings, in a user's recipe too; docstrings of its fields are shown in `--help`."""
     strict = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
     return dataclass(frozen=True, kw_only=True, config=strict)(cls)  # type: ignore[return-value]
 
@@ -41,7 +38,7 @@ class PretrainedSettings:
     model_name_or_path: str | None = None
     """A folder or a hub name that transformers' Auto classes load."""
     tokenizer: Literal["jieba"] | None = None
-    """`jieba` for a vocabulary built on Chinese words, as chinese-bigbird-base has; the model's own when not given."""
+    """`jieba` for a vocabulary of Chinese words, as in chinese-bigbird-base; default: the model's tokenizer."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
     """Overrides every dropout probability of the model, and LoRA's."""
     gradient_checkpointing: bool = False
@@ -55,21 +52,21 @@ class ModelSettings(PretrainedSettings):
     """The pretrained model and how it is adapted."""
 
     problem_type: ProblemType | None = None
-    """What the labels mean; found from the label column when not given."""
+    """What the labels mean; inferred from the label column when not given."""
     lora_r: int | None = Field(default=None, ge=1)
-    """The rank of LoRA, 8 or 16 usually: only small added matrices and the head are trained. Off when not given."""
+    """The rank of LoRA, usually 8 or 16: only its matrices and the head are trained. Off when not given."""
     lora_alpha: int | None = Field(default=None, ge=1)
-    """What LoRA adds is scaled by lora_alpha / lora_r; twice the rank when not given."""
+    """LoRA's output is scaled by lora_alpha / lora_r; twice the rank when not given."""
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """On the input of LoRA's matrices; 0 when not given, or `dropout` where that is given."""
+    """Dropout of the input of LoRA's matrices; `dropout`, or 0, when not given."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
     freeze_layers: int | None = Field(default=None, ge=0)
-    """Do not train the embeddings and the first so many layers; 0 freezes the embeddings alone."""
+    """Freeze the embeddings and this many of the first layers; 0 freezes only the embeddings."""
     reinit_layers: int | None = Field(default=None, ge=1)
-    """Begin the top so many layers anew: pretrained ones may be too much of their own task."""
+    """Reinitialize this many of the last layers, which may be specialized for the pretraining task."""
     num_hidden_layers: int | None = Field(default=None, ge=1)
-    """Keep so many of the pretrained layers, evenly spaced; a smaller model, for `teacher` to teach."""
+    """Keep this many of the pretrained layers, evenly spaced: a smaller student for `teacher`."""
 
 
 @section
@@ -77,42 +74,42 @@ class ObjectiveSettings:
     """The loss, and uneven classes."""
 
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
-    """Of classes; focal (Lin et al., 2017): a row counts less the surer the model is of it."""
+    """The loss of classes; focal (Lin et al., 2017) gives rows with confident correct predictions less weight."""
     focal_gamma: float | None = Field(default=None, ge=0)
-    """How much less, for `--loss focal`: 2 when not given; 0 is the cross entropy."""
+    """The exponent of `--loss focal`: 2 when not given; 0 is the cross entropy."""
     class_weights: str | None = None
-    """What a row weighs, by its class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5` (others 1)."""
+    """The weight of a row's loss by class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5` (others 1)."""
     pos_weight: str | None = None
-    """Multi-label: what a label weighs where it is present: `balanced`, or `A=3,B=10` (others 1)."""
+    """Multi-label: the weight of positive labels: `balanced`, or `A=3,B=10` (others 1)."""
     sampling: Literal["balanced", "sqrt"] | None = None
-    """Draw rows with replacement: every class alike, or by the root of its rows; each row once when not given."""
+    """Draw rows with replacement: classes equally often, or in proportion to the square root of their rows."""
 
     r_drop_alpha: float | None = Field(default=None, gt=0)
-    """R-Drop: two passes with different dropout, pulled together by so much; each step computes twice."""
+    """R-Drop: the weight of the divergence between two forward passes with different dropout; doubles the compute."""
     fgm_epsilon: float | None = Field(default=None, gt=0)
-    """FGM: train also on embeddings moved so far against the model; each step computes twice."""
+    """FGM: the norm of adversarial perturbations of the embeddings; doubles the compute."""
 
     @property
     def gamma(self) -> float | None:
-        """`focal_gamma`, where that is the loss."""
+        """`focal_gamma` for the focal loss, else None."""
         return None if self.loss != "focal" else 2.0 if self.focal_gamma is None else self.focal_gamma
 
     @property
     def changes_classes(self) -> bool:
-        """Whether anything is done about rare classes."""
+        """Whether a setting compensates for uneven classes."""
         return bool(self.class_weights or self.pos_weight or self.sampling or self.loss == "focal")
 
 
 @section
 class DistillationSettings:
-    """A fine-tuned model that teaches this one."""
+    """Distillation from a fine-tuned model."""
 
     teacher: str | None = None
-    """A classifier for the same labels: a run's model folder, or a hub name; its outputs are computed once and kept."""
+    """A classifier for the same labels, a run's model folder or a hub name; its outputs are cached."""
     distillation_temperature: float | None = Field(default=None, gt=0)
-    """Above 1 it shows more of what the teacher thinks of the classes it does not choose; 2 when not given."""
+    """Divides the logits of teacher and student: above 1 probabilities become softer; 2 when not given."""
     distillation_alpha: float | None = Field(default=None, ge=0, le=1)
-    """The share of the teacher in the loss, 0.5 when not given; the rest is the labels'."""
+    """The weight of the teacher's term in the loss, 0.5 when not given; the labels' term has the rest."""
 
     @property
     def mixture(self) -> tuple[float, float]:
@@ -127,9 +124,9 @@ class TextSettings:
 
     train_file: str | None = None
     """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz); several by a pattern, 'part-*.csv'; .txt
-    where the recipe needs texts alone."""
+    where the recipe needs only texts."""
     validation_file: str | None = None
-    """Evaluated during training; without it a part of the training rows is held back."""
+    """Evaluated during training; when not given, a part of the training rows is held back."""
     test_file: str | None = None
     """Evaluated once, at the end, with the best model."""
     dataset_name: str | None = None
@@ -137,33 +134,33 @@ class TextSettings:
     dataset_config_name: str | None = None
     """The configuration of `dataset_name`."""
     text_column: str | None = None
-    """Found by its name or as the only text column when not given; `title,text` joins both with the separator token."""
+    """Inferred from names and content when not given; `title,text` joins both with the separator token."""
     encoding: str = "utf-8"
     """Of CSV, TSV and JSON files; `gb18030` for GBK files."""
     delimiter: str | None = None
-    """Between the cells of CSV and TSV files, one character or `tab`; as the file's ending says when not given."""
+    """The delimiter of CSV and TSV files, one character or `tab`; by the file's ending when not given."""
     quoting: Literal["csv", "none"] = "csv"
-    """Of CSV and TSV files: csv: cells may stand in double quotes; none: a double quote is part of the text."""
+    """CSV and TSV files: csv: cells may be in double quotes; none: a double quote is part of the text."""
     sample_by: Literal["line", "paragraph"] = "line"
-    """Of .txt files: a text is a line, or all lines up to a blank one."""
+    """.txt files: a text is a line, or all lines up to a blank one."""
     column_names: str | None = None
-    """Of CSV and TSV files whose first line is no header: `label,text`."""
+    """Column names of CSV and TSV files without a header line: `label,text`."""
     validation_split: float = Field(default=0.1, gt=0, lt=1)
     """The part of the training rows that is held back when there is no validation file."""
     preprocessing_num_workers: int | None = Field(default=None, ge=1)
-    """Threads of a fast tokenizer while tokens are made; all cores when not given."""
+    """Threads of a fast tokenizer; all cores when not given."""
     drop_empty_text: bool = False
     """Leave out rows whose text (or title) is empty or blank; otherwise they are an error."""
     max_length: int | None = Field(default=None, ge=2)
-    """Tokens; longer texts are cut. The model's own limit when not given."""
+    """Tokens; longer texts are truncated. The model's limit when not given."""
     min_length: int | None = Field(default=None, ge=1)
     """Tokens; texts with fewer are left out, from training and from evaluation."""
     max_train_samples: int | None = Field(default=None, ge=1)
-    """For a trial: train on so many rows, chosen by `data_seed`."""
+    """For a trial: the number of training rows, drawn by `data_seed`."""
     max_eval_samples: int | None = Field(default=None, ge=1)
-    """For a trial: evaluate so many rows of each split, chosen by `data_seed`."""
+    """For a trial: the number of rows of each evaluated split, drawn by `data_seed`."""
     data_seed: int | None = Field(default=None, ge=0)
-    """Chooses which rows are held back and which a trial uses; `seed` when not given, and their order is `seed`'s."""
+    """Draws the rows that are held back or used in a trial; `seed` when not given. `seed` decides their order."""
 
 
 @section
@@ -171,29 +168,29 @@ class DataSettings(TextSettings):
     """Where the texts and labels are."""
 
     label_column: str | None = None
-    """Found by its name when not given. Several, `a,b,c`: of 0/1 mean multi-label, of other numbers regression."""
+    """Inferred from its name when not given. Several, `a,b,c`: multi-label for 0/1, regression for other numbers."""
     label_names_file: str | None = None
     """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or `{"0": "joy", ...}`."""
     text_pair: str | None = None
-    """The column of a second text, which is read with the first as a pair: `[CLS] text [SEP] pair [SEP]`."""
+    """The column of a second text, for pairs: `[CLS] text [SEP] pair [SEP]`."""
 
 
 @section
 class LongTextSettings:
-    """What reading to the end is worth."""
+    """The comparison with truncated texts."""
 
     compare_max_length: int | None = Field(default=None, ge=2)
-    """Tokens; at the end the saved model is evaluated again on the same texts, cut to this length."""
+    """Tokens; at the end the saved model is also evaluated on the same texts truncated to this length."""
 
 
 @section
 class TrainingSettings:
-    """The optimization and what a run keeps."""
+    """Optimization, evaluation and checkpoints."""
 
     output_dir: str | None = None
     """The run's folder; a new one under runs/ when not given."""
     overwrite_output_dir: bool = False
-    """Where the folder holds a run, move that run aside (to NAME.old-TIME) instead of stopping."""
+    """If the folder holds a run, rename that to NAME.old-TIME instead of stopping with an error."""
     num_train_epochs: float = Field(default=3.0, gt=0)
     """Passes over the training rows."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -201,7 +198,7 @@ class TrainingSettings:
     global_batch_size: int = Field(default=32, ge=1)
     """Samples per optimizer step, over all processes and micro-batches."""
     per_device_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 32
-    """The most samples of one micro-batch on one process, or `auto`: what fits; accumulation follows from it."""
+    """The most samples of one micro-batch on one process, or `auto`: what fits. Sets gradient accumulation."""
     per_device_eval_batch_size: int | None = Field(default=None, ge=1)
     """The most samples of one evaluation batch; twice the training one when not given."""
     max_tokens_per_batch: int | None = Field(default=None, ge=2)
@@ -213,15 +210,15 @@ class TrainingSettings:
     optimizer: str = "adamw"
     """adamw, adafactor, lion (at a tenth of the learning rate), muon, sgd, or any torch optimizer: `MODULE.CLASS`."""
     optimizer_args: str | None = None
-    """What it takes beside the learning rate and the weight decay: `momentum=0.9`, `betas=(0.9,0.95),eps=1e-6`."""
+    """Its arguments except the learning rate and weight decay: `momentum=0.9`, `betas=(0.9,0.95),eps=1e-6`."""
     layerwise_lr_decay: float | None = Field(default=None, gt=0, le=1)
-    """Each layer's learning rate is so much of that above it, 0.95 say; the head has `learning_rate`."""
+    """The ratio of a layer's learning rate to that of the layer above, 0.95 say; the head has `learning_rate`."""
     unfreeze_every: int | None = Field(default=None, ge=1)
-    """Gradual unfreezing: train the head alone, and one layer more, from the top, every so many optimizer steps."""
+    """Optimizer steps between unfreezing one more layer, from the top; at first only the head is trained."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled decay of the weights; biases and norms have none."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
-    """Evaluate and save an average of the weights that keeps so much of itself at each step: 0.99, 0.999."""
+    """Evaluate and save an exponential moving average of the weights with this decay per step: 0.99, 0.999."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     """The share of all optimizer steps that warm up."""
     warmup_steps: int | None = Field(default=None, ge=0)
@@ -235,25 +232,24 @@ class TrainingSettings:
     seed: int = Field(default=42, ge=0)
     """Seeds the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """auto: what the accelerate config says, or else bf16, fp16 or no, whichever this hardware is fast in; a CPU is
-    tried."""
+    """auto: the accelerate config's, else bf16, fp16 or no, whichever is fastest here (measured on a CPU)."""
     half_precision_weights: bool = False
-    """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, beside fp32 masters: less memory and
-    traffic, gradients several times coarser. Otherwise weights, sums and reductions are fp32, products 16 bits."""
+    """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, with fp32 master weights: less memory
+    and traffic, less precise gradients. Otherwise weights, sums and reductions are fp32, products 16 bits."""
     half_precision_gradients: bool = False
-    """Reduce gradients between processes in bf16 (in fp16 where that is the precision): half the traffic of a slow
-    link. It changes the numbers: each process's gradient is rounded to 16 bits before the sum."""
+    """Reduce gradients between processes in bf16 (fp16 with mixed_precision fp16): half the traffic. Each process's
+    gradient is rounded to 16 bits before the sum."""
     sync_each_batch: bool | None = None
     """Reduce gradients after each micro-batch, not once a step: less memory, more traffic. By default under FSDP2, and
     with 16-bit weights under ZeRO."""
     torch_compile: bool = False
-    """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. On a CPU it is slower."""
+    """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. Slower on a CPU."""
     logging_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps whose losses are gathered at once; when not given one on a CPU, and a second's worth on GPUs."""
+    """Optimizer steps between gathering losses; when not given 1 on a CPU, about a second of steps on GPUs."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """The least that is reported on stderr; `info` when not given, or what the application has configured."""
+    """The lowest level that is logged to stderr; `info`, or the application's configuration, when not given."""
     save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the weights in the saved model, whatever the training computes in."""
+    """The dtype of the weights in the saved model."""
     eval_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations; once an epoch when not given."""
     checkpoint_every: int | None = Field(default=None, ge=1)
@@ -261,15 +257,15 @@ class TrainingSettings:
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept, besides the best one."""
     checkpoint_in_background: bool = False
-    """Write checkpoints while training continues; the copy in memory takes three times the weights' size."""
+    """Write checkpoints while training continues; needs memory for a copy, three times the weights' size."""
     resume: Literal["auto", "no"] | str = "auto"
     """auto: continue from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
-    """Any number in eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
+    """Any metric in eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
     greater_is_better: bool | None = None
     """Whether a greater `metric_for_best_model` is better; by default, unless it ends in loss, error, mse or mae."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Stop after so many evaluations without a better metric."""
+    """Stop after this many evaluations without a better metric."""
     report_to: str = "auto"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none; auto: tensorboard if it is
     installed."""
@@ -280,18 +276,18 @@ class TrainingSettings:
 
     @property
     def micro_batch_size(self) -> int:
-        """`per_device_batch_size` as a number. Raises UserError for an `auto` that nobody has made one of."""
+        """`per_device_batch_size` as a number. Raises UserError for `auto` in a recipe that does not resolve it."""
         if self.per_device_batch_size == "auto":
             raise UserError(
-                "--per_device_batch_size auto: this recipe does not find out what fits (toolkit.training.estimate."
-                "fit_batch_size before Steps, as in recipes/cls.py): pass a number"
+                "--per_device_batch_size auto: this recipe does not call toolkit.training.estimate.fit_batch_size "
+                "before Steps, as recipes/cls.py does: pass a number"
             )
         return self.per_device_batch_size
 
 
 @section
 class LongTrainingSettings(TrainingSettings):
-    """The optimization and what a run keeps."""
+    """Optimization, evaluation and checkpoints, for long texts."""
 
     max_tokens_per_batch: int | None = Field(default=16384, ge=2)
     """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""

@@ -126,7 +126,7 @@ def test_auto_takes_what_fits_and_keeps_the_global_batch(
 def test_a_number_is_kept_and_an_unresolved_auto_is_an_error(tokenizer: Any) -> None:
     settings = TrainingSettings(per_device_batch_size=3)
     assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings
-    with pytest.raises(UserError, match="auto: this recipe does not find out what fits"):
+    with pytest.raises(UserError, match="auto: this recipe does not call"):
         make_schedule(TrainingSettings(per_device_batch_size="auto"), of_lengths(LENGTHS), 1)
 
 

@@ -6,8 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from toolkit.config.parse import tasks
-from toolkit.config.recipes import begins_with_name, settings_of_recipe
+from toolkit.config.parse import begins_with_name, parse_recipe, tasks
 from toolkit.utils.features import Command, Feature
 from toolkit.utils.files import templates
 
@@ -28,10 +27,10 @@ def _run(arguments: list[str]) -> None:
         "Takes the name of a recipe or a model, and the recipe's settings; prints the memory of each of "
         "--num_processes N processes [2] under every strategy. Trains nothing."
     )
-    settings = settings_of_recipe(task, arguments, "estimate", description)
+    settings = parse_recipe(task, arguments, "estimate", description)
     if settings.model.model_name_or_path is None:
         demo_file = str(templates() / "recipes" / f"{task}_demo.yaml")
-        settings = settings_of_recipe(task, [demo_file, *arguments], "estimate", description)
+        settings = parse_recipe(task, [demo_file, *arguments], "estimate", description)
     from toolkit.features.estimate.command import run
 
     run(settings, options.num_processes)
