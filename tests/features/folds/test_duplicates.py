@@ -1,4 +1,4 @@
-"""Near duplicates among real reviews, each found, and nothing else."""
+"""Near duplicates among real reviews: all planted ones, and no others."""
 
 from __future__ import annotations
 
@@ -12,21 +12,14 @@ def test_planted_duplicates_are_found() -> None:
         "这家书店的服务很好，下次还会再来买书。",
         "...",
     ]
-    changed = {
-        1502: (5, rows[5].upper() + " !!"),
-        1503: (7, f"well, {rows[7]}"),
-        1504: (1500, "这家书店的服务很好 下次还会再来买书"),
-    }
-    texts = [*rows, *(text for _, text in changed.values()), "!!!"]
+    texts = [*rows, rows[5].upper() + " !!", f"well, {rows[7]}", "这家书店的服务很好 下次还会再来买书", "!!!"]
     assert len(rows[7]) > 100
-    found = near_duplicates(texts)
-    for place, (original, _) in changed.items():
-        assert [original, place] in found
-    for group in found:
-        for place in group[1:]:
-            assert similarity(normalised(texts[group[0]]), normalised(texts[place])) >= SIMILAR
-    assert [1501, 1505] not in found  # marks alone are not the same
-    assert len(found) < 10
+    groups = near_duplicates(texts)
+    assert all(planted in groups for planted in ([5, 1502], [7, 1503], [1500, 1504]))
+    assert [1501, 1505] not in groups  # texts of punctuation only
+    assert len(groups) < 10
+    for first, *others in groups:
+        assert all(similarity(normalised(texts[first]), normalised(texts[other])) >= SIMILAR for other in others)
 
 
 def test_short_and_empty_texts() -> None:

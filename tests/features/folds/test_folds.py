@@ -1,4 +1,4 @@
-"""--folds in whole runs: every row judged once, the same under every launch, and going on where it ended."""
+"""--folds in whole runs: one prediction for each row, equal under every launch, resumed after a stop."""
 
 from __future__ import annotations
 
@@ -53,28 +53,26 @@ def assert_same(folder: Path, other: Path) -> None:
         assert mine == theirs
 
 
-def test_every_row_is_judged_once_by_a_model_that_has_not_seen_it(single: tuple[Path, Finished], rows: Path) -> None:
+def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: tuple[Path, Finished], rows: Path) -> None:
     folder, done = single
     lines, table = lines_of(folder / "out_of_fold.jsonl"), pd.read_csv(rows)
     assert [line["id"] for line in lines] == list(range(80))
     assert [(line["text"], line["label"]) for line in lines] == list(zip(table["text"], table["label"], strict=True))
     for fold in (1, 2, 3):
         part = [line for line in lines if line["fold"] == fold]
-        known = lines_of(folder / f"fold-{fold}" / "predictions.jsonl")
-        assert [line["id"] for line in known] == [line["id"] for line in part]
-        assert [line["probabilities"] for line in known] == [line["probabilities"] for line in part]
-        assert json.loads((folder / f"fold-{fold}/config.json").read_text())["data"]["samples"]["validation"] == len(
-            part
-        )
+        run = folder / f"fold-{fold}"
+        expected = [(line["id"], line["probabilities"]) for line in part]
+        assert [(line["id"], line["probabilities"]) for line in lines_of(run / "predictions.jsonl")] == expected
+        assert json.loads((run / "config.json").read_text())["data"]["samples"]["validation"] == len(part)
     assert len({tuple(losses_of(folder / f"fold-{fold}")) for fold in (1, 2, 3)}) == 3
     assert "all 3 folds are done; out of fold, 80 rows: accuracy 0." in done.out
-    assert done.out.count(f"--output_dir {folder}-2") == 3  # with another seed, and not in the folder of a fold
+    assert done.out.count(f"--output_dir {folder}-2") == 3  # the next command, not with the folder of a fold
     errors = lines_of(folder / "label_errors.jsonl")
     assert all(error["given"] == table["label"][error["id"]] != error["label"] for error in errors)
 
 
-def test_a_list_by_models_that_know_little_says_so_first(single: tuple[Path, Finished], tmp_path: Path) -> None:
-    """One answer for all rows: none whose label it is may be suspected, and before the list stands what it is worth."""
+def test_suspects_of_poor_models_come_with_a_warning(single: tuple[Path, Finished], tmp_path: Path) -> None:
+    """One answer for all rows: labels equal to it are not suspected, and warnings precede the list."""
     folder = tmp_path / "run"
     shutil.copytree(single[0], folder, symlinks=True)
     for part in folder.glob("fold-*/out_of_fold.jsonl"):
@@ -82,14 +80,14 @@ def test_a_list_by_models_that_know_little_says_so_first(single: tuple[Path, Fin
         lines = [line | {"prediction": "neg", "probabilities": [chance, 1 - chance]}
                  for line, chance in zip(lines_of(part), chances, strict=True)]  # fmt: skip
         part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = write_folds(folder)
+    screen = write_folds(folder)
     share = sum(line["label"] == "neg" for line in lines_of(folder / "out_of_fold.jsonl")) / 0.8
-    assert said[0].count(f"{share:.1f} %") == 2
-    assert "never answer pos" in said[1]
-    assert "--num_train_epochs" in said[1]
+    assert screen[0].count(f"{share:.1f} %") == 2
+    assert "never predict pos" in screen[1]
+    assert "--num_train_epochs" in screen[1]
     assert {line["given"] for line in lines_of(folder / "label_errors.jsonl")} == {"pos"}
     page = (folder / "report.html").read_text()
-    assert page.index("never answer pos") < page.index("<select data-id=")
+    assert page.index("never predict pos") < page.index("<select data-id=")
 
 
 @pytest.mark.multiprocess
@@ -102,10 +100,10 @@ def test_the_same_under_every_launch(
     assert_same(tmp_path / "run", single[0])
 
 
-def test_the_same_command_goes_on_with_what_is_unfinished(
+def test_the_same_command_continues_with_unfinished_folds(
     single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Fold 2 was ended in its middle, fold 3 before its first checkpoint."""
+    """Fold 2 was stopped at step 2, fold 3 before its first checkpoint."""
     folder = tmp_path / "run"
     shutil.copytree(single[0], folder, symlinks=True)
     for name in ("out_of_fold.jsonl", "label_errors.jsonl", "report.html", "fold-2/out_of_fold.jsonl",
@@ -116,7 +114,7 @@ def test_the_same_command_goes_on_with_what_is_unfinished(
     shutil.rmtree(folder / "fold-3/checkpoints")
     first = (folder / "fold-1/model/model.safetensors").stat().st_mtime_ns
     incomplete = start(["toolkit", "report", folder])
-    assert (incomplete.code, "fold 2, 3 is not done: start the same command again" in incomplete.err) == (1, True)
+    assert (incomplete.code, "fold 2, 3 has not finished" in incomplete.err) == (1, True)
     done = run("single", rows, tiny_model, folder).succeeded()
     assert len(re.findall("resuming from .*fold-2/checkpoints/step-00000002: step 2 of 4", done.err)) == 1
     assert (folder / "fold-1/model/model.safetensors").stat().st_mtime_ns == first
@@ -162,6 +160,5 @@ def test_the_page_saves_corrections_that_the_next_run_takes(
     assert lines == [expected[0], expected[1] | {"label": None}, *expected[3:]]
     (tmp_path / "corrections.jsonl").write_text(saved[1].strip())
     settings = ["--train_file", rows, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
-    said = train(*COMMON[:-2], *settings, "--label_corrections", tmp_path / "corrections.jsonl")
-    assert f"{len(lines) - 1} labels are changed, 0 are as they were, 1 rows left out" in said
-    assert "70 validation" not in said
+    screen = train(*COMMON[:-2], *settings, "--label_corrections", tmp_path / "corrections.jsonl")
+    assert f"{len(lines) - 1} labels changed, 0 unchanged, 1 rows left out" in screen

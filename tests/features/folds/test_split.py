@@ -1,4 +1,4 @@
-"""Parts of the training rows, which fold is next, and corrections of labels."""
+"""The rows of each fold, the next fold, and corrected labels."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ def done(folder: Path, fold: int) -> None:
     (path / "out_of_fold.jsonl").touch()
 
 
-def test_every_row_is_held_back_once(prepared: Prepare, tmp_path: Path) -> None:
-    held = []
+def test_every_row_is_validated_once(prepared: Prepare, tmp_path: Path) -> None:
+    validated = []
     for fold in (1, 2, 3):
         data = prepared(ROWS, folds=3, output_dir=str(tmp_path), data_seed=5)
         assert data.feature_facts["fold"] == fold
         rows = data.validation.rows.tolist()
         assert sorted([*rows, *data.train.rows.tolist()]) == list(range(31))
-        held += rows
+        validated += rows
         counts = np.bincount(data.validation.labels, minlength=4)
-        assert set(counts[:3]) <= {3, 4}  # of each class some
+        assert set(counts[:3]) <= {3, 4}  # stratified
         assert data.validation.group_cells()[0] == {"source": ROWS[rows[0]]["source"]}
         assert data.test is None
         done(tmp_path, fold)
-    assert sorted(held) == list(range(31))
+    assert sorted(validated) == list(range(31))
     with pytest.raises(UserError, match="all 3 folds are done; `toolkit report"):
         prepared(ROWS, folds=3, output_dir=str(tmp_path), data_seed=5)
     for changed in ({"folds": 4}, {"data_seed": 6}):
-        with pytest.raises(UserError, match="holds 3 folds of these or other rows"):
+        with pytest.raises(UserError, match="has 3 folds of another command"):
             prepared(ROWS, **{"folds": 3, "data_seed": 5, "output_dir": str(tmp_path)} | changed)
 
 
-def test_a_trial_takes_some_rows_of_all_folds_alike(prepared: Prepare, tmp_path: Path) -> None:
-    held = []
+def test_max_train_samples_selects_the_same_rows_in_all_folds(prepared: Prepare, tmp_path: Path) -> None:
+    validated = []
     for fold in (1, 2):
-        held += prepared(ROWS, folds=2, output_dir=str(tmp_path), max_train_samples=20).validation.rows.tolist()
+        validated += prepared(ROWS, folds=2, output_dir=str(tmp_path), max_train_samples=20).validation.rows.tolist()
         done(tmp_path, fold)
-    assert len(held) == len(set(held)) == 20
+    assert len(validated) == len(set(validated)) == 20
 
 
-def test_damaged_and_foreign_folders_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_and_the_folder_of_another_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folds.json").write_text('{"folds": "five"}')
     with pytest.raises(UserError, match=r'folds\.json: folds is "five" and should be a number from 2 to 100'):
         next_fold(None, str(tmp_path), 5, "x")
     (tmp_path / "metrics.jsonl").touch()
-    refusal(next_fold, None, str(tmp_path), 5, "x", match="holds a run without --folds")
+    refusal(next_fold, None, str(tmp_path), 5, "x", match="has a run without --folds")
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("settings", "message"),
     [
         ([], "--folds needs --output_dir"),
         (["--output_dir", "x", "--overwrite_output_dir"], "--overwrite_output_dir"),
@@ -74,9 +74,9 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path: Path) -> None:
         (["--output_dir", "x", "--calibrate"], "--calibrate and --folds contradict"),
     ],
 )
-def test_settings_that_folds_cannot_have(more: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        parse(TaskSettings, ["--train_file", "t.csv", "--model_name_or_path", "m", "--folds", "5", *more])
+def test_settings_that_contradict_folds(settings: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(TaskSettings, ["--train_file", "t.csv", "--model_name_or_path", "m", "--folds", "5", *settings])
 
 
 def write(path: Path, *lines: Any) -> str:
@@ -97,7 +97,7 @@ def test_corrections_change_labels_and_leave_rows_out(prepared: Prepare, tmp_pat
     for split in (data.train, data.validation):
         labels |= dict(zip(split.rows.tolist(), [data.labels.names[label] for label in split.labels], strict=True))
     assert labels == {place: row["label"] for place, row in enumerate(ROWS) if place != 7} | {0: "b"}
-    assert any("1 labels are changed, 1 are as they were, 1 rows left out" in note for note in data.notes)
+    assert any("1 labels changed, 1 unchanged, 1 rows left out" in note for note in data.notes)
     again = prepared(ROWS, label_corrections=write(tmp_path / "d.jsonl", correction(0, "c"), *lines[1:]))
     assert again.digest != data.digest
 
@@ -114,25 +114,22 @@ def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
-        (
-            [correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}],
-            "line 2: row 3 of .* holds another text",
-        ),
+        ([correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}], "line 2: row 3 of .* has another text"),
         ([correction(1, "d")], r"line 1: row 2 of .*'d' is no label.*the classes are a, b, c, rare"),
         ([correction(1, ["a"])], "is no label"),
         ([correction(1, "b") | {"id": 99}], "row 100 of .* is not among the training rows"),
-        ([correction(1, "b"), correction(1, "c")], "line 2: row 2 is there twice"),
-        ([{"id": 1, "label": "b"}], 'line 1: it must be {"id": row from 0'),
-        ([correction(1, 3)], "line 1: it must be"),
-        ([correction(1, "b") | {"id": True}], "line 1: it must be"),
+        ([correction(1, "b"), correction(1, "c")], "line 2: row 2 has two lines"),
+        ([{"id": 1, "label": "b"}], 'line 1: write {"id": row from 0'),
+        ([correction(1, 3)], "line 1: write"),
+        ([correction(1, "b") | {"id": True}], "line 1: write"),
     ],
 )
 def test_corrections_that_do_not_fit_are_refused(
-    lines: list[Any], told: str, prepared: Prepare, tmp_path: Path
+    lines: list[Any], message: str, prepared: Prepare, tmp_path: Path
 ) -> None:
-    refusal(prepared, ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines), match=told)
+    refusal(prepared, ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines), match=message)
 
 
 def test_only_columns_that_group_rows_are_kept(prepared: Prepare) -> None:

@@ -1,1 +1,1 @@
-"""Wrong labels, found by models that did not see them."""
+"""Finds wrong labels by cross-validation."""

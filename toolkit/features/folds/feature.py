@@ -15,22 +15,22 @@ from toolkit.utils.features import Feature
 
 @section
 class FoldSettings:
-    """Wrong labels, and models that did not see them."""
+    """Out-of-fold predictions, and corrected labels."""
 
     folds: int | None = Field(default=None, ge=2, le=100)
-    """Train so many models, each without a part of the training rows, and judge each part: finds wrong labels."""
+    """Cross-validation: N models, each trained without a part of the training rows, find wrong labels in that part."""
     label_corrections: str | None = None
-    """JSONL, as the page of `folds` saves it: the right labels of training rows, and rows to leave out."""
+    """JSONL, as saved by the page of `--folds`: corrected labels of training rows, and rows to leave out."""
 
 
 class FoldsFeature(Feature):
-    """Training rows with corrected labels; a model for each part of them that it did not see."""
+    """Cross-validation, and training rows with corrected labels."""
 
     paths = ("label_corrections",)
     exclusive = (
-        *((name, "folds", "each fold is judged on its own part of the training rows")
+        *((name, "folds", "each fold is evaluated on a part of the training rows")
           for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
-        *((name, "folds", "decisions are of one model, and folds are several")
+        *((name, "folds", "they are tuned for one model, and folds train several")
           for name in ("tune_thresholds", "calibrate", "abstain_below")),
     )  # fmt: skip
 
@@ -41,9 +41,9 @@ class FoldsFeature(Feature):
         if values.get("folds") is None:
             return
         if values.get("output_dir") is None:
-            yield "--folds needs --output_dir: the same command continues there with the next unfinished fold"
+            yield "--folds needs --output_dir, where the same command continues with the next unfinished fold"
         if str(values.get("overwrite_output_dir", False)).lower() == "true" or values.get("resume", "auto") != "auto":
-            yield "--folds resumes by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
+            yield "--folds always resumes: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
         folds = section_in(settings, FoldSettings)
@@ -64,9 +64,9 @@ class FoldsFeature(Feature):
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         if "fold" not in data.feature_facts:
             return settings
-        from toolkit.features.folds.split import settings_of
+        from toolkit.features.folds.split import settings_of_fold
 
-        return settings_of(accelerator, settings, data.feature_facts["fold"])
+        return settings_of_fold(accelerator, settings, data.feature_facts["fold"])
 
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
         if data is None or "fold" not in data.feature_facts:

@@ -1,4 +1,4 @@
-"""Which labels are probably wrong, from answers about rows that the models were not trained on."""
+"""Finds probably wrong labels from out-of-fold predictions."""
 
 from __future__ import annotations
 
@@ -13,53 +13,51 @@ from sklearn.metrics import balanced_accuracy_score
 class Suspect(NamedTuple):
     """A row whose label is probably wrong."""
 
-    place: int
+    row: int
     suggested: tuple[int, ...]
-    """Its class; of several labels per text all that it should have."""
+    """The suggested class; with several labels per text, all suggested labels."""
     margin: float
-    """The probability of what is given less that of what is suggested: the lower the surer."""
+    """Probability of the label minus that of the suggestion; lower is more certain."""
 
 
-def suspects(chances: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
-    """Confident learning (Northcutt, Jiang and Chuang, 2021) on out-of-fold probabilities (N, C), labels (N,), or
-    (N, C) of 0 and 1, each a question of its own, and the models' answers in the same form; the surest first.
+def find_suspects(probabilities: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
+    """Confident learning (Northcutt, Jiang and Chuang, 2021), the most certain suspects first.
 
-    A row counts for a class when the class's probability reaches the mean it has among the rows labelled so (the
-    threshold of the class); rows that count for another class than their label (off the diagonal of the confident
-    joint) are suspected, and ranked by the normalised margin. Where the answer is the label there is no suspicion, as
-    in cleanlab (`find_label_issues`: "Remove label issues if given label == model prediction"): a class that the models
-    hardly know has a threshold so low that rows reach it whose own label is far likelier.
+    Takes out-of-fold probabilities (N, C), labels (N,) or, each label for itself, (N, C) of 0 and 1, and predictions in
+    the same form. The threshold of a class is its mean probability among the rows with its label. A row is suspected if
+    another class than its label reaches the threshold (off the diagonal of the confident joint) and the prediction is
+    not the label, as in cleanlab's `find_label_issues`: the threshold of a poorly learned class is very low.
     """
     if labels.ndim == 1:
-        return _of_classes(chances, labels, answers)
-    by_place: dict[int, list[Suspect]] = defaultdict(list)
+        return _find_in_classes(probabilities, labels, answers)
+    flips: dict[int, list[Suspect]] = defaultdict(list)
     for column in range(labels.shape[1]):
-        two = np.stack([1 - chances[:, column], chances[:, column]], axis=1)
-        for suspect in _of_classes(two, labels[:, column].astype(int), answers[:, column].astype(int)):
-            by_place[suspect.place].append(suspect._replace(suggested=(column,)))
+        binary = np.stack([1 - probabilities[:, column], probabilities[:, column]], axis=1)
+        for suspect in _find_in_classes(binary, labels[:, column].astype(int), answers[:, column].astype(int)):
+            flips[suspect.row].append(suspect._replace(suggested=(column,)))
     merged = []
-    for place, flips in by_place.items():
-        flipped = {suspect.suggested[0] for suspect in flips}
-        right = tuple(c for c in range(labels.shape[1]) if bool(labels[place, c]) != (c in flipped))
-        merged.append(Suspect(place, right, min(suspect.margin for suspect in flips)))
+    for row, of_row in flips.items():
+        flipped = {suspect.suggested[0] for suspect in of_row}
+        suggested = tuple(c for c in range(labels.shape[1]) if bool(labels[row, c]) != (c in flipped))
+        merged.append(Suspect(row, suggested, min(suspect.margin for suspect in of_row)))
     return sorted(merged, key=lambda suspect: suspect.margin)
 
 
-def _of_classes(chances: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
-    classes = range(chances.shape[1])
-    thresholds = np.array([chances[labels == c, c].mean() if (labels == c).any() else np.inf for c in classes])
-    counted = np.where(chances >= thresholds, chances, -1.0)
-    other = counted.argmax(axis=1)
-    places = np.flatnonzero((counted.max(axis=1) >= 0) & (other != labels) & (answers != labels))
-    margins = chances[places, labels[places]] - chances[places, other[places]]
+def _find_in_classes(probabilities: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
+    classes = range(probabilities.shape[1])
+    thresholds = np.array([probabilities[labels == c, c].mean() if (labels == c).any() else np.inf for c in classes])
+    confident = np.where(probabilities >= thresholds, probabilities, -1.0)
+    other = confident.argmax(axis=1)
+    rows = np.flatnonzero((confident.max(axis=1) >= 0) & (other != labels) & (answers != labels))
+    margins = probabilities[rows, labels[rows]] - probabilities[rows, other[rows]]
     order = np.argsort(margins, kind="stable")
-    return [Suspect(int(places[i]), (int(other[places[i]]),), float(margins[i])) for i in order]
+    return [Suspect(int(rows[i]), (int(other[rows[i]]),), float(margins[i])) for i in order]
 
 
-def skill(labels: np.ndarray, answers: np.ndarray) -> float:
-    """From 0, one answer for all rows, to 1, no mistake: the mean recall of the classes that occur, adjusted for
-    chance; 1 where all rows have one class. (N,) classes; of (N, C) 0 and 1 it is the mean over the labels that some
-    rows have and others have not."""
+def balanced_skill(labels: np.ndarray, answers: np.ndarray) -> float:
+    """Balanced accuracy, adjusted so that one answer for all rows has 0; 1 where all rows have the same class.
+
+    Takes classes (N,), or (N, C) of 0 and 1: then the mean over the labels that occur in some rows, not in all."""
     columns = zip(labels.T, answers.T, strict=True) if labels.ndim == 2 else [(labels, answers)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
