@@ -18,11 +18,7 @@ _DAY_SECONDS = 24 * 3600
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
     parser.add_argument(
-        "--unused_days",
-        type=float,
-        default=30.0,
-        metavar="DAYS",
-        help="prune removes what no run has used for so many days [30]",
+        "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes folders unused for DAYS [30]"
     )
 
 

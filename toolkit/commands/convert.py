@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -29,41 +30,25 @@ _EPILOG = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flag = functools.partial(parser.add_argument, action="store_true")
+    folder = functools.partial(parser.add_argument, metavar="FOLDER", type=lambda name: Path(model_path(name)))
     parser.add_argument("checkpoint", type=Path, help="see below")
     parser.add_argument("out", nargs="?", type=Path, help="the folder to create")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
     parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes", type=parse_size,
                         help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
-    parser.add_argument(
-        "--config_from",
-        metavar="FOLDER",
-        type=_folder,
-        help="with config.json and the tokenizer, or the adapter's config",
-    )
-    parser.add_argument(
-        "--base_model", metavar="FOLDER", type=_folder, help="with the frozen parameters that CHECKPOINT lacks"
-    )
-    parser.add_argument(
-        "--prefix",
-        default="",
-        metavar="NAME",
-        help="convert only the tensors whose names begin with NAME., without that prefix",
-    )
-    parser.add_argument(
-        "--merge_lora", action="store_true", help="write the whole model with the adapter merged, not the adapter alone"
-    )
-    parser.add_argument("--keep_tied", action="store_true", help="write tied weights under all their names")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    parser.add_argument(
-        "--sync", action="store_true", help="flush OUT to the disk before exiting [only with --overwrite]"
-    )
-    parser.add_argument("--without_checksums", action="store_true", help="accept files without checksums")
-    parser.add_argument("--verify", action="store_true", help="read the output again and compare")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="check everything and list the files without writing them"
-    )
-    parser.add_argument("--inspect", action="store_true", help="print what CHECKPOINT contains; takes no OUT")
-    parser.add_argument("--json", action="store_true", help="with --inspect: as JSON")
+    folder("--config_from", help="with config.json and the tokenizer, or the adapter's config")
+    folder("--base_model", help="with the frozen parameters that CHECKPOINT lacks")
+    parser.add_argument("--prefix", default="", metavar="NAME", help="only the tensors NAME.*, renamed without NAME.")
+    flag("--merge_lora", help="write the whole model with the adapter merged, not the adapter alone")
+    flag("--keep_tied", help="write tied weights under all their names")
+    flag("--overwrite", help="replace OUT if it exists")
+    flag("--sync", help="flush OUT to the disk before exiting [only with --overwrite]")
+    flag("--without_checksums", help="accept files without checksums")
+    flag("--verify", help="read the output again and compare")
+    flag("--dry_run", help="check everything and list the files without writing them")
+    flag("--inspect", help="print what CHECKPOINT contains; takes no OUT")
+    flag("--json", help="with --inspect: as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -80,10 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
     print("\n".join(convert(ConvertSettings(**settings))))
-
-
-def _folder(name: str) -> Path:
-    return Path(model_path(name))
 
 
 def parse_size(text: str) -> int:

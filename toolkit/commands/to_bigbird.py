@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 from pathlib import Path
@@ -12,18 +13,13 @@ from toolkit.utils.features import Command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    size = functools.partial(parser.add_argument, type=int, metavar="N")
     parser.add_argument("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
     parser.add_argument("out", metavar="OUT", help="the folder to create")
-    parser.add_argument(
-        "--max_length", type=int, default=4096, metavar="TOKENS", help="the longest text that OUT reads [4096]"
-    )
-    parser.add_argument("--block_size", type=int, default=64, metavar="TOKENS", help="block size of its attention [64]")
-    parser.add_argument(
-        "--num_random_blocks", type=int, default=3, metavar="BLOCKS", help="random blocks of its attention [3]"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace OUT if nothing in it has changed since this command wrote it"
-    )
+    size("--max_length", default=4096, help="the longest text that OUT reads, in tokens [4096]")
+    size("--block_size", default=64, help="tokens of an attention block [64]")
+    size("--num_random_blocks", default=3, help="random blocks that each block attends to [3]")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT, if it is as this command wrote it")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -127,7 +127,7 @@ def parse(
         values = _apply_demo(values, demo, by_name, faults)
     settings = build(settings_class, values, faults)
     if level := flat(settings).get("log_level"):
-        log.set_level(level)
+        log.logger.setLevel(level.upper())
     return settings
 
 

@@ -82,7 +82,9 @@ def replace_folder(
         draft.mkdir()
         yield draft
         if flush:
-            flush_tree(draft)
+            for file in filter(Path.is_file, draft.rglob("*")):
+                flush_path(file)
+            flush_folders(draft)
         _move(draft, path, overwrite, spare)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -215,14 +217,6 @@ def refuse_files_outside(folder: Path) -> None:
         shards = read_table(index, {"weight_map": _SHARDS}).get("weight_map") or {}
         for name in sorted(set(shards.values())):
             refuse_link_out(folder / name, folder)
-
-
-def flush_tree(folder: Path) -> None:
-    """Flushes all files in the folder, and their names, to the disk."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            flush_path(path)
-    flush_folders(folder)
 
 
 def flush_folders(folder: Path) -> None:

@@ -44,8 +44,3 @@ def add_handler() -> None:
     logger.addHandler(_StandardError())
     logger.setLevel(logging.INFO)
     logger.propagate = False  # or lines print twice if a library calls `logging.info`, which adds a root handler
-
-
-def set_level(name: str) -> None:
-    """The lowest level that is printed: debug, info, warning or error."""
-    logger.setLevel(name.upper())

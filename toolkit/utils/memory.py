@@ -50,7 +50,8 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     ways += ["--gradient_checkpointing true"] * (recomputes is False)
     ways.append(f"--max_length {width // 2}")
     where = f"{_device()} in {when} of {samples} x {width} tokens"
-    return f"out of memory{where}: pass {', or '.join(ways)} [{_first_line(error)}]"
+    lines = (line.strip() for line in str(error).splitlines() if _MESSAGES.search(line))
+    return f"out of memory{where}: pass {', or '.join(ways)} [{next(lines, first_line(error))[:200]}]"
 
 
 def manage_freed_memory() -> None:
@@ -116,11 +117,6 @@ def _device() -> str:
         return ""
     free, total = torch.cuda.mem_get_info()
     return f" on {torch.cuda.get_device_name()} ({free / 2**30:.1f} of {total / 2**30:.1f} GiB free)"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if _MESSAGES.search(line)]
-    return (lines[0] if lines else first_line(error))[:200]
 
 
 @contextlib.contextmanager

@@ -19,10 +19,7 @@ def _whole_number(maximum: int) -> tuple[Callable[[Any], bool], str]:
 
 
 _STRINGS = (lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of strings")
-_NAMES = (
-    lambda value: isinstance(value, dict) and all(key.isdecimal() for key in value),
-    "a table with whole numbers as keys",
-)
+_NAMES = (lambda value: isinstance(value, dict) and all(key.isdecimal() for key in value), "a table of integer keys")
 _KINDS: Kinds = {
     "model_type": (lambda value: isinstance(value, str), "a string"),
     "architectures": _STRINGS,

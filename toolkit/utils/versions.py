@@ -48,24 +48,16 @@ def code_digest(script: str | Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
-def differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ."""
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
-
-
 def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """What differs in a list of (host, values), as `torch is 2.13.0 on A and 2.12.1 on B`; empty for nothing."""
     texts = []
     for name in dict.fromkeys(name for _, values in tables for name in values):
-        hosts: dict[str, list[str]] = {}
+        hosts: dict[str, dict[str, None]] = {}  # value -> the hosts that have it, in order
         for host, values in tables:
-            of_value = hosts.setdefault(str(values.get(name)), [])
-            if host not in of_value:
-                of_value.append(host)
+            hosts.setdefault(str(values.get(name)), {})[host] = None
         if len(hosts) > 1:
-            texts.append(
-                f"{name} is " + " and ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
-            )
+            differing = " and ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
+            texts.append(f"{name} is {differing}")
     rest = len(texts) - _MAX_LISTED
     return "; ".join(texts[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
@@ -73,7 +65,7 @@ def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str
 def remedy(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The commands that give all machines the versions of rank 0, which comes first."""
     host, first = tables[0]
-    names = {name for _, values in tables[1:] for name in differing_keys(first, values)}
+    names = {name for _, values in tables[1:] for name in {**first, **values} if first.get(name) != values.get(name)}
     libraries = [name for name in ALL_PACKAGES if name in names]
     # checked, since another machine may send anything and this becomes a command
     pins = [f"{name}=={first[name]}" for name in libraries if _VERSION.fullmatch(str(first.get(name)))]
