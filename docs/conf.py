@@ -1,5 +1,5 @@
-"""Sphinx's settings for the site, built once for each language: `make docs`. The repository is the source folder, so
-that a link means the same on the site and in the repository; `-t zh` takes NAME.zh.md for page NAME, if it is there."""
+"""Sphinx configuration of the site, built once for each language (`make docs`). The source folder is the repository, so
+that links work both on the site and in the repository; with `-t zh`, page NAME is NAME.zh.md if it exists."""
 
 import inspect
 import itertools
@@ -19,7 +19,7 @@ import toolkit  # noqa: E402
 from toolkit import cli, config  # noqa: E402
 from toolkit.config.command_line import metavar  # noqa: E402
 
-CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821  Sphinx puts `tags` here
+CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821  defined by Sphinx
 DESCRIPTION = (
     "用一台到两台机器、1 到 16 张显卡微调 BERT 类编码器：训练脚本只写一次，单进程、DDP、ZeRO、FSDP2 下损失相同。"
     if CHINESE else tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
@@ -38,16 +38,16 @@ else:
     source_suffix = {".md": "markdown"}
     exclude_patterns = list(translated)
 myst_heading_anchors = 4
-highlight_language = "text"  # of a block that names none
+highlight_language = "text"  # for blocks without a language
 html_theme = "furo"
 html_theme_options = {"top_of_page_buttons": []}
 html_copy_source = html_show_sphinx = html_show_copyright = False
 python_maximum_signature_line_length = 100
-suppress_warnings = ["toc.not_included"] if CHINESE else []  # the English build says it
+suppress_warnings = ["toc.not_included"] if CHINESE else []  # the English build reports it
 
 
 class Characters(SearchLanguage):
-    """Chinese by pairs of characters, in the index and in a query alike: it finds what no dictionary has."""
+    """Indexes Chinese by pairs of characters, and splits queries the same way, so that no dictionary is needed."""
 
     lang, language_name = "zh", "Chinese"
     js_splitter_code = """var splitQuery = (query) =>
@@ -74,7 +74,7 @@ def signature(thing):
 
 
 def api():
-    """What `import toolkit` offers, with its docstrings, which are Markdown."""
+    """The names that `import toolkit` offers, with their docstrings (Markdown)."""
     for name in sorted(toolkit._MODULES, key=str.lower):
         thing = getattr(toolkit, name)
         yield f"\n## {name}\n"
@@ -87,7 +87,7 @@ def api():
 
 
 def settings():
-    """Every setting of every recipe: a table for each section."""
+    """All settings of all recipes, a table for each section."""
     sections = {s: None for task in config.tasks().values() for s in config.sections_of(task).values()}
     for section in sections:
         yield f"\n## {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
@@ -106,7 +106,7 @@ def commands():
 
 
 def markdown(docname, text):
-    """The page with what is made from the code, and the link to its other language where the site has that page."""
+    """The page with its generated parts, and a link to the other language."""
     up, name = "../" * (docname.count("/") + CHINESE), re.escape(docname.rpartition("/")[2])
     text = re.sub(
         rf"\[[^\]]+\]\({name}{'' if CHINESE else '.zh'}\.md\)",
@@ -122,7 +122,7 @@ def markdown(docname, text):
 
 
 def finish(app, error):
-    """Each page's Markdown beside its HTML, llms.txt, and the site's first page."""
+    """Write each page's Markdown next to its HTML, llms.txt, and the site's index.html."""
     if error or app.builder.name != "html":
         return
     title, out = {}, Path(app.outdir)
@@ -144,7 +144,7 @@ def finish(app, error):
 
 
 def read(app, docname, source):
-    """A link whose text is its file's name gets the title of the page, or of the section."""
+    """Give links whose text is a file name the title of the page or section."""
     named = r"\[(?:docs/|benchmarks/results/)?([\w.-]+\.md)\]\(((?:[\w./-]*/)?\1(?:#[^)]*)?)\)"
     source[0] = re.sub(named, r"[](\2)", markdown(docname, source[0]))
 

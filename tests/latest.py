@@ -1,10 +1,10 @@
-"""`make test-latest`: the fast tests on the newest version of every dependency, whatever pyproject.toml allows.
-`make test-oldest`: on the oldest that it allows.
+"""`make test-latest`: the fast tests on the newest version of every dependency, even beyond pyproject.toml's ranges.
+`make test-oldest`: on the oldest that the ranges allow.
 
     python tests/latest.py [--oldest] [--torch torch==2.13.0] [--venv .venv-latest] [PYTEST ARGUMENTS]
 
-The newest torch is as --torch says, since its builds are gigabytes. Prints which versions are not those of
-constraints.txt, and what broke; exits as pytest does. Where nothing broke, pyproject.toml's ranges can open as far.
+torch is the version in --torch, since its builds are gigabytes. Prints the versions that differ from constraints.txt,
+and what broke; exits with pytest's exit code. If nothing broke, pyproject.toml's ranges can be widened.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FAST = ["-m", "not slow and not multiprocess and not namespaces and not gpu", "-
 
 
 def requirements() -> list[str]:
-    """The lines of pyproject.toml, of extras too, but for those that name its own extras."""
+    """The requirements of pyproject.toml and of its extras, without references to the project's extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     return [line for line in lines if not line.startswith(project["name"])]
 
 
 def newest(torch: str) -> list[str]:
-    """What pip is asked for: every dependency without its range; what is pinned there (data, words) stays."""
+    """Requirements for pip: every dependency without its range; exact pins (data, jieba) stay."""
     open_lines = [
         line if "==" in line.split(";")[0] else re.sub(r"[<>~=!][^;]*", "", line, count=1) for line in requirements()
     ]
@@ -38,20 +38,20 @@ def newest(torch: str) -> list[str]:
 
 
 def oldest() -> list[str]:
-    """What pip is asked for: of what a run needs the lower bounds, of extras the newest that is allowed."""
+    """Requirements for pip: the lower bounds of the dependencies; for extras the newest allowed version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = [re.sub(r">=([\w.]+)[^;]*", r"==\1", line) for line in project["dependencies"]]
     return [*pinned, *(line for line in requirements() if line not in project["dependencies"])]
 
 
-def changed(python: Path) -> dict[str, tuple[str, str]]:
-    """Package -> (version in constraints.txt, version here), where they differ."""
+def changed_versions(python: Path) -> dict[str, tuple[str, str]]:
+    """Package -> (version in constraints.txt, installed version), if they differ."""
     listed = subprocess.run(
         [python, "-m", "pip", "list", "--format", "json"], stdout=subprocess.PIPE, check=True
     ).stdout
-    here = {_name(package["name"]): package["version"].split("+")[0] for package in json.loads(listed)}
+    installed = {_name(package["name"]): package["version"].split("+")[0] for package in json.loads(listed)}
     pins = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
-    return {name: (pin, here[_name(name)]) for name, pin in pins if here.get(_name(name), pin) != pin}
+    return {name: (pin, installed[_name(name)]) for name, pin in pins if installed.get(_name(name), pin) != pin}
 
 
 def _name(package: str) -> str:
@@ -72,10 +72,10 @@ def main() -> int:
     done = subprocess.run(
         [python, "-m", "pytest", "-rfE", "--tb=short", *(pytest_arguments or FAST)], cwd=ROOT, check=False
     )
-    found = changed(python)
-    print("not as in constraints.txt:" if found else "every version is that of constraints.txt")
-    for name, (pin, here) in found.items():
-        print(f"  {name} {pin} -> {here}")
+    differing = changed_versions(python)
+    print("versions that differ from constraints.txt:" if differing else "all versions are those of constraints.txt")
+    for name, (pin, installed) in differing.items():
+        print(f"  {name} {pin} -> {installed}")
     print(
         "nothing broke"
         if done.returncode == 0

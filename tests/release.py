@@ -1,10 +1,10 @@
-"""`make dist` and `make release`: builds the distributions, checks what is in them, and tags.
+"""`make dist` and `make release`: build the distributions, check their contents, and tag the version.
 
     python tests/release.py [--tag] [--out dist]
 
-The wheel must hold every module and template that git knows, and nothing else; `twine check` must pass; `toolkit init`
-must run from it. With --tag: the working tree is clean, CHANGELOG.md names the version with a date, and the tag
-vVERSION is made (not pushed).
+The wheel must contain every module and template that git tracks, and nothing else; `twine check` must pass; `toolkit
+init` must run from it. With --tag the working tree must be clean and CHANGELOG.md must name the version with a date;
+then the tag vVERSION is created (not pushed).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit import __version__  # noqa: E402
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    """What it prints. Ends the program where it fails, after its error."""
+    """Run the command and return its stdout; exit with an error if it fails."""
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=False
     )
@@ -36,19 +36,21 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def expected(tracked: Iterable[str], templates: Iterable[str]) -> set[str]:
-    """What the wheel holds, but for its metadata: files of the package, and what `toolkit init` copies."""
+    """The files of the wheel without its metadata: the package, and the templates of `toolkit init`."""
     package = {name for name in tracked if name.startswith("toolkit/")}
     return package | {f"toolkit/templates/{name}" for name in templates}
 
 
 def wheel_faults(names: Iterable[str], wanted: set[str]) -> list[str]:
-    """What is missing, or too much, among the names of a wheel's files."""
-    here = {name for name in names if ".dist-info/" not in name}
-    return [f"missing: {name}" for name in sorted(wanted - here)] + [f"extra: {name}" for name in sorted(here - wanted)]
+    """Missing and extra files of a wheel."""
+    present = {name for name in names if ".dist-info/" not in name}
+    return [f"missing: {name}" for name in sorted(wanted - present)] + [
+        f"extra: {name}" for name in sorted(present - wanted)
+    ]
 
 
 def changelog_fault(text: str, version: str) -> str:
-    """Empty where the newest entry is `## VERSION (YYYY-MM-DD)`."""
+    """Empty if the newest entry is `## VERSION (YYYY-MM-DD)`, else the fault."""
     newest = re.search(r"^## (.*)$", text, re.MULTILINE)
     dated = newest and re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", newest[1])
     return "" if dated else f"CHANGELOG.md begins with {newest[1] if newest else 'nothing'}, not with {version} (DATE)"
@@ -65,7 +67,7 @@ def main() -> None:
         if fault := changelog_fault((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), __version__):
             sys.exit(fault)
         if f"v{__version__}" in run("git", "tag").split():
-            sys.exit(f"there is a tag v{__version__}: raise toolkit.__version__")
+            sys.exit(f"the tag v{__version__} exists: increase toolkit.__version__")
     with tempfile.TemporaryDirectory() as folder:
         run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
         wheel, source = (next(Path(folder).glob(pattern)) for pattern in ("*.whl", "*.tar.gz"))
@@ -75,13 +77,13 @@ def main() -> None:
         with zipfile.ZipFile(wheel) as archive:
             faults = wheel_faults(archive.namelist(), expected(run("git", "ls-files").splitlines(), templates))
         if faults:
-            sys.exit("the wheel is not what git has:\n  " + "\n  ".join(faults))
+            sys.exit("the files of the wheel differ from git's:\n  " + "\n  ".join(faults))
         installed, project = Path(folder) / "installed", Path(folder) / "project"
         run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", installed, wheel)
         run(sys.executable, "-m", "toolkit", "init", project, cwd=Path(folder), PYTHONPATH=str(installed))
         copied = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
         if copied != set(templates):
-            sys.exit(f"`toolkit init` of the wheel copies other files: {sorted(copied ^ set(templates))}")
+            sys.exit(f"the files that `toolkit init` copies from the wheel differ: {sorted(copied ^ set(templates))}")
         options.out.mkdir(exist_ok=True)
         for path in (wheel, source):
             path.replace(options.out / path.name)

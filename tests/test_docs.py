@@ -1,4 +1,4 @@
-"""What README and docs name exists: files, settings, subcommands, links."""
+"""Files, settings, subcommands and links in README and docs exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolkit.features.titles.settings import TitleSettings
 
 TASKS = (TaskSettings, LongTaskSettings, TitleSettings, PretrainSettings)
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# of launchers and of `toolkit predict`, not settings of a recipe
+# options of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
           "help_all", "write", "ntasks-per-node", "no-deps", "signal", "machines", "max_restarts", "rendezvous_timeout",
@@ -46,17 +46,17 @@ def test_headings_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({p.name.split(".")[0] for p in (ROOT / "docs").glob("*.md")}))
-def test_every_page_is_there_in_both_languages(page: str) -> None:
+def test_every_page_exists_in_both_languages_and_links_to_the_other(page: str) -> None:
     english, chinese = (ROOT / "docs" / f"{page}{ending}" for ending in (".md", ".zh.md"))
-    for one, other in ((english, chinese), (chinese, english)):
-        assert f"]({other.name})" in "".join(one.read_text(encoding="utf-8").splitlines(keepends=True)[:4])
+    for path, other in ((english, chinese), (chinese, english)):
+        assert f"]({other.name})" in "".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:4])
 
 
-# the fault pages quote what is mistyped; your-own-feature adds a setting and a command
-WITH_OTHER_NAMES = ("faults", "your-own-feature")
+# the fault pages quote typing errors; your-own-feature defines a setting and a command
+WITH_UNKNOWN_NAMES = ("faults", "your-own-feature")
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if not p.name.startswith(WITH_OTHER_NAMES)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if not p.name.startswith(WITH_UNKNOWN_NAMES)], ids=lambda p: p.name)
 def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     known = {name for task in TASKS for section in sections_of(task).values()
@@ -68,4 +68,4 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     known |= {option.removeprefix("--") for parser in subcommands.values() for option in parser._option_string_actions}
     assert not named - known - OTHERS
     commands = set(re.findall(r"^toolkit ([\w-]+)|`toolkit ([\w-]+)", text, re.MULTILINE))
-    assert {one or other for one, other in commands} <= set(subcommands)
+    assert {quoted or plain for plain, quoted in commands} <= set(subcommands)

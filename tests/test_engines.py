@@ -1,4 +1,4 @@
-"""examples/engines: Ray Data and Spark label as `toolkit predict` does, with a saved model and none of our code."""
+"""examples/engines: Ray Data and Spark give the answers of `toolkit predict`, without importing the toolkit."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_an_engine_labels_every_row_once(engine: str, sharp_model: Path, tmp_pat
     labelled = labelled.astype({"id": int}).sort_values("id")
     assert list(labelled["id"]) == list(range(150))
     assert list(labelled["text"]) == list(rows["text"])
-    ours = toolkit.predict(model, list(rows["text"]))
-    assert list(labelled["prediction"]) == [line["prediction"] for line in ours]
-    assert list(labelled["probability"]) == pytest.approx([max(line["probabilities"]) for line in ours], abs=1e-5)
+    expected = toolkit.predict(model, list(rows["text"]))
+    assert list(labelled["prediction"]) == [line["prediction"] for line in expected]
+    assert list(labelled["probability"]) == pytest.approx([max(line["probabilities"]) for line in expected], abs=1e-5)

@@ -1,4 +1,4 @@
-"""docs/first-labels.md: the CSV files that its scripts write; examples/first_steps.ipynb: every cell, in order."""
+"""docs/first-labels.md: the CSV files of its script; examples/first_steps.ipynb: every cell, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.runs import ROOT, lines_of, start
 
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
-# stands for Jupyter: `!command`, the last value of a cell that nobody sees, and IPython.display
+# replaces Jupyter's IPython.display where Jupyter is not installed
 PLAIN = """
 import subprocess, sys, types
 sys.modules["IPython"], sys.modules["IPython.display"] = types.ModuleType("IPython"), types.ModuleType("display")
@@ -24,7 +24,7 @@ sys.modules["IPython.display"].HTML, sys.modules["IPython.display"].display = st
 
 
 @pytest.mark.parametrize("page", ["first-labels.md", "first-labels.zh.md"])
-def test_the_scripts_write_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_writes_the_files_of_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/migrating.md: the scripts that it shows run, and have the faults that it names."""
+"""docs/migrating.md: its scripts run, and have the faults that it describes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scripts_of(page: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
-    """The scripts of the page, and reviews for them: an odd number in validation."""
+    """The scripts of the page, and reviews for them, with an odd number of validation rows."""
     folder = tmp_path_factory.mktemp("migrating")
     for name, text in scripts_of(PAGES[0]).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
 
 
 def run(folder: Path, command: list[str | Path]) -> Finished:
-    """In that folder, where the scripts leave their files."""
+    """Run it in the folder where the scripts write their files."""
     return start(command, cwd=folder).succeeded()
 
 
@@ -53,7 +53,7 @@ def test_both_languages_show_the_same_scripts() -> None:
 
 
 def first_columns(page: Path, title: str) -> list[list[set[str]]]:
-    """Of the table whose first heading is `title`, the names in each cell of each row, without their values."""
+    """The names in each cell of each row (without values) of the table whose first heading is `title`."""
     rows = page.read_text(encoding="utf-8").partition(f"\n| {title} |")[2].partition("\n\n")[0].splitlines()[2:]
     assert rows
     return [[set(re.findall(r"`(\w+)[^`]*`", cell)) for cell in row.strip("| ").split(" | ")] for row in rows]
@@ -61,18 +61,18 @@ def first_columns(page: Path, title: str) -> list[list[set[str]]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_name_of_trainer_is_in_the_installed_version(page: Path) -> None:
-    """Where this fails, the table has to follow transformers."""
-    there = {field.name for field in dataclasses.fields(TrainingArguments)}
+    """If this fails, update the table to the installed transformers."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
     ours = {name for section in sections_of(TaskSettings).values() for name in section.__dataclass_fields__}
     rows = first_columns(page, "`TrainingArguments`")
-    assert set().union(*(row[0] for row in rows)) <= there
+    assert set().union(*(row[0] for row in rows)) <= names
     same = next(row for row in rows if not row[1] and len(row[0]) > 5)  # "the same names"
     assert same[0] <= ours
     assert set().union(*(row[0] for row in first_columns(page, "`Trainer`"))) <= set(signature(Trainer).parameters)
-    for gone, now, *_ in first_columns(page, "removed" if page == PAGES[0] else "已去掉的"):
-        assert gone
-        assert not gone & there
-        assert now <= there
+    for removed, now, *_ in first_columns(page, "removed" if page == PAGES[0] else "已去掉的"):
+        assert removed
+        assert not removed & names
+        assert now <= names
 
 
 @pytest.mark.multiprocess
@@ -97,8 +97,8 @@ def test_mp_spawn(folder: Path, tiny_model: Path) -> None:
 
 
 def test_trainer_multiplies_the_gradient_by_the_accumulation_steps(folder: Path) -> None:
-    """Where this fails, transformers has mended it: the page has to say so."""
-    said = run(folder, [sys.executable, "old_trainer.py"]).out
-    losses = [float(loss) for loss in re.findall(r"accumulation steps: loss ([\d.]+)", said)]
+    """If this fails, transformers has fixed it: update the page."""
+    output = run(folder, [sys.executable, "old_trainer.py"]).out
+    losses = [float(loss) for loss in re.findall(r"accumulation steps: loss ([\d.]+)", output)]
     assert losses == pytest.approx([losses[0], 2 * losses[0], 4 * losses[0]], rel=1e-2)
     assert losses[0] == pytest.approx(0.69, abs=0.02)

@@ -1,4 +1,4 @@
-"""What stands around the code: workflows, forms, versions, the release. What they name exists."""
+"""Workflows, issue forms, versions and the release: files and commands that they name exist."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def steps_of(workflow: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_has_limits_and_steps_that_exist(path: Path) -> None:
+def test_a_workflow_has_read_permission_only_and_its_files_exist(path: Path) -> None:
     workflow = loaded(path)
-    assert workflow[True]  # YAML 1.1 reads `on` so
+    assert workflow[True]  # YAML 1.1 parses `on` as true
     assert workflow["permissions"] == {"contents": "read"}
     for step in steps_of(workflow):
         assert ("run" in step) != ("uses" in step)
@@ -46,7 +46,7 @@ def test_a_workflow_has_limits_and_steps_that_exist(path: Path) -> None:
     assert needed <= set(workflow["jobs"])
 
 
-def test_the_workflows_test_what_is_promised() -> None:
+def test_the_workflows_test_every_python_version_and_job() -> None:
     tests, nightly = (loaded(ROOT / ".github" / "workflows" / f"{name}.yml") for name in ("tests", "nightly"))
     assert tests["jobs"]["tests"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13", "3.14"]
     assert {"lint", "wheel", "docs", "versions"} <= set(tests["jobs"])
@@ -62,7 +62,7 @@ def test_make_targets_and_commands_exist(path: Path) -> None:
     named = set(re.findall(r"(?:`|run: |^\s*)make ([a-z][\w-]*)", text, re.M))
     assert named - TARGETS - {"it"} == set()
     commands = set(re.findall(r"`(?:\.venv/bin/)?toolkit ([a-z][\w-]*)|bin/toolkit ([a-z][\w-]*)", text))
-    assert {one or other for one, other in commands} <= set(cli.commands())
+    assert {quoted or path for quoted, path in commands} <= set(cli.commands())
 
 
 def test_matrix_targets_exist() -> None:
@@ -80,7 +80,7 @@ def test_a_form_is_complete(path: Path) -> None:
     assert {field["type"] for field in form["body"]} <= {"textarea", "input", "checkboxes", "dropdown", "markdown"}
 
 
-def test_a_report_of_a_fault_asks_for_what_doctor_says() -> None:
+def test_the_bug_form_requires_the_output_of_doctor() -> None:
     (field,) = [field for field in loaded(FORMS[0])["body"] if field["id"] == "doctor"]
     assert "`toolkit doctor --json`" in field["attributes"]["label"]
     assert field["validations"] == {"required": True}
@@ -91,19 +91,19 @@ def test_other_files_are_yaml(path: Path) -> None:
     assert isinstance(loaded(path), dict)
 
 
-def test_the_citation_is_of_this_project() -> None:
+def test_the_citation_names_this_project() -> None:
     citation = loaded(OTHERS[0])
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
     assert (citation["title"], citation["license"]) == (PROJECT["project"]["name"], PROJECT["project"]["license"])
 
 
-def test_hooks_run_what_make_install_installs() -> None:
+def test_hooks_run_programs_of_the_dev_extra() -> None:
     dev = {Requirement(line).name for line in PROJECT["project"]["optional-dependencies"]["dev"]}
     programs = {hook["entry"].split()[0] for repo in loaded(OTHERS[1])["repos"] for hook in repo["hooks"]}
     assert {program.removeprefix(".venv/bin/") for program in programs} <= dev | {"python"}
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_the_version_is_defined_once() -> None:
     assert "version" in PROJECT["project"]["dynamic"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "toolkit.__version__"}
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
@@ -111,7 +111,7 @@ def test_the_version_is_in_one_place() -> None:
     assert newest[1] == __version__
 
 
-def test_constraints_lie_within_the_ranges_and_every_dependency_has_an_oldest_version() -> None:
+def test_constraints_are_within_the_ranges_and_every_dependency_has_a_lower_bound() -> None:
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M))
     by_name = {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in pins.items()}
     for line in latest.requirements():
@@ -124,16 +124,16 @@ def test_constraints_lie_within_the_ranges_and_every_dependency_has_an_oldest_ve
     assert not [line for line in latest.newest("torch") if re.match(r"(accelerate|transformers)\S", line)]
 
 
-def test_a_wheel_that_lacks_or_adds_a_file_is_refused() -> None:
+def test_a_wheel_with_missing_or_extra_files_is_refused() -> None:
     wanted = release.expected(["toolkit/run.py", "tests/runs.py"], ["recipes/cls.py"])
     assert wanted == {"toolkit/run.py", "toolkit/templates/recipes/cls.py"}
-    there = ["toolkit/run.py", "toolkit/secret.txt", "finetune_toolkit-1.dist-info/METADATA"]
-    assert release.wheel_faults(there, wanted) == ["missing: toolkit/templates/recipes/cls.py",
+    names = ["toolkit/run.py", "toolkit/secret.txt", "finetune_toolkit-1.dist-info/METADATA"]
+    assert release.wheel_faults(names, wanted) == ["missing: toolkit/templates/recipes/cls.py",
                                                    "extra: toolkit/secret.txt"]  # fmt: skip
     assert release.wheel_faults([*wanted], wanted) == []
 
 
-@pytest.mark.parametrize(("entry", "ready"), [("1.2.0 (2026-01-31)", True), ("1.2.0 (unreleased)", False),
+@pytest.mark.parametrize(("entry", "released"), [("1.2.0 (2026-01-31)", True), ("1.2.0 (unreleased)", False),
                                               ("1.1.0 (2026-01-31)", False)])  # fmt: skip
-def test_only_a_dated_entry_of_this_version_is_released(entry: str, ready: bool) -> None:
-    assert (release.changelog_fault(f"# Changelog\n\n## {entry}\n- x\n", "1.2.0") == "") == ready
+def test_only_a_dated_entry_of_this_version_is_released(entry: str, released: bool) -> None:
+    assert (release.changelog_fault(f"# Changelog\n\n## {entry}\n- x\n", "1.2.0") == "") == released

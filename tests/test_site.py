@@ -1,4 +1,4 @@
-"""`make docs`: the site of both languages, its links, its search, and the Markdown beside each page."""
+"""`make docs`: the site in both languages, its links, its search, and the Markdown of each page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = sorted(path.name.removesuffix(".md") for path in (ROOT / "docs").glob("*
 
 
 @pytest.mark.parametrize("ending", [".md", ".zh.md"])
-def test_the_menu_has_every_page_once(ending: str) -> None:
+def test_the_menu_lists_every_page_once(ending: str) -> None:
     text = (ROOT / "docs" / f"index{ending}").read_text(encoding="utf-8")
     trees = re.findall(r"```\{toctree\}\n((?::.+\n)+)\n((?:.+\n)+)```", text)
     assert len([line for options, _ in trees for line in options.splitlines() if line.startswith(":caption:")]) >= 4
@@ -70,25 +70,25 @@ def test_no_link_within_the_site_is_broken(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_each_page_leads_to_itself_in_the_other_language_and_has_markdown(site: Path, page: str) -> None:
+def test_each_page_links_to_the_other_language_and_has_markdown(site: Path, page: str) -> None:
     english, chinese = site / "docs" / f"{page}.html", site / "zh" / "docs" / f"{page}.html"
-    for here, there in ((english, chinese), (chinese, english)):
-        text = here.read_text(encoding="utf-8")
+    for page_file, translation in ((english, chinese), (chinese, english)):
+        text = page_file.read_text(encoding="utf-8")
         (link,) = re.findall(r'<a class="language" href="([^"]+)"', text)
-        assert (here.parent / link).resolve() == there.resolve()
-        markdown = here.with_suffix(".md").read_text(encoding="utf-8")
+        assert (page_file.parent / link).resolve() == translation.resolve()
+        markdown = page_file.with_suffix(".md").read_text(encoding="utf-8")
         local = re.findall(r"\]\(([\w./-]+\.md)", markdown)
-        assert not [name for name in local if not (here.parent / name.lstrip("/")).is_file()]
-        folder = site if here is english else site / "zh"
+        assert not [name for name in local if not (page_file.parent / name.lstrip("/")).is_file()]
+        folder = site if page_file is english else site / "zh"
         assert f"](docs/{page}.md)" in (folder / "llms.txt").read_text(encoding="utf-8") or page == "index"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "term", "page"), [("", "checkpoint", "checkpoints"), ("zh", "检查", "checkpoints"),
                                                       ("zh", "采样", "uneven-classes")])  # fmt: skip
-def test_the_search_finds(site: Path, folder: str, term: str, page: str) -> None:
+def test_the_search_index_has(site: Path, folder: str, term: str, page: str) -> None:
     index = (site / folder / "searchindex.js").read_text(encoding="utf-8")
     table = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
-    found = [table[terms].get(term, []) for terms in ("terms", "titleterms")]  # a page's title, or its text
-    places = {place for places in found for place in ([places] if isinstance(places, int) else places)}
+    matches = [table[terms].get(term, []) for terms in ("terms", "titleterms")]  # in the text, in the title
+    places = {place for places in matches for place in ([places] if isinstance(places, int) else places)}
     assert f"docs/{page}" in {table["docnames"][place] for place in places}
