@@ -1,9 +1,9 @@
-"""Runs the core's own job with copies of the package that lack a feature.
+"""Runs recipes/cls.py and commands with copies of the package that lack a feature.
 
     python tests/features/removal_worker.py TINY_MODEL TRAIN_FILE COPY ...
 
-COPY is a folder with `toolkit/` and `recipes/`. What all of them import is imported once; each copy runs in a fork.
-COPY/printed then holds what it printed, COPY/code its exit code.
+COPY is a folder with `toolkit/` and `recipes/`. Each runs in a fork, after the libraries have been imported. Writes its
+output to COPY/printed and its exit code to COPY/code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def call(main: str, *arguments: object) -> None:
-    """A command line, in this process."""
+    """Runs a command line in this process."""
     sys.argv = [main, *map(str, arguments)]
     module = importlib.import_module(main)
     if main.startswith("recipes."):
@@ -36,17 +36,17 @@ def use(copy: Path, model: str, train_file: str) -> None:
     assert not [name for name in sys.modules if name.startswith("toolkit.features")]
     settings = ["--model_name_or_path", model, "--train_file", train_file, "--max_steps", 4, "--checkpoint_every", 2]
     settings += ["--report_to", "none", "--global_batch_size", 8, "--max_length", 16, "--output_dir", copy / "run"]
-    own = (copy / "toolkit" / "features" / "mistakes").is_dir()
-    settings += ["--mistakes", 3] * own
+    has_mistakes = (copy / "toolkit" / "features" / "mistakes").is_dir()
+    settings += ["--mistakes", 3] * has_mistakes
     call("recipes.cls", *settings)
     run = copy / "run"
-    whole = (run / "metrics.jsonl").read_text()
+    uninterrupted = (run / "metrics.jsonl").read_text()
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     (run / "report.html").unlink()
     call("recipes.cls", *settings)
     assert json.loads((run / "config.json").read_text())["resumed_from"].endswith("step-00000002")
     losses = [[json.loads(line)["loss"] for line in text.splitlines()]
-              for text in (whole, (run / "metrics.jsonl").read_text())]  # fmt: skip
+              for text in (uninterrupted, (run / "metrics.jsonl").read_text())]  # fmt: skip
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
     assert (run / "report.html").is_file()
@@ -57,7 +57,7 @@ def use(copy: Path, model: str, train_file: str) -> None:
     assert "accuracy" in json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
     saved = importlib.import_module("toolkit.api").predict(run / "model", ["good film"])
     assert set(saved[0]) == {"prediction", "probabilities"}
-    if own:
+    if has_mistakes:
         call("toolkit.cli", "mistakes", run)
         assert len((run / "mistakes.jsonl").read_text().splitlines()) == 3
         assert "Mistakes by class" in (run / "report.html").read_text()

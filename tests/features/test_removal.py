@@ -1,4 +1,4 @@
-"""Each feature is a leaf: without its folder the core's own recipe trains, resumes, evaluates, predicts and reports."""
+"""Each feature can be removed: without its folder recipes/cls.py trains, resumes, evaluates, predicts and reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COPIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 def copies(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path
 ) -> Path:
-    """A copy of the package for each feature, without it; `all`, without any; `mistakes`, with that of the docs."""
+    """Copies of the package: without one feature each, `all` without any, `mistakes` with the one of the docs."""
     root = tmp_path_factory.mktemp("removal")
     names = [item.callspec.params["name"] for item in request.session.items if "without_it_the_core" in item.name]
     for name in names:

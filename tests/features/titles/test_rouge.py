@@ -1,4 +1,4 @@
-"""ROUGE against rouge-chinese, an implementation by others, on real titles; hand-counted cases; properties."""
+"""ROUGE against rouge-chinese on real titles, and cases counted by hand."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ Pairs = tuple[list[str], list[str]]
 
 @pytest.fixture(scope="module")
 def chinese(chinese_news: Any) -> Pairs:
-    """Real titles beside their text's beginning (which shares words with them) and beside other titles."""
+    """(predictions, references): sentences of the text for its title (which share words), and other titles."""
     titles, texts = (list(chinese_news["test"].rows[name][:400]) for name in ("title", "text"))
     first = [re.split("[。！？\n]", text.strip())[0][:120] for text in texts]
     return [*first, *titles[1:], titles[0]], [*titles, *titles]
 
 
-def published(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
-    """The F-measures of rouge-chinese, of texts whose words have spaces between them.
+def rouge_chinese_scores(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
+    """F-measures of rouge-chinese, of non-empty texts with spaces between words.
 
-    `exclusive=False` makes it count how often an n-gram occurs, as ROUGE is defined (its default looks at sets).
-    Its LCS is of all sentences in a row, as ours. Its F has 1e-8 in the denominator, so that F is made anew from its
-    precision and recall here. It refuses empty texts.
+    `exclusive=False` counts n-grams as ROUGE is defined (its default takes sets). F is computed here from its precision
+    and recall, since its own adds 1e-8 to the denominator.
     """
     from rouge_chinese import Rouge
 
-    found = Rouge(exclusive=False).get_scores(list(predictions), list(references))
+    scores = Rouge(exclusive=False).get_scores(list(predictions), list(references))
     names = {"rouge1": "rouge-1", "rouge2": "rouge-2", "rougeL": "rouge-l"}
-    return [{ours: _f(pair[theirs]["p"], pair[theirs]["r"]) for ours, theirs in names.items()} for pair in found]
+    return [{ours: _f(pair[theirs]["p"], pair[theirs]["r"]) for ours, theirs in names.items()} for pair in scores]
 
 
 def _f(precision: float, recall: float) -> float:
@@ -43,11 +42,11 @@ def _f(precision: float, recall: float) -> float:
 
 
 def cut_by_jieba(text: str) -> str:
-    """As users of rouge-chinese do, on text that our conventions leave alone or that is made uniform before."""
+    """As users of rouge-chinese do, after the same normalisation."""
     import jieba
 
     jieba.setLogLevel(60)
-    jieba.dt.tmp_dir = os.environ["TOOLKIT_TESTS_FOLDER"]  # its cache file would stay in the temporary folder
+    jieba.dt.tmp_dir = os.environ["TOOLKIT_TESTS_FOLDER"]  # its cache file, removed at the end
     words = jieba.lcut(unicodedata.normalize("NFKC", text).lower())
     return " ".join(word for word in words if any(letter.isalnum() for letter in word))
 
@@ -55,14 +54,14 @@ def cut_by_jieba(text: str) -> str:
 def cut_into_characters(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).lower()
     spaced = re.sub("([㐀-鿿豈-﫿〇぀-ヿ])", r" \1 ", text)
-    whole_numbers = re.sub(r"(?<=\d)\.(?=\d)", "ⴰ", spaced)  # a letter that no title has
+    whole_numbers = re.sub(r"(?<=\d)\.(?=\d)", "ⴰ", spaced)  # a letter no title contains
     return re.sub(r"[\W_]+", " ", whole_numbers).replace("ⴰ", ".").strip()
 
 
-def agree(pairs: Pairs, segmenter: Literal["jieba", "char"]) -> int:
-    """Compares all pairs that have a word, and returns how many share one."""
+def compare_with_rouge_chinese(pairs: Pairs, segmenter: Literal["jieba", "char"]) -> int:
+    """Compares all pairs with a word in both; returns how many share a word."""
     cut = cut_by_jieba if segmenter == "jieba" else cut_into_characters
-    # jieba cuts foreign letters singly, and our words are whole: see test_foreign_words_are_whole
+    # jieba cuts words at foreign letters, and we do not: see test_foreign_words_are_whole
     plain = [
         pair for pair in zip(*pairs, strict=True) if segmenter != "jieba" or not re.search(_FOREIGN, "".join(pair))
     ]
@@ -70,7 +69,7 @@ def agree(pairs: Pairs, segmenter: Literal["jieba", "char"]) -> int:
     assert len(both) > 0.9 * len(pairs[0])
     predictions, references = [pair[0] for pair in both], [pair[1] for pair in both]
     ours = rouge.scores(predictions, references, segmenter)
-    theirs = published([*map(cut, predictions)], [*map(cut, references)])
+    theirs = rouge_chinese_scores([*map(cut, predictions)], [*map(cut, references)])
     for prediction, reference, mine, other in zip(predictions, references, ours, theirs, strict=True):
         assert mine == pytest.approx(other, abs=1e-12), (prediction, reference)
     return sum(score["rougeL"] > 0 for score in ours)
@@ -82,11 +81,11 @@ _FOREIGN = "[À-ÿ\u0370-\u052f\u1100-\u11ff\uac00-\ud7af]"
 @pytest.mark.parametrize("segmenter", ["jieba", "char"])
 def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Literal["jieba", "char"]) -> None:
     pytest.importorskip("rouge_chinese")
-    assert agree(chinese, segmenter) > 300
+    assert compare_with_rouge_chinese(chinese, segmenter) > 300
 
 
 @pytest.mark.parametrize(
-    ("prediction", "reference", "segmenter", "wanted"),
+    ("prediction", "reference", "segmenter", "expected"),
     [
         # tokens: the cat sat | the cat ran home: 2 of 3 and 4; 1 of 2 and 3 bigrams; LCS the cat
         ("The cat sat.", "the cat ran home", "word", (4 / 7, 2 / 5, 4 / 7)),
@@ -106,10 +105,10 @@ def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Lit
     ],
 )
 def test_counted_by_hand(
-    prediction: str, reference: str, segmenter: rouge.Segmenter, wanted: tuple[float, float, float]
+    prediction: str, reference: str, segmenter: rouge.Segmenter, expected: tuple[float, float, float]
 ) -> None:
-    (found,) = rouge.scores([prediction], [reference], segmenter)
-    assert found == pytest.approx(dict(zip(rouge.KINDS, wanted, strict=True)))
+    (scores,) = rouge.scores([prediction], [reference], segmenter)
+    assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
 
 
 @pytest.mark.parametrize(

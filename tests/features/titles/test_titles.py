@@ -1,8 +1,8 @@
-"""recipes/title.py: the promises on written titles, what is saved, and Chinese with a vocabulary of words.
+"""recipes/title.py: equal losses and titles under every strategy, checkpoints, saved models, and Chinese words.
 
-Two jobs. `uneven`: from a BERT, titles of 4 to 16 tokens in batches that divide nothing, texts cut at 640 tokens
-(full attention). `varied`: from an encoder-decoder that reads attentively enough to write each text another title,
-texts whole (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes: see test_long.py.
+Two jobs. `uneven`: from a BERT, titles of 4 to 16 tokens, batch sizes that do not divide the number of texts, texts cut
+at 640 tokens (full attention). `varied`: from an encoder-decoder that generates another title for each text, with uncut
+texts (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes: see test_long.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import (
@@ -51,8 +52,7 @@ SCORES = ("rouge1", "rouge2", "rougeL")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, articles: Path) -> list[str]:
-    """48 rows to train on and 12 to evaluate, whose titles end in words that the tiny vocabulary has, or no title of
-    its making could share a word with them."""
+    """48 training and 12 validation rows, whose titles end in words of the tiny vocabulary, so that ROUGE is not 0."""
     folder = tmp_path_factory.mktemp("titles")
     rows = lines_of(articles)
     for place, row in enumerate(rows):
@@ -61,14 +61,13 @@ def data(tmp_path_factory: pytest.TempPathFactory, articles: Path) -> list[str]:
         else:
             row["title"] += (" the film and the story", " very good price", " not a dull room", " fine")[place % 4]
     for name, part in (("train", rows[:48]), ("validation", rows[48:])):
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        pd.DataFrame(part).to_json(folder / f"{name}.jsonl", orient="records", lines=True)
     return ["--train_file", str(folder / "train.jsonl"), "--validation_file", str(folder / "validation.jsonl")]
 
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path, tiny_model: Path) -> Path:
-    """An encoder-decoder, saved as recipes/title.py saves it, whose decoder listens to the encoder."""
+    """An encoder-decoder, saved as by recipes/title.py, with strong cross-attention."""
     folder = tmp_path_factory.mktemp("writer") / "writer"
     long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model)), None)
     tokenizer, generation = load_tokenizer(long), GenerationSettings(num_beams=2)
@@ -92,7 +91,7 @@ def jobs(data: list[str], sharp_model: Path, writer: Path) -> dict[str, list[Any
 
 
 def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], *more: list[Any]) -> dict[str, Path]:
-    """Each job in a folder of its name, all of them in one group of processes."""
+    """Runs all jobs in one group of processes."""
     folders = {name: root / name for name in jobs}
     words = [["recipes.title", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
     finished = run_jobs(root, way, [*words, *more], seconds=240)
@@ -100,30 +99,30 @@ def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], *more: list[
     return folders
 
 
-def once(root: Path, tiny_model: Path) -> list[Any]:
-    """The counting of tests/features/titles/titles_worker.py."""
-    return ["tests.features.titles.titles_worker", tiny_model, root / "once"]
+def count_job(root: Path, tiny_model: Path) -> list[Any]:
+    """tests/features/titles/titles_worker.py as a job."""
+    return ["tests.features.titles.titles_worker", tiny_model, root / "counts"]
 
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
-    """Stopped in the middle of the second job."""
+    """`varied` ends after STOPPED steps."""
     root = tmp_path_factory.mktemp("zero3")
     stopped = [*jobs["varied"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, once(root, tiny_model))
+    return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, count_job(root, tiny_model))
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ddp")
-    return run_all(root, WAYS["ddp x2"], {"varied": jobs["varied"]}, once(root, tiny_model))
+    return run_all(root, WAYS["ddp x2"], {"varied": jobs["varied"]}, count_job(root, tiny_model))
 
 
 @pytest.fixture(scope="module")
 def single(
     tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], zero3: dict[str, Path], chinese: list[Any]
 ) -> dict[str, Path]:
-    """The references, one process; `resumed` goes on from a copy of what ZeRO-3 left, and evaluates each text alone."""
+    """The references, in one process; `resumed` starts from the ZeRO-3 checkpoint and evaluates text by text."""
     root = tmp_path_factory.mktemp("single")
     shutil.copytree(zero3["varied"], root / "resumed", symlinks=True)
     resumed = [*jobs["varied"], "--checkpoint_every", STOPPED, "--per_device_eval_batch_size", 1]
@@ -131,14 +130,13 @@ def single(
 
 
 def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
-    """Promise 1, of the first `steps` steps: the losses, the evaluations; and the titles where the run ended there."""
+    """Compares the losses and evaluations of the first `steps` steps, and the titles of a complete run."""
     losses, expected = losses_of(run), losses_of(reference)
     assert len(losses) == steps
     assert losses == pytest.approx(expected[:steps], rel=1e-5)
     evaluations = [lines_of(folder / "eval.jsonl") for folder in (run, reference)]
     for mine, theirs in zip(*evaluations, strict=steps == STEPS):
         assert (mine["step"], mine["split"], mine["num_samples"]) == (theirs["step"], theirs["split"], 12)
-        # as the losses: the weights are those of runs that agree to 1e-5
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert [mine[name] for name in SCORES] == pytest.approx([theirs[name] for name in SCORES], abs=1e-9)
     if steps == STEPS:
@@ -148,8 +146,8 @@ def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
 # ---- promise 1
 
 
-def test_the_references_could_differ(single: dict[str, Path]) -> None:
-    """Titles that are all the same would agree with anything, and so would a ROUGE of 0."""
+def test_the_references_are_not_trivial(single: dict[str, Path]) -> None:
+    """Different titles, and ROUGE above 0."""
     assert np.ptp(losses_of(single["uneven"])) > 0.5
     titles = [line["title"] for line in lines_of(single["varied"] / "predictions.jsonl")]
     assert len(titles) == 12
@@ -159,7 +157,7 @@ def test_the_references_could_differ(single: dict[str, Path]) -> None:
 
 @pytest.mark.multiprocess
 def test_data_parallel_agrees(ddp: dict[str, Path], single: dict[str, Path]) -> None:
-    """Of `uneven` the literal command below."""
+    """`uneven`: see test_the_literal_command."""
     assert_same(ddp["varied"], single["varied"])
 
 
@@ -184,7 +182,7 @@ def test_the_literal_command(jobs: dict[str, list[Any]], single: dict[str, Path]
 def test_more_strategies_agree(
     way: str, jobs: dict[str, list[Any]], single: dict[str, Path], tmp_path: Path, tiny_model: Path
 ) -> None:
-    runs = run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], jobs, once(tmp_path, tiny_model))
+    runs = run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], jobs, count_job(tmp_path, tiny_model))
     for name, run in runs.items():
         assert_same(run, single[name])
 
@@ -192,7 +190,7 @@ def test_more_strategies_agree(
 def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(
     single: dict[str, Path], data: list[str], sharp_model: Path
 ) -> None:
-    """Step 1 again: each text alone, through transformers' own classes and attention."""
+    """Step 1, recomputed text by text with transformers' classes and attention."""
     named = PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager")
     long = long_model(named, None)
     tokenizer = AutoTokenizer.from_pretrained(str(long.model_name_or_path))
@@ -202,20 +200,18 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(
     texts = [tokenizer(row["text"], truncation=True, max_length=640)["input_ids"] for row in rows]
     titles = [tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"] for row in rows]
     chosen = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
-    assert np.ptp([len(titles[place]) for place in chosen]) >= 8  # a mean of means would be another number
-    losses, terms = 0.0, 0
+    assert np.ptp([len(titles[place]) for place in chosen]) >= 8  # or a mean of means would agree
+    losses, tokens = 0.0, 0
     for place in chosen:
         title = torch.tensor([titles[place]])
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([texts[place]]), decoder_input_ids=title[:, :-1]).logits[0]
         losses += torch.nn.functional.cross_entropy(logits, title[0, 1:], reduction="sum").item()
-        terms += title.shape[1] - 1
-    assert losses_of(single["uneven"])[0] == pytest.approx(losses / terms, rel=1e-5)
+        tokens += title.shape[1] - 1
+    assert losses_of(single["uneven"])[0] == pytest.approx(losses / tokens, rel=1e-5)
 
 
-def test_a_bigbird_becomes_a_decoder_that_computes_the_same(sharp_model: Path) -> None:
-    """A BERT of its weights, the same for a text alone: with an encoder beside it transformers' BigBird gives other
-    numbers than BERT, and it cannot generate."""
+def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path) -> None:
     long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0), None)
     tokenizer = load_tokenizer(long)
     model = load_title_model(long, long, GenerationSettings(num_beams=2), tokenizer, LONGEST, SEED).eval()
@@ -232,10 +228,10 @@ def test_a_bigbird_becomes_a_decoder_that_computes_the_same(sharp_model: Path) -
         assert model.generate(input_ids=ids).shape[0] == 2
 
 
-# ---- what is written
+# ---- predictions
 
 
-def test_a_line_a_title(single: dict[str, Path], data: list[str]) -> None:
+def test_one_line_for_each_title(single: dict[str, Path], data: list[str]) -> None:
     rows = lines_of(Path(data[3]))
     lines = lines_of(single["varied"] / "predictions.jsonl")
     assert [line["id"] for line in lines] == list(range(12))
@@ -247,8 +243,8 @@ def test_a_line_a_title(single: dict[str, Path], data: list[str]) -> None:
         assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name], abs=1e-6)
 
 
-def test_the_saved_model_writes_the_same_titles(single: dict[str, Path], data: list[str]) -> None:
-    """By transformers alone, each text by itself."""
+def test_the_saved_model_generates_the_same_titles(single: dict[str, Path], data: list[str]) -> None:
+    """With transformers, text by text."""
     folder = single["resumed"] / "model"
     model, loading = EncoderDecoderModel.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -259,7 +255,7 @@ def test_the_saved_model_writes_the_same_titles(single: dict[str, Path], data: l
     assert chosen["eos_token_id"] == tokenizer.sep_token_id
     titles = []
     for row in lines_of(Path(data[3])):
-        model.encoder.set_attention_type("block_sparse")  # a text of 704 tokens or fewer would turn it off for good
+        model.encoder.set_attention_type("block_sparse")  # short texts switch to full attention for good
         inputs = tokenizer(row["text"], truncation=True, max_length=4096, return_tensors="pt")
         written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"])
         titles.append(readable(tokenizer, written[0].tolist()))
@@ -269,10 +265,10 @@ def test_the_saved_model_writes_the_same_titles(single: dict[str, Path], data: l
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
-def test_predict_writes_the_same_titles(way: str, single: dict[str, Path], data: list[str], tmp_path: Path) -> None:
+def test_predict_generates_the_same_titles(way: str, single: dict[str, Path], data: list[str], tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     table = tmp_path / "texts.jsonl"
-    table.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in lines_of(Path(data[3]))))
+    pd.DataFrame(lines_of(Path(data[3])))[["text"]].to_json(table, orient="records", lines=True)
     words = [single["varied"] / "model", table, "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
     start(["toolkit", "predict", *words]).succeeded()
     titles = [line["title"] for line in lines_of(single["varied"] / "predictions.jsonl")]
@@ -283,16 +279,16 @@ def test_predict_writes_the_same_titles(way: str, single: dict[str, Path], data:
 
 
 @pytest.mark.multiprocess
-def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
+def test_a_resume_under_another_strategy(single: dict[str, Path]) -> None:
     assert_went_on(single["resumed"], single["varied"])
 
 
 @pytest.mark.multiprocess
-def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_converted(zero3: dict[str, Path], tmp_path: Path) -> None:
     converted(zero3["varied"], tmp_path / "out", EncoderDecoderModel)
-    folders = (tmp_path / "out", zero3["varied"] / "model")  # how titles are searched for
-    found, chosen = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
-    assert found == chosen
+    folders = (tmp_path / "out", zero3["varied"] / "model")
+    converted_config, expected = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
+    assert converted_config == expected
 
 
 # ---- Chinese
@@ -315,13 +311,12 @@ WORDS = ["华为", "发布", "手机", "公司", "今天", "北京", "上海", "
 
 @pytest.fixture(scope="module")
 def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """16 rows, and a random BERT whose vocabulary is words, as jieba cuts them, and characters."""
+    """16 rows, and a random BERT whose vocabulary has jieba's words and characters."""
     pytest.importorskip("jieba")
     folder = tmp_path_factory.mktemp("chinese")
     rows = [{"正文": text, "标题": title} for title, text in CHINESE]
     rows += [{"正文": text + CHINESE[place - 1][1], "标题": title} for place, (title, text) in enumerate(CHINESE)]
-    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "news.jsonl").write_text(content, encoding="utf-8")
+    pd.DataFrame(rows).to_json(folder / "news.jsonl", orient="records", lines=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     words += sorted({letter for row in rows for text in row.values() for letter in text})
     (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
@@ -345,9 +340,9 @@ def test_chinese_titles(single: dict[str, Path]) -> None:
     for line in lines:
         assert line["reference"] in dict(CHINESE)
         assert line["title"]
-        assert not re.search(r"\s", line["title"])  # no word of the vocabulary is Latin
+        assert not re.search(r"\s", line["title"])  # no spaces
     facts = json.loads((run / "config.json").read_text())["data"]
     assert facts["title_column"] == "标题"
-    tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))  # nobody says jieba again
+    tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))  # without --tokenizer jieba
     assert is_jieba(tokenizer)
     assert EncoderDecoderModel.from_pretrained(run / "model").config.decoder.vocab_size == len(tokenizer)

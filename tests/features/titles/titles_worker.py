@@ -1,5 +1,5 @@
-"""Run by tests/features/titles/test_titles.py in a group of processes: counts the titles of small sets, and makes one
-process's titles end early and the other's late.
+"""Run by tests/features/titles/test_titles.py in a group of processes: checks that small sets get one title per text,
+also if the ranks' titles have very different lengths.
 
     titles_worker.main: arguments MODEL FOLDER
 """
@@ -78,8 +78,8 @@ def main() -> None:
 
 
 def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
-    """The main process's titles end after a token, the others' never do: all make the same number of calls where each
-    needs the others' parameters."""
+    """On the main process titles end after one token, on the others never: with sharded parameters all ranks must call
+    the decoder equally often."""
     writer = Writer(accelerator, model)
     module, chosen, end = writer.module, writer.module.generation_config, writer.module.generation_config.eos_token_id
     if accelerator.is_main_process:
@@ -95,11 +95,11 @@ def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
     assert writer.synced_gpus or counts[0] < counts[1], counts
     if accelerator.is_main_process:
         words = [len(line["title"]) for line in lines]
-        assert 4 * min(words) <= max(words)  # one token from this process, nine from the other
+        assert 4 * min(words) <= max(words)  # 1 and 9 tokens
 
 
 def fake_split(folder: Path, size: int, writes: bool) -> TitleSplit:
-    """Random texts and titles; rows that are not 0..n-1, as after cleaning."""
+    """Random texts and titles, with gaps in the row numbers."""
     generator = np.random.default_rng(size)
     lengths, title_lengths = generator.integers(2, 17, size), generator.integers(3, 8, size)
     folder = folder / f"{len(list(folder.glob('*')))}-{size}"
