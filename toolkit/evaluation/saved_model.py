@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from toolkit.config import ModelSettings
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
-from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
+from toolkit.data.table import Table, texts_of
+from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.pretrained import load_config
@@ -21,12 +22,12 @@ from toolkit.utils.progress import PartOfProgress
 
 
 def training_run(name: str) -> dict[str, Any]:
-    """`settings` and `data` in config.json of the run that trained this model; both empty where there is no run."""
+    """`settings`, `data` and `identity` in config.json of the run that trained this model; empty without such a run."""
     try:
         run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
-        return {part: dict(run[part]) for part in ("settings", "data")}
+        return {**{part: dict(run[part]) for part in ("settings", "data")}, "identity": dict(run.get("identity", {}))}
     except (OSError, ValueError, KeyError, TypeError):
-        return {"settings": {}, "data": {}}
+        return {"settings": {}, "data": {}, "identity": {}}
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
@@ -65,6 +66,9 @@ class SavedModel:
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
         self._sizes = per_device_batch_size, max_tokens
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
+
+    def read_texts(self, table: Table, column: str) -> list[str]:
+        return [text for block in texts_of(table, column, separator_of(self.tokenizer)) for text in block]
 
     def tokenize(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
         """`facts` identify these texts in the cache, so that several processes share the tokenizing."""

@@ -159,7 +159,7 @@ def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: An
     folder, _ = exported["openvino", False]
     with pytest.raises(UserError, match="exists: name another folder"):
         export(options(model, folder))
-    with pytest.raises(UserError, match="is exported to openvino already"):
+    with pytest.raises(UserError, match="is already exported to openvino"):
         export(options(folder, tmp_path / "out"))
 
 

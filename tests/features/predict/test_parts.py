@@ -129,7 +129,7 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     capsys.readouterr()
     predicted("out.csv", "--shard", "1/3")
     assert joining.exists()
-    assert "if it was ended meanwhile: the same with --join instead" in capsys.readouterr().err
+    assert "--join instead of --shard" in capsys.readouterr().err
     assert predicted("out.csv", "--join").read_bytes() == whole
     for shard in ("1/2", "2/2"):  # the last one joins
         predicted("other.csv", "--shard", shard)
@@ -151,7 +151,7 @@ def test_a_shard_that_is_started_again_finds_its_work_done(
         for more in (["--shard", "2/2"], ["--shard", "3/5"], ["--join"]):
             capsys.readouterr()
             predicted("out.csv", *more)
-            assert f"{tmp_path / 'out.csv'} is there and whole" in capsys.readouterr().err
+            assert f"{tmp_path / 'out.csv'} is complete" in capsys.readouterr().err
         for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
             refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
         (tmp_path / "out.csv").write_bytes(whole[:-9])
@@ -160,7 +160,9 @@ def test_a_shard_that_is_started_again_finds_its_work_done(
     assert list(plain[0]) == ["id", "text", "prediction"]
     (tmp_path / "out.csv").unlink()  # whoever removes it wants it made again, with other settings too
     predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
-    refusal(predicted, "out.csv", "--shard", "2/2", match=r"parts of another prediction \(other: probabilities\)")
+    refusal(
+        predicted, "out.csv", "--shard", "2/2", match=r"parts of another prediction \(it differs in probabilities\)"
+    )
     predicted("out.csv", "--overwrite", "--shard", "2/2")
     predicted("out.csv", "--shard", "1/2")
     assert (tmp_path / "out.csv").read_bytes() == whole
@@ -261,5 +263,5 @@ def test_files_by_a_pattern_are_one(predicted: Predict, tmp_path: Path) -> None:
         with gzip.open(tmp_path / "in" / f"part-{number}.csv.gz", "wt") as file:
             frame[start : {0: 25, 25: 60, 60: ROWS}[start]].to_csv(file, index=False)
     with pytest.raises(UserError, match="--output"):
-        predict_file._output_of(build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")]))
+        predict_file._choose_output(build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")]))
     assert_same(rows_of(predicted("out.csv", source=tmp_path / "in" / "part-*.csv.gz")), whole)

@@ -1,1 +1,1 @@
-"""A classifier for OpenVINO or ONNX Runtime."""
+"""Export of classifiers to OpenVINO and ONNX Runtime."""

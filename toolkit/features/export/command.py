@@ -1,11 +1,10 @@
-"""`toolkit export MODEL OUT --to openvino|onnx`: a classifier for a runtime without torch, checked against torch's."""
+"""`toolkit export MODEL OUT --to openvino|onnx`: exports a classifier and compares its predictions with torch."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import io
-import json
 import logging
 import math
 import os
@@ -27,30 +26,30 @@ from toolkit.config import TaskSettings, TextSettings, build, fields_of, section
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.read import read_file
-from toolkit.data.table import find_columns, text_column, texts_of
-from toolkit.data.tokens import LengthBuckets, Split, separator_of
+from toolkit.data.table import find_columns, text_column
+from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, training_quoting
+from toolkit.evaluation.saved_model import SavedModel, training_quoting, training_run
 from toolkit.models.exported import FILES, INPUTS, exported_to
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
-_CALIBRATION = 300  # texts
+_CALIBRATION_TEXTS = 300
 _BATCH = (64, 16384)  # rows, tokens
 _OPSET = 17
 _SMOOTHING = 0.8
-"""How much of what is hard to round NNCF moves from the activations into the weights (SmoothQuant's alpha, Xiao et al.,
-2023). With its own 0.95 fewer answers stay the same: of a MiniLM 98.7 % in place of 99.4 %."""
+"""SmoothQuant's alpha (Xiao et al., 2023). With NNCF's default 0.95 a MiniLM keeps 98.7 % of its predictions, with 0.8
+99.4 %."""
 
 
 def export(options: Any) -> None:
-    """Writes the folder `options.out`, whole or not at all. `options` holds the arguments of `toolkit export`.
+    """Writes the folder `options.out` atomically. `options` holds the arguments of `toolkit export`.
 
-    Raises UserError for a model that cannot be exported, and where the exported one's answers are not the model's.
+    Raises UserError for a model that cannot be exported, and where too many predictions of the exported model differ.
     """
     out = Path(options.out)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -58,19 +57,18 @@ def export(options: Any) -> None:
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
     require_extra(options.to, options.to, *_packages(options))
-    saved, answers = _exportable(options.model)
-    saved.load(
-        launch.make_accelerator("no"), saved.choose_max_length(options.max_length, bool(options.text_pair)), *_BATCH
-    )
-    calibration, validation, has_labels = _samples(options, saved)
+    saved, answers = _open_model(options.model)
+    max_length = saved.choose_max_length(options.max_length, bool(options.text_pair))
+    saved.load(launch.make_accelerator("no"), max_length, *_BATCH)
+    calibration, validation, has_labels = _load_texts(options, saved)
     before = answers.adjusted(saved.compute_outputs(validation))
     model = saved.model.cpu()
     convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
         try:
             with _quiet():
-                convert(model, draft, _texts(calibration, model) if options.int8 else [])
-        except Exception as error:  # each converter has its own
+                convert(model, draft, _calibration_inputs(calibration, model) if options.int8 else [])
+        except Exception as error:  # each converter raises its own
             reason = f"{type(error).__name__}: {first_line(error)[:300]}"
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{reason}]") from error
         _copy_files(draft, Path(model_path(options.model)), model, saved.tokenizer)
@@ -84,8 +82,8 @@ def export(options: Any) -> None:
             allowed = " and ".join(f"--{name} {getattr(options, name):g}" for name in too_much)
             passes = " ".join(f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}" for name, points in too_much.items())
             raise UserError(
-                f"the exported model does not answer as {options.model}: {result}; {allowed} allow less, nothing was "
-                f"written. To accept this, pass {passes}"
+                f"the exported model predicts differently than {options.model}: {result}; that exceeds {allowed}, "
+                f"nothing was written. To accept this, pass {passes}"
             )
         _write_card(draft, Path(model_path(options.model)), options, result)
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
@@ -95,10 +93,10 @@ def _packages(options: Any) -> list[str]:
     return [*_PACKAGES[options.to], *["nncf"] * options.int8]
 
 
-def _exportable(name: str) -> tuple[SavedModel, ClassAnswers]:
-    """The saved model, and how its logits become answers. Raises UserError where it cannot be exported."""
+def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
+    """Raises UserError for a model that cannot be exported."""
     if kind := exported_to(Path(model_path(name))):
-        raise UserError(f"{name} is exported to {kind} already: name the model that it was made of")
+        raise UserError(f"{name} is already exported to {kind}: name the original model")
     saved = SavedModel(name)
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
@@ -110,61 +108,58 @@ def _exportable(name: str) -> tuple[SavedModel, ClassAnswers]:
     return saved, saved.answers
 
 
-# The texts it is calibrated on and checked with
+# The texts for calibration and comparison
 
 
-def _samples(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
-    """(training texts, validation texts, whether these have labels): of the files, or of the model's run."""
+def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
+    """(training texts, validation texts, whether these have labels), from the files or from the model's run."""
     files = (options.calibration_file, options.validation_file)
-    calibration, validation = (_split_of(file, options, saved) if file else None for file in files)
+    calibration, validation = (_read_split(file, options, saved) if file else None for file in files)
     if validation is None or (options.int8 and calibration is None):
-        data = _data_of_run(options.model, saved)
+        data = _training_data(options.model, saved)
         if data is None:
             missing = [*["--validation_file"] * (validation is None),
                        *["--calibration_file"] * (options.int8 and calibration is None)]  # fmt: skip
             raise UserError(
-                f"{options.model} is not in the folder of a run, which names its data: pass {' and '.join(missing)}"
+                f"{options.model} is not in a run folder, from which its data could be read: pass "
+                f"{' and '.join(missing)}"
             )
         if tuple(data.labels.names) != tuple(saved.answers.labels.names):
-            raise UserError(f"the data of {options.model}'s run have other classes now: name --validation_file")
+            raise UserError(f"the data of {options.model}'s run have other classes now: pass --validation_file")
         calibration, validation = calibration or (data.train, True), validation or (data.validation, True)
     return calibration[0] if calibration else None, *validation
 
 
-def _data_of_run(name: str, saved: Any) -> Any:
-    """The data that the model's run was trained on; None where the model is not in the folder of a run."""
-    try:
-        run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
-        settings, recipe = run["settings"] | {"max_length": run["data"]["max_length"]}, run["identity"]["recipe"]
-    except (OSError, ValueError, KeyError, TypeError):
+def _training_data(name: str, saved: Any) -> Any:
+    """The data of the run that trained the model; None where the model is not in a run folder."""
+    run = training_run(name)
+    if not run["identity"]:
         return None
-    task = tasks().get(recipe, TaskSettings)
+    settings = run["settings"] | {"max_length": run["data"].get("max_length")}
+    task = tasks().get(run["identity"].get("recipe"), TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}
     return prepare_data(build(task, known), saved.tokenizer, saved.config)
 
 
-def _split_of(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
+def _read_split(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     """(the texts of a file, whether it has labels)."""
     table = read_file(file, TextSettings(quoting=training_quoting(options.model, file)))
     label_columns = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*label_columns, options.text_pair])
-    texts, pairs = (
-        [text for block in texts_of(table, name, separator_of(saved.tokenizer)) for text in block] if name else []
-        for name in (column, options.text_pair)
-    )
-    split = replace(saved.tokenize(texts, pairs or None), name=table.name)
+    pairs = saved.read_texts(table, options.text_pair) if options.text_pair else None
+    split = replace(saved.tokenize(saved.read_texts(table, column), pairs), name=table.name)
     if label_columns:
         labels = replace(saved.answers.labels, columns=label_columns)
         split = replace(split, labels=labels.encode(table, split.rows))
     return split, bool(label_columns)
 
 
-def _texts(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:
-    """The model's inputs, (1, S) int64, of some texts, evenly drawn, each without padding."""
+def _calibration_inputs(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:
+    """The model's inputs, (1, S) int64, for evenly spaced texts without padding."""
     assert split is not None
     texts = []
-    for row in np.linspace(0, len(split) - 1, min(_CALIBRATION, len(split))).astype(int).tolist():
+    for row in np.linspace(0, len(split) - 1, min(_CALIBRATION_TEXTS, len(split))).astype(int).tolist():
         ids = split.tokens(row)[None].astype(np.int64)
         types = ids * 0 if split.token_types is None else split.token_types[split.span(row)][None]
         inputs = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": types.astype(np.int64)}
@@ -175,12 +170,9 @@ def _texts(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:
 def compare(
     before: np.ndarray, after: np.ndarray, truth: np.ndarray | None, labels: Labels
 ) -> tuple[str, dict[str, float]]:
-    """Two times (N, C) logits that decide (the greatest, or those above 0), and the labels where they are known -> a
-    sentence, and what the exported model loses, in points of 100, by the option that limits it: accuracy (`max_drop`)
-    and changed answers (`max_changed`).
-
-    For regression, `max_drop` limits the share of the variance of its numbers that the exported model loses.
-    """
+    """Compares (N, C) scores of torch and of the exported model, whose argmax or sign is the prediction -> a sentence,
+    and the losses in percentage points by the option that limits them: of accuracy (`max_drop`, needs labels; for
+    regression of the explained variance of torch's numbers) and changed predictions (`max_changed`)."""
     if labels.problem_type == "regression":
         spread = np.square(before - before.mean(axis=0)).sum(axis=0)
         same = 100 * (1 - np.square(after - before).sum(axis=0) / np.maximum(spread, 1e-12)).min()
@@ -198,8 +190,8 @@ def compare(
 # The converters
 
 
-class _Logits(torch.nn.Module):
-    """Tensors -> logits, as the converters trace it."""
+class _LogitsOnly(torch.nn.Module):
+    """A model that returns a tensor, which the converters can trace."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -210,20 +202,19 @@ class _Logits(torch.nn.Module):
 
 
 def _inputs_of(model: Any) -> list[str]:
-    """Those of INPUTS that the model takes."""
     parameters = inspect.signature(model.forward).parameters
     return [name for name in INPUTS if name in parameters]
 
 
-def _traceable(model: Any) -> tuple[_Logits, list[str], tuple[torch.Tensor, ...]]:
-    """(the module, the names of its inputs, an example of them)."""
+def _traceable(model: Any) -> tuple[_LogitsOnly, list[str], tuple[torch.Tensor, ...]]:
+    """(module, names of its inputs, example inputs)."""
     names = _inputs_of(model)
     example = {name: torch.zeros(2, 16, dtype=torch.long) for name in names}
     example["input_ids"] += 1
     example["attention_mask"] += 1
-    example["attention_mask"][0, 9:] = 0  # a mask that hides nothing would be left out of the graph
-    # in evaluation mode, since the exporter puts the model into its wrapper's mode
-    return _Logits(model, names).eval(), names, tuple(example.values())
+    example["attention_mask"][0, 9:] = 0  # tracing would drop a mask of ones
+    # the exporter sets the model to its wrapper's mode
+    return _LogitsOnly(model, names).eval(), names, tuple(example.values())
 
 
 def _to_openvino(model: Any, folder: Path, texts: list[dict[str, np.ndarray]]) -> None:
@@ -256,14 +247,14 @@ def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
     from nncf.quantization import advanced_parameters as advanced
 
     smoothing = advanced.AdvancedSmoothQuantParameters(matmul=_SMOOTHING)
-    more = advanced.AdvancedQuantizationParameters(smooth_quant_alphas=smoothing)
+    parameters = advanced.AdvancedQuantizationParameters(smooth_quant_alphas=smoothing)
     return nncf.quantize(graph, nncf.Dataset(texts), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(texts),
-                         advanced_parameters=more)  # fmt: skip
+                         advanced_parameters=parameters)  # fmt: skip
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the converters' progress bars and notes, and without the usage statistics that openvino and nncf send."""
+    """Silences the converters, and turns off the usage statistics that openvino and nncf would send."""
     logging.getLogger("nncf").setLevel(logging.ERROR)
     no_statistics = mock.patch.dict(os.environ, {"CI": "true", "NNCF_CI": "1"})
     with no_statistics, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -271,7 +262,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-# The files beside the graph
+# The other files
 
 
 def _copy_files(draft: Path, source: Path, model: Any, tokenizer: Any) -> None:
@@ -289,8 +280,8 @@ def _write_card(draft: Path, source: Path, options: Any, result: str) -> None:
     packages = " and ".join(f"{name} {version(name)}" for name in _packages(options))
     kind = f"{'int8' if options.int8 else 'float32'}, in {FILES[options.to]}"
     (draft / "README.md").write_text(
-        f"{text}\n## Exported\n\nThe model above as {options.to} reads it ({kind}), made with {packages}. Checked "
-        f"against torch: {result}. `toolkit predict` takes this folder; a plain script that reads it is in "
-        "docs/export.md of finetune-toolkit.\n",
+        f"{text}\n## Exported\n\nThe model above for {options.to} ({kind}), made with {packages}. Compared "
+        f"with torch: {result}. `toolkit predict` takes this folder; docs/export.md of finetune-toolkit has a script "
+        "that needs the runtime alone.\n",
         encoding="utf-8",
     )

@@ -1,4 +1,4 @@
-"""`toolkit export`: a classifier for OpenVINO or ONNX Runtime."""
+"""The command `toolkit export`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 FEATURE = Feature(
     Command(
         "export",
-        "turn a classifier into one that OpenVINO or ONNX Runtime computes, 8-bit if asked",
+        "export a classifier to OpenVINO or ONNX Runtime, in 8 bits if asked",
         "toolkit.features.export.command:export",
         _add_arguments,
-        "Writes OUT, a folder that `toolkit predict` takes as any other. It is checked against MODEL on the "
-        "validation rows of its run (or --validation_file), and not written where its answers differ.",
+        "Writes OUT, a folder that `toolkit predict` takes like any model. It is compared with MODEL on the "
+        "validation rows of its run (or --validation_file), and not written where its predictions differ.",
     )
 )

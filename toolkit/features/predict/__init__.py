@@ -1,1 +1,1 @@
-"""Answers for every row of a file."""
+"""Predictions for the rows of a file, and their evaluation if they are labelled."""

@@ -1,4 +1,4 @@
-"""`toolkit predict MODEL FILE`, or `--text`: the path of evaluation, for rows without labels."""
+"""`toolkit predict MODEL FILE`, or `--text`: predictions for rows without labels, each exactly once."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ from toolkit.utils.log import logger
 from toolkit.utils.progress import PartOfProgress, Progress
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
-"""A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""
+"""A window ends at either limit: enough texts to sort by length, and little work to repeat after a kill."""
 
 
 def predict_file(options: Any) -> None:
-    """Writes the rows of `options.file` with the model's answer to each, or prints its answers to `options.text`; all
-    processes call it.
+    """Writes the rows of `options.file` with predictions, or prints predictions for `options.text`; a collective.
 
-    A classifier adds a prediction and its probabilities, an encoder-decoder a title. `options` holds the arguments
-    of `toolkit predict`. Raises UserError for a model or file that cannot be read, an output that exists, or a
-    column of the file that would be overwritten.
+    A classifier adds a prediction and probabilities, an encoder-decoder a title. `options` holds the arguments of
+    `toolkit predict`. Raises UserError for a model or file that cannot be read, an output that exists, or a column of
+    the file that would be overwritten.
     """
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
@@ -54,24 +53,24 @@ def predict_file(options: Any) -> None:
     if options.text:
         _print_answers(options, accelerator)
         return
-    saved, output, settings = SavedModel(options.model), _output_of(options), reading(options)
+    saved, output, settings = SavedModel(options.model), _choose_output(options), read_settings(options)
     same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
     parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format)
     table = read_file(options.file, settings)
-    _refuse_columns(table, saved.answers, output, options)
-    column, pair = columns_read(options, table)
+    _refuse_existing_columns(table, saved.answers, output, options)
+    column, pair = choose_columns(options, table)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.require_equal(accelerator, "the file, the model and the options", facts)
-    if _is_done(options, accelerator, parts, facts):
+    if _is_already_joined(options, accelerator, parts, facts):
         return
     if accelerator.is_main_process:
-        parts.begin(facts, options.overwrite)
+        parts.open(facts, options.overwrite)
     prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
     try:
-        prediction.complete()
+        prediction.run()
     except KeyboardInterrupt:
-        finished = sum(end - start for start, end in parts.done().items())
+        finished = sum(end - start for start, end in parts.finished().items())
         progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
         launch.log_on_main(accelerator, f"stopped: {progress}; to continue: {launch.launch_info()['command']}")
         raise
@@ -81,68 +80,66 @@ def _in_shards(options: Any) -> bool:
     return bool(options.shard or options.join)
 
 
-def _is_done(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[str, Any]) -> bool:
-    """Whether the shards were joined already, as one finds that a scheduler starts again. Raises UserError where
-    another output is there."""
+def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[str, Any]) -> bool:
+    """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
+    output."""
     if options.overwrite or not broadcast_object_list([parts.output.exists()])[0]:
         return False
     joined = _in_shards(options) and broadcast_object_list([parts.are_joined(facts)])[0]
     if not joined:
-        raise _exists(parts.output)
-    launch.log_on_main(accelerator, f"{parts.output} is there and whole: its shards were joined, nothing is left to do")
+        raise _output_exists(parts.output)
+    launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
     return True
 
 
-def _exists(output: Path) -> UserError:
+def _output_exists(output: Path) -> UserError:
     return UserError(f"{output} exists: name another with --output, or pass --overwrite")
 
 
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
-    saved = SavedModel(options.model)
-    columns_read(options, None)
+    saved, texts = SavedModel(options.model), options.text
+    choose_columns(options, None)
     length = saved.choose_max_length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
-    outputs = saved.compute_outputs(saved.tokenize(options.text))
+    outputs = saved.compute_outputs(saved.tokenize(texts))
     if outputs is not None:
-        if note := empty_text_warning(
-            [row for row, text in enumerate(options.text) if not text.strip()], len(options.text)
-        ):
+        if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
             logger.info(note)
-        for text, answer in zip(options.text, printed_answers(outputs, saved.answers), strict=True):
+        for text, answer in zip(texts, _format_answers(outputs, saved.answers), strict=True):
             print(f"{answer}  {text}")
 
 
 class _Window(NamedTuple):
-    """Rows that are read, tokenized, computed and written together."""
+    """Rows that are read, tokenized, computed and written at a time."""
 
     start: int
     rows: Any
-    """As an Arrow table."""
+    """An Arrow table."""
     split: Split
-    """The texts in it, each of them once."""
+    """The distinct texts of the rows."""
     places: np.ndarray
-    """(rows,): which of the split's samples each row has."""
+    """(rows,): the index in the split of each row's text."""
     empty: list[int]
     """Rows of the file without a text."""
 
 
 @dataclass(frozen=True)
 class _Prediction:
-    """A file that is labelled, window by window."""
+    """Predicts a file window by window."""
 
     options: Any
     accelerator: Accelerator
     saved: SavedModel
     table: Table
     columns: list[str]
-    """Of the texts, and of second texts."""
+    """The column of texts, and of second texts if they are pairs."""
     parts: Parts
     facts: dict[str, Any]
 
-    def complete(self) -> None:
-        """Computes what is missing of this shard, and joins the parts when they are all there."""
+    def run(self) -> None:
+        """Computes the missing parts of this shard, and joins all parts once they are complete."""
         options, parts, rows = self.options, self.parts, len(self.table)
-        done: dict[int, int] = broadcast_object_list([parts.done()])[0]
+        done: dict[int, int] = broadcast_object_list([parts.finished()])[0]
         missing = rows - sum(end - start for start, end in done.items())
         if options.join and missing:
             lacking = listing(parts.missing(rows))
@@ -152,23 +149,23 @@ class _Prediction:
         if not self.accelerator.is_main_process:
             return
         absent = parts.missing(rows)
-        if not absent and (not options.shard or parts.take_joining()):
-            parts.join(of_shards=_in_shards(options))
+        if not absent and (not options.shard or parts.claim_joining()):
+            parts.join(in_shards=_in_shards(options))
             logger.info(f"{rows} rows: {parts.output}")
-        elif not parts.are_joined(self.facts):  # meanwhile, by another
+        elif not parts.are_joined(self.facts):  # by another process in the meantime
             status = (
-                f"not yet: rows {listing(absent)} (the last one joins all)" if absent else
-                "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
+                f"still missing: rows {listing(absent)} (the last shard joins all)" if absent else
+                "another process is joining them; if it was killed, repeat this with --join instead of --shard"
             )  # fmt: skip
             logger.info(f"shard {'/'.join(map(str, options.shard))} is done; {status}")
 
     def _compute(self, done: dict[int, int], missing: int) -> None:
-        """Each window is computed while the next is read and tokenized, and the one before is written."""
+        """Computes a window while one thread reads and tokenizes the next, and another writes the previous one."""
         options, saved, total = self.options, self.saved, len(self.table)
         names, max_length = " and ".join(self.columns), self.facts["max_length"]
-        read = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
-        there = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
-        for line in filter(None, [self.table.note, read, there]):
+        columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
+        resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
+        for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)
         saved.load(self.accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
         bar = Progress(Path(options.file).name, round(total / (options.shard or (1, 1))[1]) - (total - missing))
@@ -197,7 +194,7 @@ class _Prediction:
             logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})")
 
     def _windows(self, done: dict[int, int]) -> Iterator[_Window]:
-        """Those of this shard that are not done: the same rows in each run on the same file."""
+        """The unfinished windows of this shard; their limits depend on the file alone."""
         import pyarrow
 
         shard, shards = self.options.shard or (1, 1)
@@ -209,72 +206,71 @@ class _Prediction:
             rows = sum(map(len, waiting))
             if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in waiting) >= WINDOW_BYTES):
                 if start not in done and number % shards == shard - 1:
-                    yield self._tokenized(start, pyarrow.concat_tables(waiting))
+                    yield self._tokenize(start, pyarrow.concat_tables(waiting))
                 start, number, waiting = start + rows, number + 1, []
 
-    def _tokenized(self, start: int, rows: Any) -> _Window:
+    def _tokenize(self, start: int, rows: Any) -> _Window:
         separator = separator_of(self.saved.tokenizer)
         cells = ([rows[name].to_pylist() for name in columns_of(self.table, column)] for column in self.columns)
-        read = [joined_texts(some, separator) for some in cells]
-        once: dict[tuple[str, ...], int] = {}
-        places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
-        texts, *pairs = (list(some) for some in zip(*once, strict=True))
+        columns = [joined_texts(column, separator) for column in cells]
+        distinct: dict[tuple[str, ...], int] = {}
+        places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
+        texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
         split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
         split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
-        blank = np.array([not all(map(str.strip, row)) for row in once])[places]
+        blank = np.array([not all(map(str.strip, row)) for row in distinct])[places]
         return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
 
     def _write(self, window: _Window, outputs: Any) -> int:
-        """How many rows have no answer. `outputs`: of each text its logits, or its title."""
-        of_rows = np.asarray(outputs)[window.places]
-        columns = _columns(self.saved.answers, of_rows, self.parts.output, self.options)
+        """Writes a part, and returns the number of rows without an answer. `outputs`: logits or title of each text."""
+        columns = _columns(self.saved.answers, np.asarray(outputs)[window.places], self.parts.output, self.options)
         self.parts.write(window.start, window.rows, columns)
         return sum(answer is None for answer in columns.get("prediction", ()))
 
 
-def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) -> dict[str, Any]:
-    """What the parts of an output have in common."""
+def _facts(options: Any, table: Table, accelerator: Accelerator, **extra: Any) -> dict[str, Any]:
+    """Everything that must be equal for all parts of an output."""
     model = Path(model_path(options.model))
     digest = digest_of_files(model, model.rglob("*")) if model.is_dir() else options.model
     facts = {name: getattr(options, name) for name in ("probabilities", "encoding")}
     facts |= {"layout": 2, "file": table.digest, "rows": len(table), "model": digest}
-    return facts | {"precision": accelerator.mixed_precision} | more
+    return facts | {"precision": accelerator.mixed_precision} | extra
 
 
-def reading(options: Any) -> TextSettings:
-    """How the file is read: by the options, or as the model's run read its own."""
+def read_settings(options: Any) -> TextSettings:
+    """The options for reading the file; `--quoting` by default as in training."""
     names = ("encoding", "delimiter", "column_names")
     quoting = options.quoting or training_quoting(options.model, options.file)
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
-def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
-    """The column of texts and that of second texts: by the options, or those that the model was trained on."""
+def choose_columns(options: Any, table: Any) -> tuple[str, str | None]:
+    """The columns of texts and of second texts: those of the options, or those that the model was trained on."""
     run = training_run(options.model)["data"]
     if options.text:
         if run.get("text_pair"):
             raise UserError(f"this model reads pairs (--text_pair {run['text_pair']}): give a FILE with both columns")
         return "text", None
-    there = {
+    trained = {
         setting: name
         for setting in ("text_column", "text_pair")
         if (name := run.get(setting)) and set(columns_of(table, name)) <= set(table.rows.column_names)
     }
-    pair = options.text_pair or there.get("text_pair")
-    usual = find_columns(table, None, USUAL, "label_column")
-    column = text_column(table, options.text_column or there.get("text_column"), [*usual, pair])
+    pair = options.text_pair or trained.get("text_pair")
+    label_columns = find_columns(table, None, USUAL, "label_column")
+    column = text_column(table, options.text_column or trained.get("text_column"), [*label_columns, pair])
     return column, pair_column(table, pair, column)
 
 
-def printed_answers(outputs: Any, answers: Answers) -> list[str]:
-    """What is printed of each text: a title, numbers, or classes with their probabilities."""
+def _format_answers(outputs: Any, answers: Answers) -> list[str]:
+    """For each text a title, numbers, or classes with their probabilities."""
     lines = list(answers.answers(outputs))
     if not isinstance(answers, ClassAnswers):
         return [str(line["prediction"]) for line in lines]
-    return [_printed(line, answers.labels) for line in lines]
+    return [_format_classes(line, answers.labels) for line in lines]
 
 
-def _printed(line: dict[str, Any], labels: Labels) -> str:
+def _format_classes(line: dict[str, Any], labels: Labels) -> str:
     prediction = line["prediction"]
     if labels.problem_type == "regression":
         numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
@@ -290,15 +286,13 @@ def _printed(line: dict[str, Any], labels: Labels) -> str:
 def _columns(answers: Answers, outputs: Any, output: Path, options: Any) -> dict[str, list[Any]]:
     if not isinstance(answers, ClassAnswers):
         return {"prediction": [line["prediction"] for line in answers.answers(outputs)]}
-    return class_columns(outputs, answers, format_of(output) in SEPARATORS, options.probabilities)
+    return _class_columns(outputs, answers, format_of(output) in SEPARATORS, options.probabilities)
 
 
-def class_columns(
-    logits: np.ndarray, answers: ClassAnswers, flat: bool, probabilities: str = "all"
-) -> dict[str, list[Any]]:
-    """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class.
+def _class_columns(logits: np.ndarray, answers: ClassAnswers, flat: bool, probabilities: str) -> dict[str, list[Any]]:
+    """Columns for (N, C) logits. `flat`: a column for each class (CSV), instead of one column of lists.
 
-    `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest.
+    `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest classes.
     """
     labels, lines = answers.labels, list(answers.answers(logits))
     predictions = [line["prediction"] for line in lines]
@@ -328,15 +322,15 @@ def _by_name(prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]])
     return {f"{prefix}_{name}": [row[place] for row in rows] for place, name in enumerate(names)}
 
 
-def _refuse_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
-    none: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
-    columns = _columns(answers, none, output, options)
-    if there := [name for name in columns if name in table.rows.column_names]:
-        raise UserError(f"{table.name} already has a column {listing(there)}: rename it, nothing is overwritten")
+def _refuse_existing_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
+    no_outputs: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
+    columns = _columns(answers, no_outputs, output, options)
+    if existing := [name for name in columns if name in table.rows.column_names]:
+        raise UserError(f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten")
 
 
-def _output_of(options: Any) -> Path:
-    """Where to write. Raises UserError before any work when that is impossible."""
+def _choose_output(options: Any) -> Path:
+    """The file to write. Raises UserError where that is impossible, before any work."""
     source = Path(options.file)
     if source.is_dir():
         raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
@@ -345,7 +339,7 @@ def _output_of(options: Any) -> Path:
             f"there is no file {source}: is it a text? Then toolkit predict MODEL --text {shlex.quote(options.file)}"
         )
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
-        raise UserError(f"{source}: name the file that becomes of these with --output")
+        raise UserError(f"{source}: name the output file with --output")
     kind = format_of(source)
     stem = source.name[: source.name.lower().rindex(kind)]
     written = ".csv" if kind == ".txt" else kind
@@ -353,7 +347,7 @@ def _output_of(options: Any) -> Path:
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
     if output.exists() and not options.overwrite and not _in_shards(options):
-        raise _exists(output)
+        raise _output_exists(output)
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
     if not os.access(output.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""`toolkit predict` and `toolkit evaluate`: a saved model on the rows of a file."""
+"""The commands `toolkit predict` and `toolkit evaluate`."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
         "--text", action="append", help="print the answer for this text (may be repeated); no FILE then"
     )
     parser.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument(
         "--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]"
     )
     parser.add_argument(
-        "--shard", type=_shard, metavar="3/64", help="label only this part of the file, beside others that do so"
+        "--shard", type=_shard, metavar="3/64", help="predict this part of the file only; other processes do the others"
     )
-    parser.add_argument("--join", action="store_true", help="only write the output of what the shards have finished")
-    _add_reading(parser)
+    parser.add_argument("--join", action="store_true", help="only write the output from finished shards")
+    _add_common(parser)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a run's model folder, any classifier, or a hub name")
     parser.add_argument("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
     parser.add_argument("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation beside the input]")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--label_column", metavar="NAME", help="as in training, or found by its name, when not given")
     parser.set_defaults(text=None)
-    _add_reading(parser)
+    _add_common(parser)
 
 
-def _add_reading(parser: argparse.ArgumentParser) -> None:
-    """How a file is read, and how a model computes."""
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """Options for reading the file and for the computation."""
     parser.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     parser.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
@@ -84,12 +84,10 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 class PredictFeature(Feature):
-    """Answers for the rows of a file, and their evaluation where the rows are labelled."""
-
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
-        if data is None or not (folder / "model" / "config.json").is_file():  # no run, or no class of transformers
+        if data is None or not (folder / "model" / "config.json").is_file():  # no run, or no transformers model
             return ()
-        if data.targets.column_setting is None:  # it has learned nothing but the texts
+        if data.targets.column_setting is None:  # pretraining: nothing to predict
             return ()
         from toolkit.report.summary import runnable_command
 

@@ -1,5 +1,4 @@
-"""What `toolkit predict` has finished of a file: parts in a folder beside the output, which they become when all are
-there."""
+"""The finished parts of an output of `toolkit predict`, in a folder next to it, until they are joined."""
 
 from __future__ import annotations
 
@@ -24,41 +23,41 @@ _NAME = re.compile(r"part-(\d+)-(\d+)")
 
 
 class Parts:
-    """The folder OUTPUT.parts: manifest.json says what its parts are of; part-FIRST-END holds what the output has of
-    these rows, counted from 0. Each is there whole or not at all."""
+    """The folder OUTPUT.parts. manifest.json identifies the job; part-FIRST-END holds the output for these rows (from
+    0), and is written atomically."""
 
     def __init__(self, output: Path, encoding: str, unquoted: bool = False) -> None:
-        """`unquoted`: of CSV and TSV files, as `--quoting none` reads them."""
+        """`unquoted`: write CSV and TSV as `--quoting none` reads them."""
         self.output, self.encoding, self.kind = output, encoding, format_of(output)
         self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
 
-    def begin(self, facts: dict[str, Any], overwrite: bool) -> None:
-        """Makes the folder, or continues one that is of the same. Raises UserError for one of something else."""
+    def open(self, facts: dict[str, Any], overwrite: bool) -> None:
+        """Creates the folder, or continues one of the same job. Raises UserError for the folder of another job."""
         before, joined = self._manifest()
-        if joined and not self.done():  # of an output that is made again
+        if joined and not self.finished():  # the output is made again
             self.manifest.unlink(missing_ok=True)
             shutil.rmtree(self.folder / "joining", ignore_errors=True)
-        elif before and (odd := [name for name in facts if facts[name] != before.get(name)]):
-            if self.done() and not overwrite:
+        elif before and (differing := [name for name in facts if facts[name] != before.get(name)]):
+            if self.finished() and not overwrite:
                 raise UserError(
-                    f"{self.folder} holds parts of another prediction (other: {listing(odd)}): repeat its options, "
-                    "name another --output, or pass --overwrite to start over"
+                    f"{self.folder} holds parts of another prediction (it differs in {listing(differing)}): repeat its "
+                    "options, name another --output, or pass --overwrite to start over"
                 )
             shutil.rmtree(self.folder)
         if not self.manifest.is_file():
             self._write_manifest(facts)
 
     def are_joined(self, facts: dict[str, Any]) -> bool:
-        """Whether the output is there and whole, and was joined of shards of the same."""
+        """Whether the output is complete, and was joined from shards of the same job."""
         before, joined = self._manifest()
         return (
             before == facts and joined is not None and self.output.is_file() and digest_of_file(self.output) == joined
         )
 
     def _manifest(self) -> tuple[dict[str, Any], str | None]:
-        """(what the parts are of, the digest of the output that shards were joined to)."""
+        """(the facts that identify the job, the digest of the output once its shards are joined)."""
         content = json.loads(self.manifest.read_text(encoding="utf-8")) if self.manifest.is_file() else {}
         joined = content.pop("joined", None)
         return content, joined
@@ -67,22 +66,22 @@ class Parts:
         with self._writing(), replace_file(self.manifest) as draft:
             draft.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
-    def done(self) -> dict[int, int]:
-        """First row -> end, in the order of the rows."""
+    def finished(self) -> dict[int, int]:
+        """First row -> end row of each part, in order."""
         matches = (_NAME.fullmatch(path.stem) for path in self.folder.glob("part-*"))
         return dict(sorted((int(match[1]), int(match[2])) for match in matches if match))
 
     def missing(self, rows: int) -> list[str]:
-        """`1 to 65536`: rows, counted from 1, of which there is no part."""
+        """The gaps between the parts, in rows from 1: `1 to 65536`."""
         gaps, at = [], 0
-        for start, end in [*self.done().items(), (rows, rows)]:
+        for start, end in [*self.finished().items(), (rows, rows)]:
             if start > at:
                 gaps.append(f"{at + 1} to {start}")
             at = max(at, end)
         return gaps
 
     def write(self, start: int, rows: Any, columns: dict[str, list[Any]]) -> None:
-        """Keeps a part: rows (an Arrow table) with what was predicted of each."""
+        """Writes a part: rows (an Arrow table) with the columns of predictions."""
         with self._writing(), replace_file(self._path(start, start + rows.num_rows)) as draft:
             if self.kind == ".parquet":
                 import pyarrow.parquet
@@ -99,37 +98,34 @@ class Parts:
             self._refuse_unwritable(text)
             draft.write_text(text, encoding="utf-8", newline="")
 
-    def take_joining(self) -> bool:
-        """Whether this process, of those that finish the last shards at once, is the one to join them."""
+    def claim_joining(self) -> bool:
+        """Returns True in one process only, of several that finish the last shards at the same time."""
         try:
             (self.folder / "joining").mkdir()
         except FileExistsError:
             return False
         return True
 
-    def join(self, of_shards: bool) -> None:
-        """Makes the output of the parts, and removes them. Of shards the manifest stays: one that a scheduler starts
-        once more is to find that its work is done."""
-        parts = [self._path(start, end) for start, end in self.done().items()]
+    def join(self, in_shards: bool) -> None:
+        """Writes the output and removes the parts. The manifest of a job in shards stays, for `are_joined`."""
+        parts = [self._path(start, end) for start, end in self.finished().items()]
         with self._writing(), replace_file(self.output) as draft:
             if self.kind == ".parquet":
                 _join_parquet(parts, draft)
             else:
-                with OPENERS.get(self.output.suffix.lower(), open)(
-                    draft, "wt", encoding=self.encoding, newline=""
-                ) as file:
-                    for line in self._lines(parts):
-                        file.write(line)
-            if of_shards:
+                opener = OPENERS.get(self.output.suffix.lower(), open)
+                with opener(draft, "wt", encoding=self.encoding, newline="") as file:
+                    file.writelines(self._lines(parts))
+            if in_shards:
                 self._write_manifest(self._manifest()[0] | {"joined": digest_of_file(draft)})
-        if not of_shards:
+        if not in_shards:
             shutil.rmtree(self.folder)
             return
         for part in parts:
             part.unlink()
 
     def _lines(self, parts: list[Path]) -> Iterator[str]:
-        """A JSON file is a list of the lines of a JSONL file."""
+        """The lines of all parts, which for a JSON file become the items of a list."""
         before = "["
         for part in parts:
             with part.open(encoding="utf-8", newline="") as file:
@@ -150,12 +146,12 @@ class Parts:
             return frame.to_csv(sep=SEPARATORS[self.kind], index=False, header=header, quoting=self.quoting)
         except csv.Error as error:
             raise UserError(
-                f"{self.output}: a prediction holds its delimiter, which --quoting none cannot write: name an --output "
-                "that ends in .jsonl"
+                f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
+                "--output that ends in .jsonl"
             ) from error
 
     def _refuse_unwritable(self, text: str) -> None:
-        """Now, not when hours of parts are joined."""
+        """Fails now, not when hours of parts are joined."""
         try:
             text.encode(self.encoding)
         except UnicodeEncodeError as error:
@@ -166,7 +162,7 @@ def _join_parquet(parts: list[Path], draft: Path) -> None:
     import pyarrow.parquet
 
     schema = pyarrow.parquet.read_schema(parts[0])
-    for part in parts[1:]:  # the first rows may have had no labels at all where others have lists
+    for part in parts[1:]:  # a column may be null in one part and hold lists in another
         schema = unify_schemas(schema, pyarrow.parquet.read_schema(part))
     with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
         for part in parts:
