@@ -51,7 +51,7 @@ def test_what_each_is_worth(labels: Labels) -> None:
 
 
 def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", 100)
+    monkeypatch.setattr(module, "_MAX_ROWS", 100)
     logits = np.zeros((50, 3), np.float32)
     assert baselines(made(400, 1), made(50, 2), logits, ClassAnswers(THREE))["trained_on"] == 100
     assert baselines(None, made(50, 2), logits, ClassAnswers(THREE))["models"].keys() == {MODEL}
@@ -64,7 +64,7 @@ def test_the_file_is_of_its_evaluation_alone(tmp_path: Path) -> None:
     data: Any = SimpleNamespace(train=made(90, 1), labels=THREE)
     lines = write_baselines(tmp_path, data, (split, logits), ClassAnswers(THREE))
     assert LINEAR in lines[0]
-    assert LINEAR in lines[1]  # a model that is no better is said to be
+    assert LINEAR in lines[1]  # warns that the model is not better
     read = read_baselines(tmp_path, Evaluation("test", {"num_samples": 50}, None))
     assert read is not None
     assert read["train"] == 90

@@ -175,5 +175,5 @@ def test_what_is_explained_is_what_the_model_read(sharp_model: Path, tmp_path: P
     assert not math.isclose(explanation.difference, 0)
     refusal(write_report_of_folder, run, Namespace(explain=5), match="needs the texts of the last evaluation")
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
-    with pytest.raises(UserError, match="--explain: -1: give the number of rows"):
+    with pytest.raises(UserError, match="--explain: -1: pass a number of rows"):
         build_parser().parse_args(["report", "x", "--explain=-1"])

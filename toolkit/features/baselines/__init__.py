@@ -1,1 +1,1 @@
-"""What simple models reach on the same rows."""
+"""Comparison with simple models on the same rows."""

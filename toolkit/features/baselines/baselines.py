@@ -1,8 +1,7 @@
-"""A model's accuracy and F1 with their 95 % ranges, beside those of simple models that take seconds without a GPU.
+"""Accuracy and F1, with 95 % confidence intervals, of the model and of baselines that take seconds without a GPU.
 
-The baselines are the largest class and logistic regression on tf-idf of the model's own tokens and pairs of neighbours
-(of a Chinese BERT: characters and pairs of them), cut where the model's texts are cut. They are trained on the
-training rows and evaluated on the rows of the last evaluation.
+The baselines are the largest class, and logistic regression on tf-idf of the model's tokens and token bigrams, with its
+truncation. They are trained on the training rows and evaluated on the rows of the last evaluation.
 """
 
 from __future__ import annotations
@@ -25,25 +24,23 @@ from toolkit.report.files import dumps, write_atomically
 
 FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
-_MOST_NUMBERS = 10**7
-"""Training features times classes: a few seconds of one core. Above it a sample of the rows is trained on."""
-_MOST_ROWS, _MOST_CLASSES, _HASHED, _ITERATIONS = 50_000, 200, 1 << 20, 40
-_MOST_WEIGHTS = 10**6
-"""Of the linear model, for the features that most training rows have."""
+_MAX_WORK = 10**7
+"""Training features times classes, a few seconds on one core; above it a sample of the rows is trained on."""
+_MAX_ROWS, _MAX_CLASSES, _HASHED, _ITERATIONS = 50_000, 200, 1 << 20, 40
+_MAX_WEIGHTS = 10**6
+"""Weights of the linear model, which uses the most frequent features."""
 
 
 def write_baselines(
     folder: Path, data: Prepared | None, outputs: tuple[Split, np.ndarray], answers: ClassAnswers
 ) -> list[str]:
-    """Writes `folder`/baselines.json, in place of an older one, and returns the lines for the screen.
-
-    `outputs`: (a split, its logits (N, C)) of an evaluation; without `data` there is nothing to learn from.
-    """
+    """Writes `folder`/baselines.json and returns the lines for the screen. `outputs`: (split, its logits (N, C)); no
+    baseline is trained without `data`."""
     (folder / FILE).unlink(missing_ok=True)
     split, train = outputs[0], data.train if data else None
     try:
         content = baselines(train, *outputs, answers)
-    except (MemoryError, ValueError) as error:  # no reason to lose the run
+    except (MemoryError, ValueError) as error:  # must not fail the run
         return [f"not compared with simple models: {first_line(error)}"]
     if content:
         about = {"split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
@@ -52,7 +49,7 @@ def write_baselines(
 
 
 def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
-    """What `write_baselines` wrote for this evaluation."""
+    """The content of baselines.json; None where it is not of this evaluation."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         same = (content["split"], content["num_samples"]) == (last.split, last.numbers.get("num_samples"))
@@ -64,7 +61,7 @@ def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
 def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers) -> dict[str, Any]:
     """`models`: name -> metric -> value, low, high; `trained_on`: training rows of the linear model.
 
-    `logits`: (N, C), the model's of `split`. Without a training split of the model alone; nothing for regression.
+    `logits`: (N, C), the model's for `split`. Without `train` the model alone is evaluated; {} for regression.
     """
     labels, trained_on = answers.labels, 0
     if labels.problem_type == "regression" or not len(split):
@@ -76,7 +73,7 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
         largest = counts > len(train) / 2 if multi else counts.argmax()
         guesses[LARGEST] = np.broadcast_to(largest, split.labels.shape)
         rows = _sample(train, labels)
-        if labels.size <= _MOST_CLASSES and len(np.unique(train.labels[rows], axis=0)) > 1:
+        if labels.size <= _MAX_CLASSES and len(np.unique(train.labels[rows], axis=0)) > 1:
             trained_on = len(rows)
             guesses[LINEAR] = _linear(train, rows, split, multi)
     adjusted = answers.adjusted(logits)
@@ -93,30 +90,30 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
 
 
 def describe(content: dict[str, Any], metric: str = "f1_macro") -> list[str]:
-    """For the screen: the metric of each model, and whether the fine-tuned one is better than the linear one."""
+    """Lines for the screen: the metric of each model, and a warning if the linear one is about as good."""
     values = {name: metrics[metric] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []
     texts = [
         f"{name} {value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})" for name, value in values.items()
     ]
-    lines = [f"{metric}, 95 % range: {', '.join(texts)}"]
+    lines = [f"{metric}, 95 % confidence interval: {', '.join(texts)}"]
     if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
-        lines.append(f"  {LINEAR} on the same rows is within the range of the model, or better: look at the settings")
+        lines.append(f"  the model is not clearly better than {LINEAR}: check its settings")
     return lines
 
 
 def _sample(train: Split, labels: Labels) -> np.ndarray:
-    """Rows to train on: all, or as many as the limits allow, drawn once."""
+    """The training rows of the linear model: all, or a random sample within the limits."""
     each = 2 * max(1.0, len(train.input_ids) / len(train)) * labels.size
-    most = int(min(_MOST_ROWS, max(_MOST_NUMBERS / each, 1000)))
+    most = int(min(_MAX_ROWS, max(_MAX_WORK / each, 1000)))
     if len(train) <= most:
         return np.arange(len(train))
     return np.sort(np.random.default_rng(0).choice(len(train), most, replace=False))
 
 
 def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.ndarray:
-    """(N,) classes, or (N, C) truth values, of the split's rows."""
+    """Predictions for the rows of the split: (N,) classes, or (N, C) bool."""
     import warnings
 
     from sklearn.exceptions import ConvergenceWarning
@@ -126,24 +123,24 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
 
     model: Any = LogisticRegression(C=10, max_iter=_ITERATIONS)
     weighting = TfidfTransformer(sublinear_tf=True)
-    with warnings.catch_warnings():  # of few iterations, and of labels that no row has
+    with warnings.catch_warnings():  # about few iterations, and labels without rows
         warnings.simplefilter("ignore", ConvergenceWarning)
         warnings.simplefilter("ignore", UserWarning)
         counts, truth = _counts(train, rows), train.labels[rows].astype(int)
         frequency = np.bincount(counts.indices, minlength=counts.shape[1])
-        most = min(_MOST_WEIGHTS // 20, _MOST_WEIGHTS // (truth.shape[1] if multi else truth.max() + 1))
+        most = min(_MAX_WEIGHTS // 20, _MAX_WEIGHTS // (truth.shape[1] if multi else truth.max() + 1))
         features = np.sort(np.argsort(-frequency, kind="stable")[:most])
         model = OneVsRestClassifier(model) if multi else model
         model.fit(weighting.fit_transform(counts[:, features]), truth)
         predicted = [
             model.predict(weighting.transform(_counts(split, part)[:, features]))
-            for part in np.array_split(np.arange(len(split)), -(-len(split) // _MOST_ROWS))
+            for part in np.array_split(np.arange(len(split)), -(-len(split) // _MAX_ROWS))
         ]
     return np.concatenate(predicted)
 
 
 def _counts(split: Split, rows: np.ndarray) -> Any:
-    """(rows, 2 x features) sparse: how often each token, and each pair of neighbours, is in each row."""
+    """(rows, 2 x features) sparse: counts of tokens and of hashed token bigrams."""
     tokens = [split.tokens(int(row)).astype(np.int64) for row in rows]
     ids, row = np.concatenate(tokens), np.repeat(np.arange(len(rows)), [len(ids) for ids in tokens])
     inside = row[1:] == row[:-1]

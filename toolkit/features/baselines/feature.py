@@ -1,4 +1,4 @@
-"""`--baselines`: what simple models reach on the same rows."""
+"""`--baselines`: comparison with simple models on the same rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from toolkit.utils.features import Feature, PagePart
 
 @section
 class BaselineSettings:
-    """What simple models reach."""
+    """Comparison with simple models."""
 
     baselines: bool = True
-    """At the end, set accuracy and F1 beside those of the largest class and of tf-idf with logistic regression."""
+    """At the end, compare accuracy and F1 with the largest class and with tf-idf + logistic regression."""
 
 
 class BaselinesFeature(Feature):
-    """The model beside simple ones, at the end of a run."""
-
     files = ("baselines.json",)
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
@@ -31,7 +29,7 @@ class BaselinesFeature(Feature):
         from toolkit.features.baselines.baselines import write_baselines
 
         if not section_in(settings, BaselineSettings).baselines:
-            (folder / self.files[0]).unlink(missing_ok=True)  # of the same run with other settings
+            (folder / self.files[0]).unlink(missing_ok=True)  # from before the settings changed
             return ()
         return write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()
 

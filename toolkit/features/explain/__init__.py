@@ -1,1 +1,1 @@
-"""Which words led to an answer."""
+"""Attribution of predictions to words."""

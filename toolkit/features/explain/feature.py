@@ -1,4 +1,4 @@
-"""`toolkit report RUN --explain 5`: which words led to the worst mistakes."""
+"""`toolkit report RUN --explain 5`: attributions of the words in the worst mistakes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from toolkit.utils.features import Feature, PagePart
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: give the number of rows, 5 say")
+        raise argparse.ArgumentTypeError(f"{text}: pass a number of rows, such as 5")
     return int(text)
 
 
 class ExplainFeature(Feature):
-    """Words, coloured by what they add to the model's answer."""
-
     def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
         if command == "report":
             parser.add_argument(
                 "--explain", type=_count, default=0, metavar="ROWS",
-                help="show which words led to so many of the worst mistakes [0]",
+                help="colour the words by their attribution in this many of the worst mistakes [0]",
             )  # fmt: skip
 
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
@@ -39,7 +37,7 @@ class ExplainFeature(Feature):
         rows = getattr(page.options, "explain", 0)
         if not rows:
             return None
-        _refuse(page)
+        _require_model_and_texts(page)
         from markupsafe import Markup
 
         from toolkit.features.explain.page import explain
@@ -51,17 +49,16 @@ class ExplainFeature(Feature):
         return PagePart(Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts)
 
 
-def _refuse(page: Any) -> None:
-    """Raises UserError where nothing can be explained."""
+def _require_model_and_texts(page: Any) -> None:
     config = page.folder / "model" / "config.json"
     if not page.record.data.get("labels"):
-        raise UserError("--explain is for classes and numbers, and this run learns neither")
+        raise UserError("--explain is for classification and regression only")
     if not config.is_file():
         raise UserError(f"--explain needs the saved model, and there is no {config}")
     if not page.texts:
         raise UserError(
-            "--explain needs the texts of the last evaluation, and the cache of this machine does not have them: "
-            "`toolkit prepare` with the run's settings makes them again"
+            "--explain needs the texts of the last evaluation, which are not in the cache of this machine: run "
+            "`toolkit prepare` with the run's settings"
         )
 
 

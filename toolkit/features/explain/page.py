@@ -1,7 +1,7 @@
-"""Which words led to the worst mistakes, by integrated gradients over the word embeddings, as captum computes them.
+"""Attributions of words by integrated gradients over the word embeddings, computed by captum.
 
 Sundararajan, Taly and Yan 2017, "Axiomatic Attribution for Deep Networks". The baseline is the text with padding
-between its special tokens: what all words add is the difference between the outputs of the two.
+between its special tokens: the attributions add up to the difference between the outputs for the text and for it.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
 
 SECONDS = 60.0
-"""For all rows together, loading the model not counted."""
-_POINTS, _MOST_TOKENS = 32, 4096
-"""Of the integral, by Gauss-Legendre; of one batch of points."""
-_MOST_CHARACTERS, _STRONGEST = 1500, 5
+"""Time limit for all rows, without loading the model."""
+_POINTS, _MAX_TOKENS = 32, 4096
+"""Points of the integral (Gauss-Legendre); tokens in a batch of points."""
+_MAX_CHARACTERS, _STRONGEST = 1500, 5
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef\U00020000-\U0003ffff]")
 _Output = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Word(NamedTuple):
-    """A piece of a text."""
+    """A word of a text, or the characters between two words."""
 
     text: str
     adds: float | None
-    """To the output that is explained; None for what lies between words."""
+    """The attribution; None for the characters between words."""
     strength: float = 0.0
-    """Its size against the strongest word's, 0 to 1."""
+    """The attribution's size relative to the strongest word's, 0 to 1."""
 
 
 class Explanation(NamedTuple):
-    """Of one row."""
+    """The attributions of one row."""
 
     towards: str
     against: str
-    """What positive and negative words speak for."""
+    """The outcomes that positive and negative attributions favour."""
     words: list[Word]
     strongest: list[Word]
     punctuation: float
-    """What the pieces without a letter or digit add: they are not coloured, and are no reason that one can read."""
+    """The sum over pieces without a letter or digit, which are not coloured."""
     difference: float
-    """The sum of all words: the output for this text less that for the baseline."""
+    """The sum over all words: the output for this text minus that for the baseline."""
 
 
 def explain(
     folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str], most: int
 ) -> dict[int, Explanation]:
-    """Place of a sample -> its explanation, by the run's saved model on this machine alone, for the first `most` of
-    these samples that the time allows. Raises UserError where captum is missing."""
+    """Explains the first `most` samples, as far as the time limit allows, by the run's saved model in this process ->
+    place of a sample -> explanation. Raises UserError where captum is missing."""
     require_extra("--explain", "explain", "captum")
     settings = ModelSettings(model_name_or_path=str(folder / "model"))
     tokenizer, model = load_tokenizer(settings), load_saved_classifier(settings).eval()
@@ -69,9 +69,9 @@ def explain(
     deadline, explanations = time.monotonic() + SECONDS, dict[int, Explanation]()
     for sample in samples[:most]:
         pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]
-        towards, against, output_of = _output(labels, sample)
+        towards, against, output_of = _choose_output(labels, sample)
         try:
-            words = _words_of(model, tokenizer, pair, data["max_length"], output_of, deadline)
+            words = _attribute_words(model, tokenizer, pair, data["max_length"], output_of, deadline)
         except TimeoutError:
             logger.info(f"{len(explanations)} rows are explained: more would take longer than {SECONDS:.0f} s")
             break
@@ -79,12 +79,12 @@ def explain(
     return explanations
 
 
-def _output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
-    """(what the explained output speaks for, and against, (B, C) logits -> that output (B,))."""
+def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
+    """(`towards`, `against`, (B, C) logits -> the explained output (B,))."""
     if labels.problem_type == "single_label_classification":
         guess, truth = labels.names.index(sample.prediction), labels.names.index(sample.label)
         return sample.prediction, sample.label, lambda logits: logits[:, guess] - logits[:, truth]
-    if labels.problem_type == "multi_label_classification":  # the label that is wrong most surely
+    if labels.problem_type == "multi_label_classification":  # the wrong label with the highest confidence
         errors = dict(sample.added) | {name: 1 - chance for name, chance in sample.missed}
         name = max(errors, key=errors.__getitem__)
         return name, f"not {name}", lambda logits: logits[:, labels.names.index(name)]
@@ -92,10 +92,10 @@ def _output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
     return f"a greater {labels.names[place]}", "a smaller one", lambda logits: logits[:, place]
 
 
-def _words_of(
+def _attribute_words(
     model: Any, tokenizer: Any, texts: list[str], max_length: int, output_of: _Output, deadline: float
 ) -> list[Word]:
-    """The words of one row's text or pair of texts; where a tokenizer has no offsets, its tokens."""
+    """The words of one row's text or pair of texts; the tokens, if the tokenizer has no offsets."""
     has_offsets = tokenizer.is_fast and not is_jieba(tokenizer)
     encoded = tokenizer(
         *texts, truncation="longest_first", max_length=max_length, return_tensors="pt", return_special_tokens_mask=True,
@@ -119,9 +119,9 @@ def _words_of(
 def attribute(
     model: Any, inputs: dict[str, torch.Tensor], special: torch.Tensor, output_of: _Output, deadline: float
 ) -> np.ndarray:
-    """What each token adds to an output: `inputs` (1, S) of one text, `special` (S,) bool -> (S,) float32.
+    """Attributions of tokens: `inputs` (1, S) of one text, `special` (S,) bool -> (S,) float32.
 
-    Raises TimeoutError at the deadline (of `time.monotonic`).
+    Raises TimeoutError at the deadline (`time.monotonic`).
     """
     from captum.attr import LayerIntegratedGradients
 
@@ -138,15 +138,15 @@ def attribute(
         additional_forward_args=others,
         n_steps=_POINTS,
         method="gausslegendre",
-        internal_batch_size=max(1, _MOST_TOKENS // ids.shape[1]),
-    )  # (1, S, H); a BigBird pads S to whole blocks
+        internal_batch_size=max(1, _MAX_TOKENS // ids.shape[1]),
+    )  # (1, S, H); a BigBird pads S to a multiple of its block
     return adds.sum(dim=-1)[0, : ids.shape[1]].float().cpu().numpy()
 
 
 def join_tokens(text: str, tokens: Sequence[tuple[int, int, int | None, float]]) -> list[Word]:
-    """(start, end, word, what it adds) of a text's tokens -> its words, and what lies between them.
+    """(start, end, word, attribution) of a text's tokens -> its words, and the characters between them.
 
-    The pieces of a word are joined; Chinese characters stay apart, where a tokenizer takes a sentence for a word.
+    Pieces of a word are joined, except Chinese characters: some tokenizers take a sentence for one word.
     """
     words: list[Word] = []
     done, last = 0, None
@@ -157,22 +157,21 @@ def join_tokens(text: str, tokens: Sequence[tuple[int, int, int | None, float]])
         if joins and not (piece and _CJK.search(before.text[-1:] + piece[:1])):  # no piece: a byte of a character
             words[-1] = Word(before.text + piece, (before.adds or 0) + adds)
         else:
-            blank = start + len(piece) - len(piece.lstrip())  # some tokenizers count it to a word
+            blank = start + len(piece) - len(piece.lstrip())  # some tokenizers include leading spaces
             words += [*[Word(text[done:blank], None)] * (blank > done), Word(text[blank:end], adds)]
         done, last = end, word
     return [*words, Word(" ", None)]
 
 
 def summarize(words: Sequence[Word], towards: str, against: str) -> Explanation:
-    """The strengths of words with a letter or digit, the strongest of them, and the beginning of a long text."""
+    """Strengths of the words with a letter or digit, the strongest of them, and the beginning of a long text."""
     adds, readable = np.array([(word.adds or 0, any(map(str.isalnum, word.text))) for word in words]).T
     sizes = np.abs(adds) * readable
-    words = [
-        word._replace(strength=size) for word, size in zip(words, (sizes / (sizes.max() or 1)).tolist(), strict=True)
-    ]
+    strengths = (sizes / (sizes.max() or 1)).tolist()
+    words = [word._replace(strength=strength) for word, strength in zip(words, strengths, strict=True)]
     strongest = [words[place] for place in np.argsort(-sizes, kind="stable")[:_STRONGEST] if sizes[place]]
     ends = np.cumsum([len(word.text) for word in words])
-    beginning = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
+    beginning = words[: int(np.searchsorted(ends, _MAX_CHARACTERS)) + 1]
     beginning += [Word("…", None)] * (len(beginning) < len(words))
     punctuation = float(adds[readable == 0].sum())
     return Explanation(towards, against, beginning, strongest, punctuation, float(adds.sum()))

@@ -1,1 +1,1 @@
-"""`--push_to_hub`: the saved model in a repository of the hub."""
+"""`--push_to_hub`: uploads the saved model to the hub."""

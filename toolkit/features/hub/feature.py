@@ -13,20 +13,20 @@ from toolkit.utils.features import Feature
 
 @section
 class HubSettings:
-    """A copy of the model on the hub; the token is that of HF_TOKEN or of `hf auth login`, and no setting."""
+    """Upload of the model to the hub, with the token of HF_TOKEN or of `hf auth login`."""
 
     push_to_hub: bool = False
     """Upload model/ when the run has ended."""
     hub_model_id: str | None = None
     """The repository: NAME or OWNER/NAME; the name of output_dir when not given."""
     hub_private_repo: bool | None = None
-    """Whether a repository that is made for it is private; as its owner has set it, when not given."""
+    """Make a new repository private; the owner's default when not given."""
 
 
 class HubFeature(Feature):
-    """A repository, which is made when a run begins, and gets its model when it has ended."""
+    """Creates the repository when a run begins, and uploads the model when it has ended."""
 
-    exclusive = (("push_to_hub", "folds", "folds train models to judge labels, and none to publish"),)
+    exclusive = (("push_to_hub", "folds", "folds train models to check labels, and none to publish"),)
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"hub": HubSettings} if has_section(settings_class, TrainingSettings) else {}
@@ -38,14 +38,14 @@ class HubFeature(Feature):
         else:
             for name in ("hub_model_id", "hub_private_repo"):
                 if values.get(name) is not None:
-                    yield f"--{name} is given without --push_to_hub true, which it is for"
+                    yield f"--{name} has no effect without --push_to_hub true"
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         hub = section_in(settings, HubSettings)
         if hub.push_to_hub and accelerator.is_main_process:
-            from toolkit.features.hub.upload import make_repository
+            from toolkit.features.hub.upload import create_repository
 
-            make_repository(_name(settings), hub.hub_private_repo)
+            create_repository(_name(settings), hub.hub_private_repo)
         return settings
 
     def finished(self, folder: Path, settings: Any) -> Sequence[str]:
@@ -58,7 +58,6 @@ class HubFeature(Feature):
 
 
 def _name(settings: Any) -> str:
-    """The repository's, as it was asked for."""
     return section_in(settings, HubSettings).hub_model_id or Path(settings.training.output_dir).resolve().name
 
 
