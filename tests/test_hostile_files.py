@@ -150,35 +150,36 @@ def test_a_run_that_names_the_texts_of_another_is_refused(tmp_path: Path, toolki
 # memory and time
 
 
-def test_a_small_parquet_file_does_not_take_all_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
-    """500 bytes that name a text of 1 MB 14,000 times: 2 GB for the first batch of rows."""
+def repeat_a_megabyte(path: Path, rows: int) -> None:
+    """A Parquet file of less than 1 kB that names a text of 1 MB in each row."""
     import pyarrow
     from pyarrow import parquet
 
-    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(100 << 20))
-    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(14_000, np.int32), ["x" * 10**6])
-    table = pyarrow.table({"text": texts, "label": ["a", "b"] * 7000})
-    parquet.write_table(table, path := tmp_path / "rows.parquet", compression="zstd", store_schema=False)
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(rows, np.int32), ["x" * 10**6])
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False)
     assert path.stat().st_size < 1000
+
+
+def test_a_small_parquet_file_does_not_take_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """2 GB for the first batch of rows."""
+    import pyarrow
+
+    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(100 << 20))
+    repeat_a_megabyte(path := tmp_path / "rows.parquet", 14_000)
     before = pyarrow.default_memory_pool().max_memory()
     said = refusal(lambda: len(read_file(str(path), TextSettings())), says=[str(path), "TOOLKIT_MAX_UNPACKED_BYTES"])
     assert (pyarrow.default_memory_pool().max_memory() or 0) <= max(before or 0, 400 << 20)
     fault("a Parquet file of 500 bytes that becomes 14 GB", said)
-    parquet.write_table(table.slice(0, 20), path)
+    repeat_a_megabyte(path, 20)
     assert len(read_file(str(path), TextSettings())) == 20
 
 
 def test_a_small_data_set_does_not_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(300 << 20))
-    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(1500, np.int32), ["x" * 10**6])
     (folder := tmp_path / "data").mkdir()
-    parquet.write_table(pyarrow.table({"text": texts}), folder / "train.parquet", compression="zstd",
-                        store_schema=False)  # fmt: skip
+    repeat_a_megabyte(folder / "train.parquet", 1500)
     refusal(read_hub, str(folder), says=[str(folder), "TOOLKIT_MAX_UNPACKED_BYTES"])
 
 

@@ -89,9 +89,6 @@ def test_grouping_wastes_little_on_padding(batch: int) -> None:
     assert plain > 2 * grouped  # the lengths are uneven enough for the test to mean something
 
 
-WORLDS = range(1, 5)
-
-
 def padded_tokens(batch: np.ndarray, lengths: np.ndarray) -> int:
     """Of a micro-batch on a GPU, whose width is a multiple of 8."""
     return len(batch) * -(-int(lengths[batch].max(initial=0)) // 8) * 8
@@ -260,7 +257,7 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", range(1, 5))
 def test_a_micro_batch_is_read_as_each_of_its_texts_is_alone(world: int, max_tokens: int | None) -> None:
     """Where a model attends in blocks: a batch is either all full attention, or all of one number of blocks."""
     sparse = LengthBuckets(full=100, block=16)

@@ -19,6 +19,7 @@ from toolkit.errors import UserError
 
 ONE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
+REGRESSION: ProblemType = "regression"
 NAMED = datasets.ClassLabel(names=["joy", "anger", "unused"])
 
 
@@ -36,48 +37,47 @@ def encoded(labels: Labels, values: Sequence[Any], feature: Any = None, name: st
     return labels.encode(table_of(values, feature, name), np.arange(len(values))).tolist()
 
 
-@pytest.mark.parametrize(
-    ("labels", "names", "ids"),
-    [
-        (["neg", "pos", "neg"], ("neg", "pos"), [0, 1, 0]),
-        (["差", "好"], ("好", "差"), [1, 0]),
-        ([1, 0, 1], ("0", "1"), [1, 0, 1]),
-        ([-1, 1, 0], ("-1", "0", "1"), [0, 2, 1]),
-        ([100, 7, 9], ("7", "9", "100"), [2, 0, 1]),
-        ([1.0, 3.0, 1.0], ("1", "3"), [0, 1, 0]),  # whole numbers that a reader widened
-        ([True, False], ("False", "True"), [1, 0]),
-        (["None", "a"], ("None", "a"), [0, 1]),
-        ([" a", "b "], ("a", "b"), [0, 1]),
-        (["class 10", "class 2"], ("class 2", "class 10"), [1, 0]),
-    ],
-)
-def test_classes(labels: list[Any], names: tuple[str, ...], ids: list[int]) -> None:
-    decided = found(labels)
-    assert (decided.problem_type, decided.names, encoded(decided, labels)) == (ONE, names, ids)
-    assert decided.encode(table_of(labels), np.arange(len(labels))).dtype == np.int64
+AB, ABC = ("a", "b"), ("0", "1", "2")
+SCORES = [[4.17, 0.3, 2.2], [3, 2.5, 2.0]]
 
 
 @pytest.mark.parametrize(
-    ("labels", "problem", "names", "rows"),
+    ("labels", "problem", "inferred", "names", "targets"),
     [
-        ([["b", "a"], ["b"], []], None, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),
-        (['["b", "a"]', '["b"]', "[]"], None, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),
-        (["['b', 'a']", "['b']", "[]"], None, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),  # as pandas writes lists to CSV
-        (["b|a", "b", ""], MULTI, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),
-        (["b, a", "b, ", " "], MULTI, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),
-        (["b，a", "b", "[]"], MULTI, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),
-        (["b;a", "b", "[]"], MULTI, ("a", "b"), [[1, 1], [0, 1], [0, 0]]),
-        ([[1, 0, 1], [0, 0, 1]], None, ("0", "1", "2"), [[1, 0, 1], [0, 0, 1]]),
-        ([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], None, ("0", "1", "2"), [[1, 0, 1], [0, 0, 1]]),
-        (["[1, 0, 1]", "[0, 0, 1]"], None, ("0", "1", "2"), [[1, 0, 1], [0, 0, 1]]),
-        ([[0], [1], [0, 1]], None, ("0", "1"), [[1, 0], [0, 1], [1, 1]]),  # class numbers, not a multi-hot row
-        ([[3], [7, 3], [10]], None, ("3", "7", "10"), [[1, 0, 0], [1, 1, 0], [0, 0, 1]]),
+        (["neg", "pos", "neg"], None, ONE, ("neg", "pos"), [0, 1, 0]),
+        (["差", "好"], None, ONE, ("好", "差"), [1, 0]),
+        ([1, 0, 1], None, ONE, ("0", "1"), [1, 0, 1]),
+        ([-1, 1, 0], None, ONE, ("-1", "0", "1"), [0, 2, 1]),
+        ([100, 7, 9], None, ONE, ("7", "9", "100"), [2, 0, 1]),
+        ([1.0, 3.0, 1.0], None, ONE, ("1", "3"), [0, 1, 0]),  # integers that a reader widened
+        ([True, False], None, ONE, ("False", "True"), [1, 0]),
+        (["None", "a"], None, ONE, ("None", "a"), [0, 1]),
+        ([" a", "b "], None, ONE, AB, [0, 1]),
+        (["class 10", "class 2"], None, ONE, ("class 2", "class 10"), [1, 0]),
+        ([["b", "a"], ["b"], []], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (['["b", "a"]', '["b"]', "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["['b', 'a']", "['b']", "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),  # as pandas writes lists to CSV
+        (["b|a", "b", ""], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["b, a", "b, ", " "], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["b，a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["b;a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        ([[1, 0, 1], [0, 0, 1]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        ([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        (["[1, 0, 1]", "[0, 0, 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        ([[0], [1], [0, 1]], None, MULTI, ("0", "1"), [[1, 0], [0, 1], [1, 1]]),  # class ids, not multi-hot
+        ([[3], [7, 3], [10]], None, MULTI, ("3", "7", "10"), [[1, 0, 0], [1, 1, 0], [0, 0, 1]]),
+        ([0.5, 1.0, -2.25], None, REGRESSION, ("label",), [0.5, 1.0, -2.25]),
+        ([3.5, 2.0, 7.0], None, REGRESSION, ("label",), [3.5, 2.0, 7.0]),
+        ([[1.5], [2]], None, REGRESSION, ("label",), [1.5, 2.0]),
+        (SCORES, None, REGRESSION, ("label_0", "label_1", "label_2"), np.array(SCORES, np.float32).tolist()),
     ],
 )
-def test_several_labels_in_a_cell(labels: Any, problem: Any, names: tuple[str, ...], rows: list[Any]) -> None:
+def test_what_a_column_means(labels: Any, problem: Any, inferred: Any, names: tuple[str, ...], targets: Any) -> None:
     decided = found(labels, problem)
-    assert (decided.problem_type, decided.names, encoded(decided, labels)) == (MULTI, names, rows)
-    assert decided.encode(table_of(labels), np.arange(len(labels))).dtype == np.float32
+    assert (decided.problem_type, decided.names, encoded(decided, labels)) == (inferred, names, targets)
+    array = decided.encode(table_of(labels), np.array([0, len(labels) - 1]))
+    assert array.dtype == (np.int64 if inferred == ONE else np.float32)
+    assert array.tolist() == [targets[0], targets[-1]]
 
 
 def test_a_data_sets_own_names_keep_their_order() -> None:
@@ -97,15 +97,6 @@ def test_a_data_sets_own_names_keep_their_order() -> None:
 )
 def test_the_same_labels_in_another_type_are_the_same(training: list[Any], other: list[Any]) -> None:
     assert encoded(found(training), other) == [0, 1]
-
-
-@pytest.mark.parametrize("labels", [[0.5, 1.0, -2.25], [3.1, 2.0, 7.0]])
-def test_numbers_with_a_fraction_are_regression(labels: list[float]) -> None:
-    decided = found(labels)
-    assert (decided.problem_type, decided.names, decided.size) == ("regression", ("label",), 1)
-    array = decided.encode(table_of(labels), np.array([0, 2]))
-    assert array.dtype == np.float32
-    assert array.tolist() == pytest.approx([labels[0], labels[2]])
 
 
 def columns_table(name: str = "f.csv", **columns: list[Any]) -> Table:
@@ -136,19 +127,12 @@ def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
         refusal(act, match=r"v\.csv, row 2: column 'b'.* 0 or 1, or .*--problem_type regression")
 
 
-REGRESSION: ProblemType = "regression"
-SCORES = [[4.17, 0.3, 2.2], [3, 2.5, 2.0]]
-
-
-@pytest.mark.parametrize("cells", [SCORES, [str(score) for score in SCORES]])
-def test_lists_of_numbers_with_fractions_are_regression(cells: list[Any]) -> None:
-    decided = found(cells)
-    assert (decided.problem_type, decided.names) == (REGRESSION, ("label_0", "label_1", "label_2"))
-    assert encoded(decided, cells) == np.array(SCORES, np.float32).tolist()
+def test_lists_of_numbers_of_another_length_are_named() -> None:
+    decided = found([str(score) for score in SCORES])
+    assert (decided.problem_type, decided.size) == (REGRESSION, 3)
     for odd, said in (([1.5, 2.5], "must hold 3 numbers"), ([1, "x", 2], "label_1: the label 'x' is not a number")):
         with pytest.raises(UserError, match=rf"v\.csv, row 2: .*{said}|v\.csv, row 2, {said}"):
-            encoded(decided, [str(cells[0]), str(odd)], name="v.csv")
-    assert encoded(found([[1.5], [2]]), [[1.5], [2]]) == [1.5, 2.0]
+            encoded(decided, [str(SCORES[0]), str(odd)], name="v.csv")
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,6 @@ def test_samples_are_the_rows_of_the_file(prepared: Prepare, tokenizer: Any) -> 
     assert data.validation.texts() == [row["text"] for row in validation]
 
 
-def test_held_back_rows_are_divided_by_class(prepared: Prepare) -> None:
-    rows = rows_of({"often": 80, "rare": 10, "sometimes": 30})
-    data = prepared(rows, validation_split=0.2)
-    assert counts_of(data, "validation") == {"often": 16, "rare": 2, "sometimes": 6}
-    assert sorted([*data.train.rows, *data.validation.rows]) == list(range(120))
-    for split in (data.train, data.validation):  # in the file's order, with the file's labels
-        assert split.rows.tolist() == sorted(split.rows)
-        assert [data.labels.names[label] for label in split.labels] == [rows[row]["label"] for row in split.rows]
-    assert any("24 of 120 rows are held back" in note for note in data.notes)
-
-
 def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
     for seed in range(5):
         data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
@@ -199,15 +188,11 @@ def test_what_changes_the_data_changes_the_folder(prepared: Prepare, tiny_model:
     assert prepared(rows).digest == digests[0]
 
 
-def test_a_seed_counts_only_where_rows_are_drawn(prepared: Prepare) -> None:
+def test_a_seed_counts_only_where_rows_are_drawn_and_a_data_seed_replaces_it(prepared: Prepare) -> None:
     rows = rows_of({"a": 20, "b": 20})
-    assert prepared(rows, validation_file=rows, seed=1).digest == prepared(rows, validation_file=rows, seed=2).digest
-    limited = {"validation_file": rows, "max_eval_samples": 5}
-    assert prepared(rows, **limited, seed=1).digest != prepared(rows, **limited, seed=2).digest
-
-
-def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Prepare) -> None:
-    rows = rows_of({"a": 20, "b": 20})
+    for more, counts in (({}, False), ({"max_eval_samples": 5}, True)):
+        digests = {prepared(rows, validation_file=rows, seed=seed, **more).digest for seed in (1, 2)}
+        assert len(digests) == 1 + counts
     plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
     assert plain.digest == fixed.digest
     assert fixed.validation.rows.tolist() == plain.validation.rows.tolist() != other.validation.rows.tolist()
@@ -385,3 +370,7 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(prepa
     assert data.validation.rows.tolist() == HELD_BACK[seed]
     assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
     assert data.validation.texts() == [growing(30)[row]["text"] for row in HELD_BACK[seed]]
+    assert counts_of(data, "validation") == {"a": 3, "b": 3}
+    for split in (data.train, data.validation):
+        assert [data.labels.names[label] for label in split.labels] == ["ab"[row % 2] for row in split.rows]
+    assert any("6 of 30 rows are held back" in note for note in data.notes)
