@@ -264,9 +264,7 @@ def still_losses(single: dict[str, Path], settings: list[str]) -> np.ndarray:
     return torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
 
 
-def test_short_texts_change_nothing_for_later_ones(
-    single: dict[str, Path], settings: list[str], still_losses: np.ndarray
-) -> None:
+def test_short_texts_before_long_ones(single: dict[str, Path], settings: list[str], still_losses: np.ndarray) -> None:
     """Each text alone, short ones before long ones: the losses that transformers gives each by itself."""
     lengths = lengths_of(settings, most=4096)
     order = GlobalBatches(lengths, 12, SEED, epoch=0)
@@ -284,9 +282,7 @@ def test_a_text_is_read_alike_in_every_batch(single: dict[str, Path]) -> None:
 
 
 @pytest.mark.multiprocess
-def test_the_saved_model_predicts_what_was_written(
-    single: dict[str, Path], settings: list[str], tmp_path: Path
-) -> None:
+def test_the_saved_model_predicts_the_same(single: dict[str, Path], settings: list[str], tmp_path: Path) -> None:
     """By transformers alone, and by `toolkit predict`: a text at a time, as that run evaluated."""
     model, file = single["alone"] / "model", file_of(settings, "validation")
     written = lines_of(single["alone"] / "predictions.jsonl")

@@ -103,9 +103,7 @@ def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, rea
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("length", [3, 16, 128])
-def test_cut_texts_are_the_beginning_and_are_counted(
-    ours: Any, published: Any, real_texts: list[str], length: int, side: str
-) -> None:
+def test_truncated_texts_are_counted(ours: Any, published: Any, real_texts: list[str], length: int, side: str) -> None:
     ours.truncation_side = side
     options = {"return_attention_mask": False, "return_token_type_ids": False}
     batch = ours(real_texts, truncation=True, max_length=length, **options)
@@ -144,9 +142,7 @@ def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: 
 
 
 @pytest.mark.parametrize("config", [{}, {"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "JiebaTokenizer"}])
-def test_a_published_folder_has_a_vocabulary_and_a_bigbird_config(
-    folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]
-) -> None:
+def test_a_published_folder_is_loaded(folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]) -> None:
     (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

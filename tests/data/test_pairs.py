@@ -40,9 +40,7 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, as_roberta, words_first])
-def test_a_batch_of_pairs_is_the_tokenizers_own(
-    tiny_model: Path, prepared: Callable[..., Any], kind: Any, side: str
-) -> None:
+def test_pairs_are_tokenized_together(tiny_model: Path, prepared: Callable[..., Any], kind: Any, side: str) -> None:
     tokenizer = kind(AutoTokenizer.from_pretrained(tiny_model, padding_side=side))
     data = prepared(ROWS, text_pair="answer", tokenizer=tokenizer, max_length=24)
     split = data.validation

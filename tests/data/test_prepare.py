@@ -133,9 +133,7 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
         (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
     ],
 )
-def test_a_text_column_that_cannot_be_told(
-    write_rows: WriteRows, columns: list[str], wanted: str | None, said: str
-) -> None:
+def test_an_unclear_text_column(write_rows: WriteRows, columns: list[str], wanted: str | None, said: str) -> None:
     row = {column: 1 if column == "number" else "t" for column in columns}
     refusal(text_column, read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, match=said)
 

@@ -22,7 +22,6 @@ from toolkit.data import json_files, read, table, text_files
 from toolkit.data.read import read_file as read_with
 from toolkit.data.read import read_hub
 from toolkit.data.table import Table
-from toolkit.errors import UserError
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
 TEXT_FORMATS = ["csv", "tsv", "json", "jsonl"]
@@ -145,9 +144,7 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.json", '{"text": {"0": "good", "1": "bad"}, "label": {"0": "x", "1": "y"}}', "written by columns"),
     ],
 )  # fmt: skip
-def test_what_no_table_can_be_made_of_is_named(
-    tmp_path: Path, name: str, content: str, said: str, fault: Fault
-) -> None:
+def test_invalid_files_are_named(tmp_path: Path, name: str, content: str, said: str, fault: Fault) -> None:
     told = fault_of(write(tmp_path / name, content))
     assert said in told
     fault(f"bad {name}: {said}", told)
@@ -170,9 +167,7 @@ def quoted(opening: str, closing: str, separator: str = ",") -> str:
         ('a screen of 5"{}0', "takes in the rows up to line 171"),  # sound CSV, but for the labels within
     ],
 )
-def test_a_quote_that_is_not_closed_loses_no_rows(
-    tmp_path: Path, kind: str, separator: str, closing: str, said: str, fault: Fault
-) -> None:
+def test_an_unclosed_quote(tmp_path: Path, kind: str, separator: str, closing: str, said: str, fault: Fault) -> None:
     content = quoted(f'"a text of its own{separator}1', closing.format(separator), separator)
     told = fault_of(write(tmp_path / f"a.{kind}", content))
     assert "line 42 (row 41): a double quote that begins a cell" in told
@@ -288,8 +283,7 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
     assert (table.name, table.where(0), table.where(119)) == (pattern, f"{paths[1]}, row 1", f"{paths[0]}, row 60")
     assert table.digest != read_file(paths[0]).digest
     write_rows("part-11.csv.gz", [{"text": "a", "other": "x"}])
-    with pytest.raises(UserError, match=r"part-11.csv.gz has the columns text, other, and .* text, label"):
-        _ = read_file(pattern).rows
+    refusal(lambda: read_file(pattern).rows, match=r"part-11.csv.gz has the columns text, other, and .* text, label")
     refusal(read_file, str(tmp_path / "nothing-*.csv"), match="no file has such a name")
 
 

@@ -104,9 +104,7 @@ def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespac
             choose_max_length(513, tokenizer, config() if model.max_position_embeddings != 514 else model)
 
 
-def test_what_takes_long_says_how_far_it_is(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
     encode_texts(tokenizer, TEXTS, 20, "tokens of train")
     assert capsys.readouterr().err == ""
