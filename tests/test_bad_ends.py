@@ -1,4 +1,4 @@
-"""However a run ends, its trackers have every step that was logged."""
+"""However a run ends, its trackers have every logged step."""
 
 from __future__ import annotations
 
@@ -25,29 +25,19 @@ SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
         pytest.param("is killed", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
     ],
 )
-def test_the_steps_before_reach_the_trackers(
+def test_logged_steps_reach_the_trackers(
     how: str, rank: str, way: str, code: int, tiny_job: list[str], tmp_path: Path
 ) -> None:
-    words = [
-        how,
-        rank,
-        *tiny_job,
-        *SETTINGS,
-        "--report_to",
-        "tensorboard,trackio",
-        "--project",
-        str(tmp_path / "late"),
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    done = recipe(*words, *WAYS[way], script="tests/ends_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
+    settings = [*tiny_job, *SETTINGS, "--report_to", "tensorboard,trackio", "--project", str(tmp_path / "late"),
+                "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    done = recipe(how, rank, *settings, *WAYS[way], script="tests/ends_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
     assert done.code == code, done.err
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
     assert (tmp_path / "late").read_text().split() == [str(step) for step in range(1, STEPS + 1)]
 
 
-def test_an_end_waits_for_what_hangs_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_waits_for_a_hanging_close_until_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exit_state, "_CLOSE_SECONDS", 0.2)
     calls: list[float] = []
     exit_state.close_on_failure(lambda: (calls.append(0.0), time.sleep(60)))

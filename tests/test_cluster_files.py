@@ -70,7 +70,7 @@ def options_of(name: str) -> dict[str, str]:
     return given
 
 
-def test_shards_are_as_many_as_tasks_and_start_at_one(tmp_path: Path) -> None:
+def test_shards_match_the_tasks(tmp_path: Path) -> None:
     assert options_of("slurm-predict.sbatch")["array"] == "1-64"
     job = yaml.safe_load(text_of("predict-job.yaml"))["spec"]
     (pod,) = job["template"]["spec"]["containers"]
@@ -114,7 +114,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", BATCH_FILES)
 @pytest.mark.parametrize("how", ENDS)
-def test_when_a_job_is_put_back(how: str, name: str, tmp_path: Path) -> None:
+def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
     what, restarts, code, put_back = ENDS[how]
     process = start_batch(name, what, tmp_path, restarts)
     deadline = time.monotonic() + 30

@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_files_and_memory_are_one_line(fault: str) -> None:
+def test_system_errors_are_one_line(fault: str) -> None:
     broken, said = FAULTS[fault]
     with pytest.raises(Exception) as caught:  # noqa: PT011
         broken()

@@ -118,7 +118,7 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", slow_but(WAYS, "python and a file"))
-def test_one_machine_listens_to_itself_alone(name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     before, behind = WAYS[name]
     command = [*before, *settings, "--output_dir", str(tmp_path / "run"), *behind]
     with running(hosts, tmp_path / "run", {"a": command}) as seen:
@@ -135,9 +135,7 @@ def test_one_machine_listens_to_itself_alone(name: str, hosts: TwoHosts, setting
     assert [line for line in inside if "torch.rendezvous" in line] == [] or name == "torchrun"
 
 
-def test_two_machines_listen_on_the_addresses_that_were_named(
-    hosts: TwoHosts, settings: list[str], tmp_path: Path
-) -> None:
+def test_two_machines_listen_on_their_addresses_only(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     way = ["--config_file", "accelerate_configs/2node.yaml", "--machines", ",".join(ADDRESSES.values())]
     words = [sys.executable, SCRIPT, *settings, "--output_dir", str(tmp_path / "run"), *way]
     with running(hosts, tmp_path / "run", {"a": words, "b": words}) as seen:
@@ -148,9 +146,7 @@ def test_two_machines_listen_on_the_addresses_that_were_named(
 
 
 @pytest.mark.slow
-def test_predictions_listen_to_themselves_alone(
-    hosts: TwoHosts, tiny_job: list[str], reviews: Path, tmp_path: Path
-) -> None:
+def test_predict_listens_on_loopback_only(hosts: TwoHosts, tiny_job: list[str], reviews: Path, tmp_path: Path) -> None:
     run = run_of([*tiny_job, "--max_steps", "1", "--global_batch_size", "12"], tmp_path / "run")
     words = ["toolkit", "predict", str(run / "model"), str(reviews), *DDP, "--output", str(tmp_path / "x.csv")]
     with watched(hosts, {"a": words}) as (started, seen):

@@ -84,7 +84,7 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
     fault(f"a stop signal: {name}", told, lost)
 
 
-def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:
+def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
     """As if it had not been stopped, with dropout, and without a word about resuming. The signal is seen when losses
     are gathered."""
     folder = tmp_path / "run"
@@ -125,9 +125,7 @@ launch.run(cls.main)
 """
 
 
-def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
-    settings: list[str], tmp_path: Path, fault: Fault
-) -> None:
+def test_stop_during_an_evaluation(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """At once, with a checkpoint, and not to its end first; evaluations are those of a run that nobody stopped."""
     words = [*settings[:-1], "4", "--max_steps", "8", "--per_device_batch_size", "3"]
     worker = tmp_path / "worker.py"

@@ -186,7 +186,7 @@ def both_within(
     return hosts.finish_both(started, seconds)
 
 
-def test_a_machine_alone_names_the_missing_one_and_says_what_it_tried(hosts: TwoHosts, fault: Fault) -> None:
+def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
     """Two runs, of which each has one machine."""
     command = [*WORKER, *FIRST, *SHORT, "--main_process_port"]
     done = both_within(60, hosts, {"a": [*command, "29600"], "b": [*command, "29700"]})
@@ -206,9 +206,7 @@ BOTH = ["--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}", "--machine_rank", "0
 
 @pytest.mark.parametrize("late", slow_but("ab", "a"))
 @pytest.mark.parametrize("words", [[*FIRST, "--machine_rank", "0"], pytest.param(BOTH, marks=pytest.mark.slow)])
-def test_two_machines_that_both_say_they_are_the_first(
-    words: list[str], late: str, hosts: TwoHosts, fault: Fault
-) -> None:
+def test_two_first_machines(words: list[str], late: str, hosts: TwoHosts, fault: Fault) -> None:
     """Whichever of them is the first to claim it."""
     claims = {late: {"CLAIMS_LATE": "5"}}
     done = both_within(55, hosts, on_both(*WORKER, *words), claims)  # not the 60 s of a machine that does not come
@@ -219,9 +217,7 @@ def test_two_machines_that_both_say_they_are_the_first(
 
 
 @pytest.mark.slow
-def test_other_data_and_other_settings_are_refused_on_both(
-    hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path
-) -> None:
+def test_different_data_and_settings(hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path) -> None:
     shorter = tmp_path / "shorter.csv"
     shorter.write_text("".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]), encoding="utf-8")
     command = _command("2node", settings, tmp_path / "run")
@@ -279,7 +275,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("what", slow_but(BREAKS, "the cable is pulled"))
-def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
+def test_failure_of_one_host_ends_both_and_the_command_resumes(
     what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path, fault: Fault
 ) -> None:
     config, expected = BREAKS[what]
@@ -312,9 +308,7 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_arrive_is_named(
-    hosts: TwoHosts, long_settings: list[str], tmp_path: Path, fault: Fault
-) -> None:
+def test_late_rank_on_the_other_host(hosts: TwoHosts, long_settings: list[str], tmp_path: Path, fault: Fault) -> None:
     folder = tmp_path / "run"
     started = _training(hosts, _command("2node", long_settings, folder, "--ddp_timeout", "8"), folder, 3)
     stopped = _worker(hosts, "b")
@@ -328,7 +322,7 @@ def test_a_rank_that_does_not_arrive_is_named(
 
 
 @pytest.mark.parametrize("what", slow_but(["a rank is killed", "a silence"], "a rank is killed"))
-def test_the_launchers_continue(
+def test_launchers_survive(
     what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
 ) -> None:
     """After a killed rank by `--max_restarts`; a silence shorter than the timeout, as where a switch fails over, ends
@@ -356,7 +350,7 @@ def test_the_launchers_continue(
 
 
 @pytest.mark.slow
-def test_what_would_fail_again_is_not_started_again(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+def test_permanent_failure_is_not_restarted(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     more = ["--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]
     done = hosts.run_both(on_both(*_command("2node", settings, tmp_path / "run", *more)), SECONDS)
     for finished in done.values():
@@ -364,7 +358,7 @@ def test_what_would_fail_again_is_not_started_again(hosts: TwoHosts, settings: l
 
 
 @pytest.mark.slow
-def test_the_launcher_that_was_typed_told_to_stop_on_one_machine_ends_both_in_good_order(
+def test_sigterm_of_accelerate_launch_stops_both_hosts(
     hosts: TwoHosts, long_settings: list[str], tmp_path: Path
 ) -> None:
     """`accelerate launch` hands nothing on; and the other machine's launcher would wait for this one's."""

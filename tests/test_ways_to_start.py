@@ -92,9 +92,7 @@ def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_the_file_after_the_script_and_a_port_that_another_job_holds(
-    settings: list[str], reference: Path, tmp_path: Path
-) -> None:
+def test_file_after_the_script_and_a_taken_port(settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Two jobs on one machine: the second finds a port of its own. `--num_processes` there overrides the file."""
     with socket.create_server(("", 0)) as taken:
         way = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3", "--main_process_port",
@@ -112,7 +110,7 @@ use_cpu: true
 
 
 @pytest.mark.multiprocess
-def test_a_launcher_that_starts_too_few_is_caught(settings: list[str], tmp_path: Path) -> None:
+def test_launcher_that_starts_too_few_processes(settings: list[str], tmp_path: Path) -> None:
     """`accelerate launch` starts one process for this file and says nothing."""
     config, output = tmp_path / "cpu.yaml", tmp_path / "run"
     config.write_text(MULTI_CPU)
@@ -135,7 +133,7 @@ def _imports_torch(process: psutil.Process) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("who", ["one process", "the launcher", "its processes"])
-def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_imports(who: str, tmp_path: Path) -> None:
     """To all processes of a terminal."""
     way = [] if who == "one process" else ["--config_file", "accelerate_configs/ddp.yaml"]
     command = [sys.executable, "recipes/cls.py", "--output_dir", str(tmp_path / "run"), *way]
@@ -153,7 +151,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Pat
     assert line.split("] ")[-1] == "interrupted"
 
 
-def test_ctrl_c_while_processes_are_started_leaves_none(tmp_path: Path) -> None:
+def test_ctrl_c_while_ranks_are_started(tmp_path: Path) -> None:
     """torch's launcher, interrupted between two of them, knows of neither."""
     script = tmp_path / "started.py"
     script.write_text(
@@ -174,7 +172,7 @@ def test_ctrl_c_while_processes_are_started_leaves_none(tmp_path: Path) -> None:
     assert (done.code, done.err) == (130, "interrupted\n")
 
 
-def test_a_run_that_a_signal_stopped_ends_the_launcher_that_was_typed_by_it(tmp_path: Path) -> None:
+def test_accelerate_launch_ends_by_the_stop_signal(tmp_path: Path) -> None:
     """accelerate's own would end with a traceback, and code 1 for every other."""
     script = tmp_path / "stopped.py"
     script.write_text(

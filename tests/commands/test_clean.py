@@ -30,7 +30,7 @@ def finished_run(path: Path, steps: int = 6, **config: Any) -> Path:
     return path
 
 
-def test_the_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
+def test_clean_removes_only_checkpoints(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     rest = [name for name in left(run) if name != "checkpoints"]
     size = sum(path.stat().st_size for path in (run / "checkpoints").glob("step-*/**/*") if path.is_file())
@@ -40,7 +40,7 @@ def test_the_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     assert "there were no checkpoints" in clean(run)
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_clean_keeps_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     (run / "checkpoints" / "notes.txt").touch()
     there = (run / "checkpoints" / "step-00000003").rename(tmp_path / "elsewhere")
@@ -50,7 +50,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert folders.find_fault(there) == ""
 
 
-def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
+def test_clean_refuses_unfinished_runs(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     with FileLock(run / ".lock"), pytest.raises(UserError, match="a run is writing to it"):
         clean(run)
@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
     assert "freed" in clean(stopped_early)
 
 
-def test_what_checkpoints_take_is_compared_with_the_disk(tmp_path: Path) -> None:
+def test_checkpoint_size_is_compared_with_free_space(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 3)
     (size,), free = folders.disk_usage(tmp_path / "checkpoints")
     assert size == 102

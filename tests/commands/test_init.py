@@ -43,7 +43,7 @@ def run_init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     cli._run(cli.commands())
 
 
-def test_init_copies_every_recipe_and_config_file_and_says_what_to_type(
+def test_init_copies_every_recipe_and_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_init(monkeypatch, str(tmp_path / "my work"))
@@ -55,7 +55,7 @@ def test_init_copies_every_recipe_and_config_file_and_says_what_to_type(
     )
 
 
-def test_init_keeps_what_the_user_has_and_says_so(
+def test_init_overwrites_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -128,9 +128,7 @@ SMALL = ["--max_steps", "2", "--global_batch_size", "4", "--per_device_batch_siz
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way == "accelerate" else pytest.mark.slow) for way in WAYS]
 )
-def test_a_wheel_brings_its_recipes_and_they_run_where_they_are_copied(
-    installed: Path, tmp_path: Path, way: str
-) -> None:
+def test_recipes_copied_from_a_wheel_run(installed: Path, tmp_path: Path, way: str) -> None:
     said = run_in(tmp_path, installed.parent / "toolkit", "init", "work")
     work = tmp_path / "work"
     assert files_of(work) == SHIPPED

@@ -18,5 +18,5 @@ from tests.runs import start
         (["estimate", "cls", "--model_name_or_path", "./no-such"], "error: --model_name_or_path ./no-such cannot"),
     ],
 )
-def test_a_model_that_is_not_there(words: Sequence[str], named: str) -> None:
+def test_missing_model(words: Sequence[str], named: str) -> None:
     start(["toolkit", *words]).says_in_one_line(named)

@@ -43,7 +43,7 @@ def described(error: Exception) -> str:
         return failure._describe(raised)
 
 
-def test_only_torch_loses_contact_and_only_with_others(world: dict[str, int]) -> None:
+def test_lost_connection_is_torchs_and_needs_another_rank(world: dict[str, int]) -> None:
     from_tracker, from_torch = (kind("Connection reset by peer") for kind in (ConnectionResetError, RuntimeError))
     assert "lost the connection" not in described(from_torch)
     world["size"] = 2
@@ -53,28 +53,28 @@ def test_only_torch_loses_contact_and_only_with_others(world: dict[str, int]) ->
     assert said.startswith("Traceback")
 
 
-def test_memory_that_runs_out_elsewhere_is_not_the_batchs(world: dict[str, int]) -> None:
+def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
     launch.explain_failures(lambda error: "the batch is too large")
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")) == "error: the batch is too large"
     launch.explain_failures()
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
 
 
-def test_a_reader_that_has_left_is_one_line_and_its_own_exit_code() -> None:
+def test_closed_stdout_has_its_own_line_and_exit_code() -> None:
     body = ("reader, writer = os.pipe()", "os.dup2(writer, 1)", "os.close(reader)", "print('x', flush=True)")
     done = run(*body)
     assert done.code == 141
     assert done.err == "error: standard output is closed (as by `| head`): redirect it to a file\n"
 
 
-def test_a_pipe_that_breaks_elsewhere_is_a_traceback() -> None:
+def test_other_broken_pipes_are_tracebacks() -> None:
     done = run("raise BrokenPipeError(32, 'Broken pipe')")
     assert done.code == 1
     assert "Traceback" in done.err
     assert "head" not in done.err
 
 
-def test_a_step_that_hangs_after_a_stop_signal_ends_in_time_with_its_place() -> None:
+def test_stuck_step_after_a_stop_signal() -> None:
     hang = ("with StopSignals(True):", "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait()")
     done = run(*hang, TOOLKIT_STOP_TIMEOUT="1")
     assert done.code == 143
@@ -84,7 +84,7 @@ def test_a_step_that_hangs_after_a_stop_signal_ends_in_time_with_its_place() -> 
     assert "--stop_timeout SECONDS" in line
 
 
-def test_a_step_no_longer_than_twice_those_before_may_end() -> None:
+def test_slow_step_after_a_stop_signal_may_finish() -> None:
     busy = ("with StopSignals(False) as signals:", "    time.sleep(1.2); signals.requested",
             "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait(1.9)")  # fmt: skip
     assert run(*busy, TOOLKIT_STOP_TIMEOUT="1").code == 0

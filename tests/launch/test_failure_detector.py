@@ -75,7 +75,7 @@ def several_processes(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @several_processes
-def test_one_killed_ends_those_that_wait_for_it_and_exactly_one_line_names_its_rank_and_host() -> None:
+def test_killed_rank_is_reported_once() -> None:
     with group(REDUCE, JOIN + WAIT, REDUCE) as started:
         started.await_line("here")
         started.await_line("joined")
@@ -89,7 +89,7 @@ def test_one_killed_ends_those_that_wait_for_it_and_exactly_one_line_names_its_r
 
 
 @several_processes
-def test_one_killed_is_noticed_also_where_a_process_it_forked_lives_on() -> None:
+def test_killed_rank_with_a_living_fork() -> None:
     """As the workers of a data loader do for a while: they hold copies of its connections."""
     fork = """
 helper = os.fork()
@@ -116,7 +116,7 @@ wait_for_line()
 
 
 @several_processes
-def test_one_that_fails_speaks_itself_and_another_machine_says_it_in_one_line() -> None:
+def test_failed_rank_is_reported_once_per_machine() -> None:
     fail = f"{WAIT}\nraise ValueError('a broken thing')"
     ended = told(WAIT, fail, WAIT, hosts=["A", "A", "B"], ranks=[1])
     assert codes(ended) == [1, 1, 1]
@@ -128,7 +128,7 @@ def test_one_that_fails_speaks_itself_and_another_machine_says_it_in_one_line() 
 
 
 @several_processes
-def test_all_that_fail_alike_are_heard_once_on_each_machine() -> None:
+def test_same_failure_of_all_ranks_is_reported_once_per_machine() -> None:
     fail = f"from toolkit.errors import UserError\n{WAIT}\nraise UserError('there is no file train.csv')"
     ended = told(fail, fail, fail, hosts=["A", "A", "B"])
     assert codes(ended) == [1, 1, 1]
@@ -139,7 +139,7 @@ def test_all_that_fail_alike_are_heard_once_on_each_machine() -> None:
 
 @several_processes
 @pytest.mark.parametrize(("rank", "hosts"), [(0, "AB"), (1, "AA")])
-def test_one_that_leaves_with_an_error_code_ends_the_others_too_and_each_machine_says_so(rank: int, hosts: str) -> None:
+def test_sys_exit_with_a_code_ends_all_ranks(rank: int, hosts: str) -> None:
     """The others would wait for it in their next collective."""
     bodies = [WAIT, WAIT]
     bodies[rank] = f"{WAIT}\nsys.exit(3)"
@@ -152,7 +152,7 @@ def test_one_that_leaves_with_an_error_code_ends_the_others_too_and_each_machine
 
 
 @several_processes
-def test_all_interrupted_say_so_once_and_end_with_130() -> None:
+def test_interrupt_of_all_ranks() -> None:
     with group(WAIT, WAIT) as started:
         started.await_line()
         for rank in started.ranks[::-1]:  # Ctrl-C reaches them all, and not rank 0 first
@@ -165,7 +165,7 @@ def test_all_interrupted_say_so_once_and_end_with_130() -> None:
 
 
 @several_processes
-def test_a_run_without_the_detector_leaves_it_to_torch() -> None:
+def test_failure_detector_off() -> None:
     """Also where one rank alone has it off."""
     with group(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}]) as started:
         started.await_line("here")
@@ -177,7 +177,7 @@ def test_a_run_without_the_detector_leaves_it_to_torch() -> None:
 
 
 @several_processes
-def test_one_that_fails_since_another_was_killed_leaves_it_to_rank_0_to_name_that_one() -> None:
+def test_first_cause_is_reported_though_rank_0_polls_late() -> None:
     """However late rank 0 looks: a machine may be busy."""
     busy = "failure_detector.FailureDetector._receive = lambda self, rank: (time.sleep(4), receive(self, rank))[1]"
     busy = f"import time\nreceive = failure_detector.FailureDetector._receive\n{busy}"
@@ -197,7 +197,7 @@ def test_one_that_fails_since_another_was_killed_leaves_it_to_rank_0_to_name_tha
 
 @several_processes
 @pytest.mark.parametrize("kind", ["idle", "partly"])
-def test_long_work_accuses_nobody_and_an_orderly_end_says_nothing(kind: str, slow: dict[str, Group]) -> None:
+def test_long_work_without_collectives_is_no_failure(kind: str, slow: dict[str, Group]) -> None:
     """By now it has taken longer than `--ddp_timeout`. Without a collective (one leaves by `sys.exit()`), or with one
     of a part of the processes: rank 0 may write for an hour while the others wait for it outside of any."""
     started = slow[kind]
@@ -213,7 +213,7 @@ def test_long_work_accuses_nobody_and_an_orderly_end_says_nothing(kind: str, slo
 
 
 @several_processes
-def test_those_that_do_not_arrive_are_named_with_what_they_do(slow: dict[str, Group]) -> None:
+def test_late_ranks_are_named_with_their_position(slow: dict[str, Group]) -> None:
     late = slow["late"]
     late.ranks[0].wait(60)
     stopped = late.ranks[2]
@@ -231,7 +231,7 @@ def test_those_that_do_not_arrive_are_named_with_what_they_do(slow: dict[str, Gr
 
 
 @several_processes
-def test_rank_0_that_is_stopped_is_named_by_the_others(slow: dict[str, Group]) -> None:
+def test_stopped_rank_0_is_named(slow: dict[str, Group]) -> None:
     slow["rank 0"].ranks[1].wait(60)
     slow["rank 0"].ranks[0].kill()  # it could not end: it is stopped
     ended = slow["rank 0"].end()
@@ -268,7 +268,7 @@ def found(machines: str, rank: int, restarts_left: int = 0) -> Any:
         ("interrupted", 3, [0], [0]),
     ],
 )
-def test_one_of_each_machine_speaks(
+def test_one_process_per_machine_reports(
     monkeypatch: pytest.MonkeyPatch,
     kind: Any,
     culprit: int,
@@ -286,7 +286,7 @@ def test_one_of_each_machine_speaks(
     assert speak == (our_launcher if launcher else any_launcher)
 
 
-def test_the_failure_that_was_written_first_counts_on_every_rank() -> None:
+def test_first_written_failure_is_the_runs() -> None:
     ranks = found("AABB", 0)
     one, other = FailureDetector(ranks), FailureDetector(ranks)
     gone, failed = Failure(2, "gone"), Failure(1, "failed", "x")
@@ -298,7 +298,7 @@ def test_the_failure_that_was_written_first_counts_on_every_rank() -> None:
     ("final", "most", "left", "ends"),
     [(True, 3, 3, True), (False, 3, 1, False), (False, 3, 0, True), (False, 0, 0, False)],
 )
-def test_no_machine_is_started_again_where_another_one_is_not(
+def test_restart_needs_restarts_left_on_all_nodes(
     monkeypatch: pytest.MonkeyPatch, final: bool, most: int, left: int, ends: bool
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))

@@ -11,7 +11,7 @@ from toolkit.launch.network import UnreachableError, connect, free_port
 
 
 @pytest.mark.parametrize(("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")])
-def test_a_port_nobody_listens_on_and_a_name_nobody_knows(name: str, kind: str) -> None:
+def test_closed_port_and_unknown_name(name: str, kind: str) -> None:
     with pytest.raises(UnreachableError) as error:
         connect(name, free_port(), 2)
     assert (error.value.kind, error.value.address) == (kind, name)
@@ -19,7 +19,7 @@ def test_a_port_nobody_listens_on_and_a_name_nobody_knows(name: str, kind: str) 
 
 
 @pytest.mark.parametrize("seconds", [14, 120])
-def test_silence_of_a_network_is_borne_as_long_as_the_setting_says(seconds: int) -> None:
+def test_keep_alive_follows_the_timeout(seconds: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, connect(*server.getsockname()[:2], 5) as connection:
         network.keep_alive(connection, seconds)
         option = connection.getsockopt
@@ -28,7 +28,7 @@ def test_silence_of_a_network_is_borne_as_long_as_the_setting_says(seconds: int)
         assert option(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + probes == seconds
 
 
-def test_a_store_answers_on_ipv6_alone() -> None:
+def test_store_on_ipv6_only() -> None:
     from torch.distributed import TCPStore
 
     served = network.serve_store("::1", network.listen(port := free_port(), "::1"))

@@ -73,14 +73,14 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (ELSEWHERE, 1)])
-def test_of_two_machines_each_knows_itself_by_the_first_ones_address(find: Find, own: str, rank: int) -> None:
+def test_rank_by_the_first_machines_address(find: Find, own: str, rank: int) -> None:
     machines = find({"main_process_ip": FIRST}, own=[own])
     assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
     assert FIRST in machines.rank_source
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
-def test_of_a_list_each_knows_itself_by_its_own_address(find: Find, own: str, rank: int) -> None:
+def test_rank_by_a_list_of_machines(find: Find, own: str, rank: int) -> None:
     listed = [FIRST, SECOND, THIRD]
     for given, config in (({"machines": ",".join(listed)}, {}), ({}, {"machines": listed})):
         machines = find(given, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
@@ -88,7 +88,7 @@ def test_of_a_list_each_knows_itself_by_its_own_address(find: Find, own: str, ra
         assert own in machines.rank_source
 
 
-def test_what_is_not_sure_is_not_guessed(find: Find) -> None:
+def test_unclear_ranks_are_errors(find: Find) -> None:
     """A machine that is not in the list; the other ones of three; a first one whose name nobody knows."""
     assert "cannot tell its rank" in refusal(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])
     assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
@@ -107,7 +107,7 @@ def test_what_is_not_sure_is_not_guessed(find: Find) -> None:
         ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, 1, FIRST),  # one machine's launcher: says nothing
     ],
 )
-def test_what_is_said_goes_before_what_is_found(
+def test_options_and_variables_come_before_addresses(
     find: Find, given: dict[str, str], env: dict[str, str], rank: int, how: str
 ) -> None:
     machines = find({"main_process_ip": FIRST, **given}, env, own=[SECOND])
@@ -115,7 +115,7 @@ def test_what_is_said_goes_before_what_is_found(
     assert how in machines.rank_source
 
 
-def test_an_own_address_goes_before_the_files_machine_rank_which_is_the_same_on_all(find: Find) -> None:
+def test_address_comes_before_the_files_machine_rank(find: Find) -> None:
     assert find({"main_process_ip": FIRST}, own=[FIRST], machine_rank=1).rank == 0
     elsewhere = find({"main_process_ip": FIRST}, own=[SECOND], machine_rank=0)
     assert (elsewhere.rank, "config file" in elsewhere.rank_source) == (0, True)
@@ -126,9 +126,7 @@ def test_an_own_address_goes_before_the_files_machine_rank_which_is_the_same_on_
     [({"machine_rank": "2"}, {}, "--machine_rank"), ({}, {"NODE_RANK": "-1"}, "NODE_RANK"),
      ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
 )  # fmt: skip
-def test_a_machine_rank_out_of_range_says_who_said_so_and_what_there_is(
-    find: Find, given: dict[str, str], env: dict[str, str], source: str
-) -> None:
+def test_rank_out_of_range(find: Find, given: dict[str, str], env: dict[str, str], source: str) -> None:
     says = (f"rank {next(iter({**given, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
             "pass --machine_rank 0 on the first and up to 1")  # fmt: skip
     refusal(find, {"main_process_ip": FIRST, **given}, env, says=says)
@@ -137,7 +135,7 @@ def test_a_machine_rank_out_of_range_says_who_said_so_and_what_there_is(
 # --- where the first one is
 
 
-def test_the_placeholder_is_an_error_that_names_the_files_line(find: Find, tmp_path: Path) -> None:
+def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
     said = refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
     number = (tmp_path / "mine.yaml").read_text().splitlines().index(f"main_process_ip: {PLACEHOLDER}") + 1
     assert number > 1
@@ -159,14 +157,14 @@ def test_the_placeholder_is_an_error_that_names_the_files_line(find: Find, tmp_p
         ({}, {}, SLURM, "gpu03"),
     ],
 )
-def test_where_the_first_machines_address_is_from(
+def test_source_of_the_first_address(
     find: Find, given: dict[str, str], config: dict[str, Any], env: dict[str, str], first: str
 ) -> None:
     assert find(given, env, **config).first == first
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
-def test_a_loopback_address_is_refused_but_where_it_is_said_which_machine_this_is(find: Find, address: str) -> None:
+def test_loopback_address_needs_a_machine_rank(find: Find, address: str) -> None:
     """For machines that are processes of one, to practise; whoever means others hears that it calls itself."""
     for given, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
                           ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
@@ -179,7 +177,7 @@ def test_a_loopback_address_is_refused_but_where_it_is_said_which_machine_this_i
 
 
 @pytest.mark.parametrize("listed", [[FIRST], [FIRST, SECOND, THIRD], [FIRST, FIRST]])
-def test_a_list_that_does_not_name_each_machine_once(find: Find, listed: list[str]) -> None:
+def test_list_must_name_each_machine_once(find: Find, listed: list[str]) -> None:
     says = (", ".join(listed), "num_machines is 2")
     refusal(find, {"machines": ",".join(listed)}, match="^--machines names", says=says)
     refusal(find, {}, machines=listed, match=r"mine\.yaml: machines names", says=says)
@@ -188,7 +186,7 @@ def test_a_list_that_does_not_name_each_machine_once(find: Find, listed: list[st
 # --- numbers
 
 
-def test_the_port_is_the_options_the_files_or_our_own(find: Find) -> None:
+def test_source_of_the_port(find: Find) -> None:
     address = {"main_process_ip": FIRST}
     assert find({**address, "main_process_port": "1234"}, main_process_port=4321).port == 1234
     assert find(address, main_process_port=4321).port == 4321
@@ -197,7 +195,7 @@ def test_the_port_is_the_options_the_files_or_our_own(find: Find) -> None:
 
 @pytest.mark.parametrize("garbage", ["x", "1.5"])
 @pytest.mark.parametrize("name", ["machine_rank", "main_process_port", "NODE_RANK", "SLURM_NODEID"])
-def test_garbage_in_a_number_names_where_it_stands(find: Find, name: str, garbage: str) -> None:
+def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) -> None:
     given, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
     refusal(find, {"main_process_ip": FIRST, **given}, env, own=[FIRST], says=[name, repr(garbage)])
 
@@ -210,7 +208,7 @@ def test_garbage_in_a_number_names_where_it_stands(find: Find, name: str, garbag
     [(FIRST, True), ("127.0.0.1", True), ("localhost", True), ("gpu1", True), ("me", True), (SECOND, False),
      ("gpu2", False), ("nobody", False), ("", False)],
 )  # fmt: skip
-def test_own_names_and_addresses(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
+def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
     pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "gpu2": [SECOND], "me": ["127.0.1.1"]})
     assert is_this_machine(name) is own
 
@@ -221,8 +219,6 @@ def test_own_names_and_addresses(monkeypatch: pytest.MonkeyPatch, name: str, own
      ("me", True, "127.0.1.1"), ("me", False, ""),  # Debian's own name: the others do not call it by that
      (SECOND, False, ""), ("nobody", False, "")],
 )  # fmt: skip
-def test_where_those_that_call_a_name_are_answered(
-    monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str
-) -> None:
+def test_address_to_bind(monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str) -> None:
     pretend_network(monkeypatch, [FIRST, "127.0.1.1"], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
     assert address_to_bind(name, local) == listens

@@ -23,7 +23,7 @@ def _nothing_is_said(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None
     ("capability", "chosen"),
     [((9, 0), "bf16"), ((8, 6), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")],
 )
-def test_on_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -44,7 +44,7 @@ def test_on_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.
         ({"mixed_precision": "fp16"}, "fp16", "fp16"),
     ],
 )
-def test_a_config_that_says_it_is_obeyed(
+def test_precision_of_a_launch_config(
     launched: dict[str, Any] | None, variable: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable:
@@ -52,7 +52,7 @@ def test_a_config_that_says_it_is_obeyed(
     assert auto_precision(launched, None)[0] == chosen
 
 
-def test_what_accelerate_launch_was_given_is_seen(tmp_path: Path) -> None:
+def test_precision_of_accelerate_launch(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
     found = [_parse_launch(f"python /bin/accelerate launch --config_file {own} {more} cls.py".split())
@@ -61,7 +61,7 @@ def test_what_accelerate_launch_was_given_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "auto"), (False, "auto")])
-def test_a_deepspeed_json_counts_where_it_says_it_by_name(
+def test_precision_of_a_deepspeed_config(
     enabled: bool | str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": enabled}, "fp16": {"enabled": "auto"}}))

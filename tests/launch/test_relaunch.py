@@ -116,7 +116,7 @@ def test_split_needs_a_value(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
-def test_deepspeed_files_hold_their_stage_and_leave_the_rest_to_the_settings(path: Path) -> None:
+def test_deepspeed_files(path: Path) -> None:
     loaded = json.loads(path.read_text())
     assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
     assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
@@ -126,7 +126,7 @@ def test_deepspeed_files_hold_their_stage_and_leave_the_rest_to_the_settings(pat
     assert not {"optimizer", "scheduler"} & set(loaded)
 
 
-def test_every_deepspeed_file_is_pointed_at() -> None:
+def test_every_deepspeed_file_is_used() -> None:
     sections = [yaml.safe_load(path.read_text()).get("deepspeed_config") or {} for path in CONFIGS]
     pointed = {section.get("deepspeed_config_file") for section in sections}
     assert {f"ds_configs/{path.name}" for path in DEEPSPEED_FILES} == pointed - {None}
@@ -163,7 +163,7 @@ def test_plan_of_two_machines(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("now", "says"), [(7, "by the kernel: out of memory"), (6, "a scheduler")])
-def test_a_kill_is_the_systems_where_it_counted_one(
+def test_out_of_memory_kills_are_told_apart(
     now: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher._count_oom_kills() >= 0
@@ -183,16 +183,14 @@ print(number.value)
 
 
 @pytest.mark.parametrize(("parent", "number"), [("0", "15"), ("1", "0"), ("-1", "0")])
-def test_a_process_stops_with_its_launcher_and_with_nothing_else_that_started_it(parent: str, number: str) -> None:
+def test_process_stops_with_its_launcher_only(parent: str, number: str) -> None:
     """In Ray or a notebook it is a thread, which may end before."""
     done = subprocess.run([sys.executable, "-c", STOPS, parent], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [number]
 
 
 @pytest.mark.parametrize(("seen", "each"), [(0, 1), (8, 8)])
-def test_without_a_number_two_machines_run_a_process_for_each_device(
-    monkeypatch: pytest.MonkeyPatch, seen: int, each: int
-) -> None:
+def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, seen: int, each: int) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     arguments, requested = planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1")
     assert arguments.num_processes == requested["num_processes"] == 2 * each
@@ -221,7 +219,7 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("ddp", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
     ],
 )
-def test_what_cannot_be_meant(path: str, options: dict[str, str], words: str) -> None:
+def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:
     refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
 
 
@@ -231,12 +229,12 @@ def test_what_cannot_be_meant(path: str, options: dict[str, str], words: str) ->
      "distributed_type: MULTI_GPU\nnum_processes: 2\nmachines: [a, b]\n",
      "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: ds_configs/zero2.json\n"],
 )  # fmt: skip
-def test_files_that_are_no_accelerate_config_of_ours(config_file: Callable[..., Path], text: str) -> None:
+def test_invalid_config_files(config_file: Callable[..., Path], text: str) -> None:
     path = config_file(text)
     refusal(planned, path, says=[str(path)])
 
 
-def test_options_go_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # files are found from another folder
     options = {"num_processes": "7", "max_restarts": "3", "deepspeed_config": "ds_configs/zero3.json"}
     arguments, requested = planned("accelerate_configs/zero2.yaml", **options)
@@ -249,7 +247,7 @@ def test_several_processes_on_cpus_are_told_to_accelerate(config_file: Callable[
     assert planned(config_file(distributed_type="MULTI_CPU", num_processes=2))[0].multi_gpu
 
 
-def test_a_module_is_started_as_one() -> None:
+def test_module() -> None:
     options, _ = split(["--config_file", "accelerate_configs/ddp.yaml"])
     arguments = launch_command_parser().parse_args(plan(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
     assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "toolkit", ["a.csv"])
@@ -259,7 +257,7 @@ OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG
 
 
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
-def test_a_clean_environment_is_nobodys_world(outer: dict[str, str]) -> None:
+def test_clean_environment(outer: dict[str, str]) -> None:
     kept = clean_environment(outer | OTHERS)
     assert place_of(kept) == Place("python", 0, 1, 0, 1)
     assert kept.items() >= OTHERS.items()
@@ -278,7 +276,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[l
     return calls
 
 
-def test_a_config_makes_the_process_the_launcher(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_becomes_the_launcher(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     relaunch_if_requested([SCRIPT, "--seed", "3", "--config_file", "accelerate_configs/ddp.yaml"])
     ((command, env),) = launched
@@ -295,7 +293,7 @@ def test_a_file_for_the_cpu_is_handed_on_whole(launched: list[Any], config_file:
     assert env["ACCELERATE_USE_CPU"] == "true"
 
 
-def test_only_the_first_process_of_a_machine_starts_again(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_local_rank_0_relaunches(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as left:
@@ -311,9 +309,7 @@ def test_launch_options_without_a_config(launched: list[Any], argument: str) -> 
 
 
 @pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 14)])
-def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
-    launched: list[Any], option: str, usual: int
-) -> None:
+def test_timeouts_reach_the_processes(launched: list[Any], option: str, usual: int) -> None:
     assert (timeout_seconds(option), timeout_seconds(option, GPU_PEER_TIMEOUT)) == (usual, 120)
     assert relaunch_if_requested([SCRIPT, f"--{option}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
     assert timeout_seconds(option) == timeout_seconds(option, GPU_PEER_TIMEOUT) == 77
@@ -330,14 +326,12 @@ def test_the_failure_detector_is_on_or_off(launched: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", TIMEOUTS)
 @pytest.mark.parametrize("seconds", ["0", "x"])
-def test_a_time_that_cannot_be_names_its_option(launched: list[Any], name: str, seconds: str) -> None:
+def test_invalid_timeouts(launched: list[Any], name: str, seconds: str) -> None:
     refusal(relaunch_if_requested, [SCRIPT, f"--{name}={seconds}"], match=rf"{name}.*{seconds}")
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
-def test_accelerate_reads_the_file_without_the_list_of_machines(
-    config_file: Callable[..., Path], tmp_path: Path, listed: bool
-) -> None:
+def test_config_copy_without_machines(config_file: Callable[..., Path], tmp_path: Path, listed: bool) -> None:
     values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 2}
     path = config_file(**values, **({"machines": [FIRST, SECOND]} if listed else {}))
     before = path.read_text()

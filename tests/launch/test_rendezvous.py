@@ -21,7 +21,7 @@ from toolkit.launch.rendezvous import Peer, Rendezvous, RendezvousError
 
 
 @pytest.mark.multiprocess
-def test_all_arrive_and_know_each_other() -> None:
+def test_all_ranks_join() -> None:
     known = "[(m.rank, m.host, m.local_rank) for m in failure_detector.current.peers]"
     tell = f"print(*{known}, *launch.list_machines(), sep='; ')"
     body = f"wait_for_line()\n{tell}"
@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fault", FAULTS)
-def test_processes_that_do_not_fit_say_so_each(fault: str) -> None:
+def test_ranks_that_do_not_match(fault: str) -> None:
     options, expected, words = FAULTS[fault]
     with group(*[""] * len(expected), **options) as started:
         ended = started.end()
@@ -92,7 +92,7 @@ rendezvous.find_ranks = fails_at_first
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_fails_on_one_machine_before_the_rendezvous_is_said_on_the_other_too(rank: int) -> None:
+def test_early_failure_is_reported_on_the_other_machine(rank: int) -> None:
     with group("", "", hosts=["A", "B"], before={rank: EARLY}) as started:
         ended = started.end()
     assert codes(ended) == [1, 1]
@@ -102,7 +102,7 @@ def test_what_fails_on_one_machine_before_the_rendezvous_is_said_on_the_other_to
 
 
 @pytest.mark.multiprocess
-def test_rank_0_listens_on_the_address_that_was_named_alone() -> None:
+def test_rank_0_listens_on_master_addr_only() -> None:
     with group("", "", before={1: "wait_for_line()"}) as started:
         rank_0, deadline, ours = psutil.Process(started.ranks[0].pid), time.monotonic() + 30, set()
         while not ours and time.monotonic() < deadline:
@@ -114,7 +114,7 @@ def test_rank_0_listens_on_the_address_that_was_named_alone() -> None:
 
 
 @pytest.mark.multiprocess
-def test_processes_that_are_started_again_call_the_roll_again_in_their_launchers_store() -> None:
+def test_restart_in_the_launchers_store() -> None:
     from torch.distributed import TCPStore
 
     port = free_port()
@@ -144,7 +144,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 @pytest.mark.parametrize(
     ("counts", "before"), [("10", {}), ("01", {}), ("00", {0: ENDS_AND_IS_STARTED_AGAIN})], ids=["0", "1", "0 ends"]
 )
-def test_a_machine_that_was_started_again_before_they_met_is_found(counts: str, before: dict[int, str]) -> None:
+def test_restart_before_the_rendezvous(counts: str, before: dict[int, str]) -> None:
     """They count their attempts differently; where rank 0 is ended, it is waited for."""
     env = [{"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": count} for count in counts]
     ended = told("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=env, before=before)
@@ -152,7 +152,7 @@ def test_a_machine_that_was_started_again_before_they_met_is_found(counts: str, 
 
 
 @pytest.mark.multiprocess
-def test_a_port_of_rank_0_that_is_taken_names_the_process_that_holds_it() -> None:
+def test_taken_port_names_its_process() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -187,7 +187,7 @@ def joined(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -
     return ranks
 
 
-def test_what_each_has_to_say_reaches_all_in_the_order_of_ranks(port: int) -> None:
+def test_exchange(port: int) -> None:
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(joined, range(3)))
         assert [[peer.rank for peer in each.peers] for each in found] == [[0, 1, 2]] * 3
@@ -199,13 +199,13 @@ def test_what_each_has_to_say_reaches_all_in_the_order_of_ranks(port: int) -> No
     assert error.value.missing == [1, 2]
 
 
-def test_a_fault_is_raised_by_all_and_can_be_printed(port: int) -> None:
+def test_fault_is_raised_by_all_and_printable(port: int) -> None:
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda rank: joined(rank, failure="no \x1b[2J good" * (rank == 1)), range(3)))
     assert [str(error) for error in found] == ["no  [2J good"] * 3
 
 
-def test_who_finds_another_program_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_another_programs_port(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
     with socket.create_server((HERE, port)):
         assert "another program" in str(joined(1, seconds=0.1))
@@ -221,7 +221,7 @@ def test_who_finds_another_program_does_not_wait_for_ever(monkeypatch: pytest.Mo
         (None, None, "lo"),  # one node
     ],
 )
-def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
+def test_choose_interface(
     monkeypatch: pytest.MonkeyPatch, own: list[str] | None, given: str | None, chosen: str | None
 ) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -240,7 +240,7 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
     assert found == [chosen, f"={chosen}" if chosen and not given else chosen]
 
 
-def test_two_nodes_of_one_name_are_told_apart_where_they_differ() -> None:
+def test_nodes_of_one_host_name() -> None:
     one, same, other = (SimpleNamespace(host="node", node=node, versions={"torch": torch})
                         for node, torch in (("m0", "2"), ("m1", "2"), ("m1", "1")))  # fmt: skip
     difference: Any = rendezvous._difference

@@ -48,7 +48,7 @@ MORE: dict[str, tuple[list[str], list[str], int]] = {
 
 
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in MORE)])
-def test_the_users_threads(way: str, tmp_path: Path) -> None:
+def test_threads_of_each_launcher(way: str, tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text(SCRIPT)
     before, behind, processes = {**WAYS, **MORE}[way]
@@ -81,7 +81,7 @@ OPTION = "/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py"
         (ONE, [("deepspeed cls.py", ONE)], 1),  # of a container, say
     ],
 )
-def test_who_set_the_threads(
+def test_user_threads(
     env: dict[str, str],
     above: list[tuple[str, dict[str, str]]],
     expected: int | None,

@@ -20,7 +20,7 @@ from toolkit.pretrained import layer_of
 SMALL = (32, 64)
 
 
-def test_a_trial_is_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     first = measure_cached(SMALL)
@@ -38,7 +38,7 @@ def test_a_trial_is_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pyt
     assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
 
 
-def test_without_a_cache_it_is_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
     assert measure_cached(SMALL)["no"] > 0
@@ -54,13 +54,13 @@ def test_without_a_cache_it_is_measured_all_the_same(tmp_path: Path, monkeypatch
         ([{"no": 2.0, "bf16": 1.0}, {"no": 3.0, "bf16": 1.9}], "bf16"),
     ],
 )
-def test_what_is_made_of_it(trials: list[Any], precision: str) -> None:
+def test_faster_precision(trials: list[Any], precision: str) -> None:
     assert faster_precision(slowest_times(trials)) == precision
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
-def test_emulated_bf16_is_never_chosen_nor_waited_for(limit: str) -> None:
+def test_emulated_bf16(limit: str) -> None:
     code = "from toolkit.launch.trial import *; print(faster_precision(measure(BERT_BASE)))"
     environment = {"ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
     command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", code]
@@ -75,7 +75,7 @@ def test_emulated_bf16_is_never_chosen_nor_waited_for(limit: str) -> None:
         (None, BERT_BASE),
     ],
 )
-def test_the_widths_of_a_layer(config: dict[str, Any] | None, widths: tuple[int, int], tmp_path: Path) -> None:
+def test_layer_of(config: dict[str, Any] | None, widths: tuple[int, int], tmp_path: Path) -> None:
     if config:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert layer_of(PretrainedSettings(model_name_or_path=str(tmp_path)))() == widths

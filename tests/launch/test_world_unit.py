@@ -43,9 +43,7 @@ OPTION = "accelerate launch --num_processes"
     ],
 )
 @pytest.mark.parametrize("own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"])
-def test_what_a_launchers_command_line_asks_for(
-    line: str, asked: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parse_launch(line: str, asked: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's own file counts where nothing is named."""
     monkeypatch.setattr(config_args, "default_config_file", own)
     found = _parse_launch(line.split()) or {}
@@ -54,7 +52,7 @@ def test_what_a_launchers_command_line_asks_for(
     assert (found.get("num_processes"), found.get("source")) == (asked or (None, None))
 
 
-def test_an_accelerate_launch_above_this_process_is_seen(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_launch_among_the_parents(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requested_processes(ALONE) == (1, "python")
     assert launch_info()["config_file"] is None
     lines = [["bash"], ["python", "/bin/accelerate", "launch", "--num_processes", "2", "cls.py"]]
@@ -63,9 +61,7 @@ def test_an_accelerate_launch_above_this_process_is_seen(no_launcher: None, monk
     assert requested_processes(ALONE) == (2, "accelerate launch --num_processes")
 
 
-def test_what_was_typed_is_known_when_its_launcher_has_ended(
-    no_launcher: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_is_known_after_its_launcher_has_ended(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`deepspeed` ends at Ctrl-C, and the run says later how to continue it."""
     above = [
         SimpleNamespace(cmdline=lambda line=line: line)
@@ -83,18 +79,18 @@ def test_what_was_typed_is_known_when_its_launcher_has_ended(
     assert launch_info()["command"] == "deepspeed long.py"
 
 
-def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_world(accelerator, ALONE)
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 
 
-def test_one_process_waits_for_nobody(accelerator: Accelerator) -> None:
+def test_barrier_of_one_process(accelerator: Accelerator) -> None:
     wait_for_all(accelerator, "nothing")
     require_equal(accelerator, "nothing", "x")
 
 
-def test_precisions_that_differ_are_named_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [(f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))]
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])
     several: Any = SimpleNamespace(num_processes=3, process_index=0)
@@ -122,7 +118,7 @@ def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pyte
     _check_devices(place)
 
 
-def test_a_scheduler_that_shows_each_process_its_own_gpu(
+def test_scheduler_that_shows_each_process_one_gpu(
     gpus: Callable[[int], None], no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(1)

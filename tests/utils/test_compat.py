@@ -1,4 +1,4 @@
-"""The names of docs/compatibility.md are still in the installed packages; a missing one is told by name."""
+"""The private names of docs/compatibility.md are in the installed packages; the error for a missing one names it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from toolkit.errors import UserError
+from tests.faults import refusal
 from toolkit.utils.compat import TESTED, require
 
-# module -> what its source must still hold; imported by nobody here
+# module (not imported) -> names that its source must contain
 NAMES = {
     "torch.distributed.distributed_c10d": ("_get_default_store", "pg_map"),
     "torch.nn.modules.module": (
@@ -58,14 +58,14 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_the_installed_packages_have_the_names_that_we_reach_for(module: str) -> None:
+def test_installed_packages_have_the_private_names(module: str) -> None:
     spec = importlib.util.find_spec(module)
     assert spec is not None, f"{module} is gone"
     source = Path(str(spec.origin)).read_text(encoding="utf-8")
     assert [name for name in NAMES[module] if not re.search(rf"\b{name}\b", source)] == []
 
 
-def test_torch_has_the_compiled_names() -> None:
+def test_torch_has_the_compiled_private_names() -> None:
     for owner, name in ((torch.distributed.ProcessGroup, "_get_sequence_number_for_group"),
                         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
                         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")):  # fmt: skip
@@ -78,18 +78,14 @@ def test_both_pages_list_every_name(page: str) -> None:
     assert [name for names in NAMES.values() for name in names if not re.search(rf"[`.]{name}`", text)] == []
 
 
-def test_a_guard_gives_what_is_there_and_tells_what_is_gone() -> None:
+def test_require() -> None:
     assert require(torch.distributed, "distributed_c10d._get_default_store", "torch") is not None
     gone = types.SimpleNamespace(__name__="deepspeed.comm.torch")
-    version = re.escape(importlib.metadata.version("deepspeed"))
-    expected = (
-        rf"deepspeed {version} has no deepspeed\.comm\.torch\.build_shm_op any more, which this toolkit needs: "
-        rf"pip install 'deepspeed=={re.escape(TESTED['deepspeed'])}' \(docs/compatibility\.md\)"
-    )
-    with pytest.raises(UserError, match=expected):
-        require(gone, "build_shm_op", "deepspeed")
+    parts = [f"deepspeed {importlib.metadata.version('deepspeed')} has no deepspeed.comm.torch.build_shm_op",
+             f"pip install 'deepspeed=={TESTED['deepspeed']}'"]  # fmt: skip
+    refusal(require, gone, "build_shm_op", "deepspeed", says=parts)
 
 
-def test_the_tested_versions_are_those_of_the_constraints() -> None:
+def test_tested_versions_match_the_constraints() -> None:
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (REPOSITORY / "constraints.txt").read_text(), flags=re.M))
     assert {name: pins[name] for name in TESTED} == TESTED

@@ -73,13 +73,13 @@ def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Pa
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_each_extra_is_tried(run_folder: tuple[Path, Finished]) -> None:
+def test_each_extra_is_tested(run_folder: tuple[Path, Finished]) -> None:
     assert set(PACKAGES) == set(NEEDS) | DOES_WITHOUT
     assert EXTRAS["all"] == [f"finetune-toolkit[{','.join(PACKAGES)}]".replace("demo,", "")]
 
 
 @pytest.mark.parametrize("extra", NEEDS)
-def test_a_command_without_its_extra_names_it(
+def test_error_names_the_missing_extra(
     extra: str, run_folder: tuple[Path, Finished], tiny_model: Path, reviews: Path, tmp_path: Path
 ) -> None:
     values = {"job": " ".join(job(tiny_model, reviews)), "reviews": reviews, "model": tiny_model,

@@ -23,12 +23,12 @@ class Misspelt(Feature):
     ("feature", "says"),
     [(Misspelt(), ["Misspelt.result", "did you mean results"]), (Misspelt, ["instance"]), (None, ["FEATURE"])],
 )
-def test_a_hook_that_does_not_exist(feature: Any, says: list[str]) -> None:
+def test_invalid_feature(feature: Any, says: list[str]) -> None:
     refusal(features.register, feature, says=says)
 
 
 @pytest.mark.parametrize("lines", [None, "a line", 3])
-def test_results_are_lines(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_must_be_lines(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Feature):
         def results(self, *arguments: Any) -> Any:
             return lines
@@ -64,7 +64,7 @@ def test_a_section_of_a_feature(part: type, monkeypatch: pytest.MonkeyPatch) -> 
         assert "word_of_mine" in config.settings_of_features(config.build(config.TaskSettings, {}))
 
 
-def test_a_command_that_exists_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "_REGISTERED", [Feature(Command("report", "another", print))])
     refusal(cli.commands, says=["`toolkit report`"])
     monkeypatch.setattr("sys.argv", ["toolkit", "--help"])

@@ -1,43 +1,36 @@
-"""Files and folders appear whole or not at all."""
+"""toolkit/utils/files.py: files and folders are written completely or not at all."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
+from tests.faults import refusal
 from toolkit.errors import UserError
-from toolkit.utils.files import (
-    draft_path,
-    explain_write_errors,
-    read_table,
-    remove_drafts,
-    replace_file,
-    replace_folder,
-    write_new,
-)
+from toolkit.utils import files
+from toolkit.utils.files import draft_path, explain_write_errors, replace_file, replace_folder
 from toolkit.utils.units import size_text
-
-
-@pytest.mark.parametrize("there", ["file", "link", "link to nowhere"])
-def test_a_new_file_is_never_one_that_is_there(tmp_path: Path, there: str) -> None:
-    path, other = tmp_path / "new", tmp_path / "other"
-    if there != "link to nowhere":
-        (path if there == "file" else other).write_text("kept")
-    if there != "file":
-        path.symlink_to(other)
-    with pytest.raises(FileExistsError):
-        write_new(path, "x")
-    assert not other.exists() or other.read_text() == "kept"
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.parametrize("existing", ["file", "link", "dangling link"])
+def test_write_new_refuses_existing_paths(tmp_path: Path, existing: str) -> None:
+    path, target = tmp_path / "new", tmp_path / "other"
+    if existing != "dangling link":
+        (path if existing == "file" else target).write_text("kept")
+    if existing != "file":
+        path.symlink_to(target)
+    with pytest.raises(FileExistsError):
+        files.write_new(path, "x")
+    assert not target.exists() or target.read_text() == "kept"
+
+
 @pytest.mark.parametrize("flush", [True, False])
-def test_a_file_is_replaced_in_one_move(tmp_path: Path, flush: bool) -> None:
+def test_replace_file(tmp_path: Path, flush: bool) -> None:
     path = tmp_path / "new" / "a.txt"
     for text in ("first", "second"):
         with replace_file(path, flush) as draft:
@@ -49,7 +42,7 @@ def test_a_file_is_replaced_in_one_move(tmp_path: Path, flush: bool) -> None:
     assert (path.read_text(), names(path.parent)) == ("second", ["a.txt"])
 
 
-def test_a_link_is_replaced_in_one_move(tmp_path: Path) -> None:
+def test_replace_link(tmp_path: Path) -> None:
     for target in ("a", "b"):
         (tmp_path / target).mkdir()
         with replace_file(tmp_path / "last") as draft:
@@ -57,7 +50,7 @@ def test_a_link_is_replaced_in_one_move(tmp_path: Path) -> None:
     assert (tmp_path / "last").readlink() == Path("b")
 
 
-def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> None:
+def test_replace_folder(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out"
     with pytest.raises(FileNotFoundError), replace_folder(path) as draft:
         (draft / "x" / "y").touch()
@@ -71,19 +64,18 @@ def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> 
     assert ((path / "x").read_text(), names(path.parent)) == ("second", ["out"])
 
 
-def test_a_full_disk_is_a_line_in_the_words_of_every_library(tmp_path: Path) -> None:
-    """tokenizers and safetensors raise no OSError."""
-    full = "No space left on device (os error 28)"
-    with (
-        pytest.raises(UserError, match=f"{re.escape(full)}; nothing was left behind"),
-        explain_write_errors(tmp_path / "out"),
-    ):
-        raise RuntimeError(full)
-    with pytest.raises(RuntimeError, match="another fault"), explain_write_errors(tmp_path / "out"):
-        raise RuntimeError("another fault")
+@pytest.mark.parametrize(
+    ("message", "raised", "match"),
+    [("No space left on device (os error 28)", UserError, r"\(os error 28\); nothing was left behind"),
+     ("another error", RuntimeError, "another error")],
+)  # fmt: skip
+def test_disk_errors_of_libraries(tmp_path: Path, message: str, raised: type[Exception], match: str) -> None:
+    """tokenizers and safetensors do not raise OSError."""
+    with pytest.raises(raised, match=match), explain_write_errors(tmp_path / "out"):
+        raise RuntimeError(message)
 
 
-def test_only_what_was_made_here_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_own_parents_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.mkdir
 
     def mkdir(path: Path) -> None:
@@ -98,7 +90,7 @@ def test_only_what_was_made_here_is_removed(tmp_path: Path, monkeypatch: pytest.
     assert names(tmp_path) == ["theirs"]
 
 
-def test_what_is_to_be_replaced_can_be_spared(tmp_path: Path) -> None:
+def test_spare(tmp_path: Path) -> None:
     def spare(old: Path) -> None:
         raise UserError(f"it holds {names(old)}")
 
@@ -109,26 +101,25 @@ def test_what_is_to_be_replaced_can_be_spared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (r'{"a": "\ud800"}', "is not JSON"), ("[1]", "holds a list"),
      ("\0", "is not JSON"), ('{"n": "3"}', 'n is "3" and should be a whole number')],
 )  # fmt: skip
-def test_a_malformed_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(UserError, match=says) as caught:
-        read_table(tmp_path / "x.json", {"n": (lambda value: type(value) is int, "a whole number")})
-    assert str(tmp_path / "x.json") in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_malformed_table(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    kinds = {"n": (lambda value: type(value) is int, "a whole number")}
+    refusal(files.read_table, path, kinds, says=[str(path), message])
 
 
-def test_what_a_killed_writer_left_is_put_back_or_removed(tmp_path: Path) -> None:
+def test_remove_drafts(tmp_path: Path) -> None:
     for name in ("model", "adapter"):
         draft_path(tmp_path / name, "old").mkdir()
         draft_path(tmp_path / name).mkdir()
     draft_path(tmp_path / "config.json").touch()
     (tmp_path / "adapter").mkdir()
     (tmp_path / ".hidden").touch()
-    remove_drafts(tmp_path)
+    files.remove_drafts(tmp_path)
     assert names(tmp_path) == [".hidden", "adapter", "model"]
 
 
@@ -137,5 +128,5 @@ def test_what_a_killed_writer_left_is_put_back_or_removed(tmp_path: Path) -> Non
     [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (12_540_000, "12.5 MB"), (999_999_999, "1 GB"),
      (1_340_000_000, "1.34 GB"), (2.5e15, "2500 TB")],
 )  # fmt: skip
-def test_sizes_are_told_in_powers_of_ten(size: float, text: str) -> None:
+def test_size_text(size: float, text: str) -> None:
     assert size_text(size) == text

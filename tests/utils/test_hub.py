@@ -36,7 +36,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
         (lambda: read_hub("nobody/no-data"), "--dataset_name"),
     ],
 )
-def test_a_hub_that_is_not_there(load: Any, setting: str, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_hub(load: Any, setting: str, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
         load()
@@ -46,7 +46,7 @@ def test_a_hub_that_is_not_there(load: Any, setting: str, closed: str, capsys: p
         assert part in str(caught.value)
 
 
-def test_a_copy_in_the_cache_is_taken(
+def test_cached_copy_of_an_unreachable_hub(
     closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("toolkit.utils.hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path))

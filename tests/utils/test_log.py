@@ -18,12 +18,12 @@ def stderr_of(code: str, cwd: Path) -> str:
     return done.err
 
 
-def test_a_line_is_printed_as_it_is_and_once(tmp_path: Path) -> None:
+def test_line_is_printed_once(tmp_path: Path) -> None:
     assert stderr_of(LINE, tmp_path) == "a line\n"
     assert stderr_of(f"{LINE}; logging.info('theirs'); {LINE}", tmp_path) == "a line\na line\n"
 
 
-def test_what_an_application_has_configured_holds(tmp_path: Path) -> None:
+def test_applications_logging_is_kept(tmp_path: Path) -> None:
     form = "format='%(levelname)s %(name)s %(message)s'"
     assert stderr_of(f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}", tmp_path) == (
         "INFO toolkit a line\n"
@@ -33,6 +33,6 @@ def test_what_an_application_has_configured_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("level", "lines"), [("info", "a line\n"), ("warning", "")])
-def test_the_level_is_a_setting(level: str, lines: str, tmp_path: Path) -> None:
+def test_log_level(level: str, lines: str, tmp_path: Path) -> None:
     parse = f"from toolkit import config; config.parse(config.TaskSettings, ['--log_level', '{level}'])"
     assert stderr_of(f"import toolkit.launch; {parse}; {LINE}", tmp_path) == lines

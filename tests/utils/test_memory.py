@@ -73,7 +73,7 @@ def test_an_allocation_that_fails_is_recognised(what: str) -> None:
 
 
 @pytest.mark.parametrize("error", SAID, ids=repr)
-def test_what_libraries_say_is_recognised(error: Exception) -> None:
+def test_library_messages_are_recognised(error: Exception) -> None:
     answer = memory.explain(batch_of(2, 8), False, error)
     assert answer
     assert "\n" not in answer
@@ -82,7 +82,7 @@ def test_what_libraries_say_is_recognised(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
-def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+def test_other_errors_are_not_explained(error: Exception) -> None:
     assert not memory.is_out_of_memory(error)
     assert memory.explain(batch_of(2, 8), False, error) is None
     assert memory.explain(batch_of(2, 8), None, error) is None
@@ -105,7 +105,7 @@ ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("samples", "width", "recomputes", "says", "not_said"), ANSWERS)
-def test_the_answer_names_the_settings_that_help(
+def test_explanation_names_the_settings(
     samples: int, width: int, recomputes: bool | None, says: list[str], not_said: list[str]
 ) -> None:
     answer = memory.explain(batch_of(samples, width), recomputes, MemoryError())
@@ -114,7 +114,7 @@ def test_the_answer_names_the_settings_that_help(
 
 
 @pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])
-def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
+def test_suggested_settings_give_smaller_micro_batches(width: int) -> None:
     for samples in (2, 3, 5, 8, 31, 64):
         answer = memory.explain(batch_of(samples, width), False, MemoryError())
         assert answer is not None
@@ -194,7 +194,7 @@ def test_an_evaluation_with_too_large_a_batch(
 @LIMITED
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", ["all", "1"])
-def test_one_rank_says_it_for_all(files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str) -> None:
+def test_one_rank_reports_for_all(files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str) -> None:
     """Also where the others have memory enough, and wait for the one that has not."""
     way = ["--config_file", "accelerate_configs/ddp.yaml"]
     finished = run_out(files, tiny_model, tmp_path, *LARGE, *way, limited_rank=rank)
@@ -219,7 +219,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 @pytest.mark.parametrize(("first", "limit", "variable"), [(2**40, 2**40, {}), (2**26, 2**26, {}), (2**40, 2**26, {}),
                                                           (2**40, 2**40, {"MALLOC_ARENA_MAX": "4"})])  # fmt: skip
-def test_freed_memory_is_kept_while_there_is_plenty(first: int, limit: int, variable: dict[str, str]) -> None:
+def test_freed_memory_is_kept_up_to_a_limit(first: int, limit: int, variable: dict[str, str]) -> None:
     """64 MiB are 16,384 pages, or 32 huge ones. What a user configures holds."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variable
     command = [sys.executable, "-c", _FAULTS.format(first=first, limit=limit)]

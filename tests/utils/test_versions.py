@@ -40,7 +40,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_any_change_of_a_module_is_another_digest(package: Path) -> None:
+def test_code_digest_changes_with_any_module(package: Path) -> None:
     changes: list[Callable[[], object]] = [
         lambda: (package / "launch" / "b.py").write_text("b = 2\r\n"),
         lambda: (package / "empty.py").touch(),
@@ -51,7 +51,7 @@ def test_any_change_of_a_module_is_another_digest(package: Path) -> None:
     assert len(set(digests)) == 5
 
 
-def test_the_recipe_counts_as_code_by_what_it_holds(package: Path, tmp_path: Path) -> None:
+def test_code_digest_includes_the_recipe(package: Path, tmp_path: Path) -> None:
     one, other, same = (tmp_path / name for name in ("cls.py", "title.py", "copy.py"))
     one.write_text("x = 1\n")
     other.write_text("x = 2\n")
@@ -63,7 +63,7 @@ def test_the_recipe_counts_as_code_by_what_it_holds(package: Path, tmp_path: Pat
         assert versions.code_digest(script) == digests[0]
 
 
-def test_what_differs_is_said_with_who_has_what() -> None:
+def test_describe_differences() -> None:
     other = SAME | {"torch": "2.12.1"}
     assert (
         versions.describe_differences([("A", SAME), ("B", other), ("C", SAME)])
@@ -82,9 +82,7 @@ def test_what_differs_is_said_with_who_has_what() -> None:
         ([{"torch": "1", "code": "x"}, {"python": "3"}], ["torch==2.13.0", "git pull", "same Python"], []),
     ],
 )
-def test_what_differs_is_mended_by_what_rank_0_has(
-    others: list[dict[str, Any]], says: list[str], not_said: list[str]
-) -> None:
+def test_remedy(others: list[dict[str, Any]], says: list[str], not_said: list[str]) -> None:
     said = versions.remedy([("A", SAME), *((f"B{place}", SAME | other) for place, other in enumerate(others))])
     assert all(part in said for part in says)
     assert not any(part in said for part in not_said)
