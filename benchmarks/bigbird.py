@@ -1,12 +1,11 @@
 """BigBird attention at 4096 tokens: ours against transformers', time and peak memory.
 
     python benchmarks/bigbird.py --write              (CPU; some minutes on 2 cores)
-    python benchmarks/bigbird.py --device cuda        (against full SDPA too; nobody has run this mode yet)
+    python benchmarks/bigbird.py --device cuda        (against full SDPA too; not yet run)
 
-One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Each row is of
-processes of its own, which take turns; each peak is less what the process held before the step. On a CPU "kept" rows
-keep the memory that is freed, which glibc otherwise returns to the system. `--write` puts the tables into
-benchmarks/results.
+One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Each row has
+its own processes, which take turns; a peak is the memory that the step adds. On a CPU the rows "freed memory kept" keep
+freed memory, which glibc otherwise returns to the system. `--write` puts the tables into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=4096, help="a multiple of 64, above 704")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model")
-    parser.add_argument("--repeats", type=int, default=7, help="steps of a process, after one that does not count")
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of a process, after one warm-up step")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each row")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md")
     parser.add_argument("--worker", nargs=3, metavar=("WHAT", "HOW", "PEAK"), help=argparse.SUPPRESS)
@@ -52,7 +51,7 @@ def main() -> None:
     lines = [conditions(options)]
     for what, title in (("layer", "One attention layer, forward + backward"),
                         ("model", f"A training step (AdamW) of a classifier of {options.layers} layers")):  # fmt: skip
-        lines += ["", f"## {title}, {options.tokens} tokens", "", *measured(options, what)]
+        lines += ["", f"## {title}, {options.tokens} tokens", "", *measure_table(options, what)]
         print("\n".join(lines if what == "layer" else lines[-len(names(options)) - 5 :]), flush=True)
     if options.write:
         name = "bigbird.md" if options.device == "cpu" else "bigbird-cuda.md"
@@ -66,8 +65,8 @@ def names(options: argparse.Namespace) -> list[str]:
     return [THEIRS, THEIRS + KEPT, "gathered", "gathered" + KEPT]
 
 
-def measured(options: argparse.Namespace, what: str) -> list[str]:
-    """A table: one row per way, ratios against transformers."""
+def measure_table(options: argparse.Namespace, what: str) -> list[str]:
+    """A table with one row per attention; ratios are to transformers."""
     seconds: dict[str, list[float]] = {how: [] for how in names(options)}
     for _ in range(options.rounds):
         for how, each in seconds.items():
@@ -84,7 +83,7 @@ def measured(options: argparse.Namespace, what: str) -> list[str]:
 
 
 def step_of(options: argparse.Namespace, what: str, how: str) -> Callable[[], None]:
-    """One step of a layer or a model, under one attention, as a function."""
+    """A function that runs one step of a layer or a model with one attention."""
     torch.manual_seed(0)
     config = BigBirdConfig(vocab_size=1000, num_hidden_layers=options.layers if what == "model" else 1, **SHAPE,
                            max_position_embeddings=options.tokens)  # fmt: skip
@@ -125,7 +124,7 @@ def _model_step(options: argparse.Namespace, model: Any) -> Callable[[], None]:
 
 
 def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
-    """Seconds of each step, or the bytes that a step takes at most."""
+    """The seconds of each step, or [peak bytes added by a step]."""
     if how.endswith(KEPT):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -144,7 +143,7 @@ def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[fl
 
 
 def spawn(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
-    """`work` in a process of its own."""
+    """`work` in a new process."""
     command = [sys.executable, __file__, "--device", options.device, "--tokens", str(options.tokens), "--layers",
                str(options.layers), "--repeats", str(options.repeats), "--worker", what, how, peak]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
@@ -163,14 +162,14 @@ def peak_of(options: argparse.Namespace, step: Callable[[], None]) -> int:
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # forget how high the memory was while the model was built
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before = _status("VmRSS")
     step()
     return _status("VmHWM") - before
 
 
 def _status(name: str) -> int:
-    """Bytes, of this process alone: getrusage's maximum would be that of the process it was forked from."""
+    """Bytes. Not getrusage: its maximum includes the parent before exec."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 

@@ -1,10 +1,10 @@
-"""What a checkpoint costs, and what resuming costs, on the English demo job.
+"""The cost of a checkpoint and of a resume, in the English demo job.
 
     python benchmarks/checkpoints.py --write            (about 4 minutes on 2 cores)
 
-Per way to run: seconds that training waits for a save (flushed and checked), its bytes, beside
-`cp` + `sync` of the same files, measured right after; and the largest resident memory of a process in a
-run that resumes, beside that of the run that saved.
+For each strategy: seconds that training waits for a save (flushed and verified) and its bytes, compared with `cp` +
+`sync` of the same files right after; and the peak resident memory of a process, in the run that saves and in the one
+that resumes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(output: Path, steps: int, words: list[str]) -> list[dict[str, float]]:
 
 
 def copy_seconds(source: Path, target: Path) -> float:
-    """Seconds of a copy that is on the disk at the end, as a checkpoint is."""
+    """Seconds of a copy, flushed to disk like a checkpoint."""
     started = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     subprocess.run(["sync", "-f", target], check=True)

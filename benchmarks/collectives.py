@@ -1,12 +1,12 @@
-"""Counts what a step of DDP and of FSDP2 asks of the network at 8, 64 and 1,024 ranks, in one process without network.
+"""Counts the collectives and bytes of a step of DDP and FSDP2 on 8, 64 and 1,024 ranks, in one process without network.
 
     python benchmarks/collectives.py --write          (a minute, 3 GB of memory)
 
-torch's fake process group answers every collective at once with nothing, so that this process is rank 0 of any world. A
-BERT-base runs forward and backward wrapped as the recipes have it: DDP with torch's buckets of 25 MiB, FSDP2 with a
-unit for each layer and one for the rest (without data, by FakeTensorMode). Counted are the collectives, by
-`CommDebugMode` and, of DDP's reducer, which is C++, by a hook on its buckets; and the bytes that a ring sends for each
-from one rank (Patarasu and Yuan 2009). What comes back is no gradient, and seconds say nothing.
+torch's fake process group returns from every collective without communication, so that this process can be rank 0 of
+any world. A BERT-base runs forward and backward, wrapped as in the recipes: DDP with torch's buckets of 25 MiB, FSDP2
+with a unit for each layer and one for the rest (without data, by FakeTensorMode). `CommDebugMode` counts collectives,
+and a hook on its buckets those of DDP's C++ reducer; bytes are those that one rank sends in a ring (Patarasu and Yuan
+2009). Gradients are wrong, and times meaningless.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers import BertConfig, BertForSequenceClassification
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (8, 64, 1024)
 _NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce"}
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # as accelerate has it
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # as in accelerate
 
 
 def main() -> None:
@@ -70,10 +70,10 @@ def forward_backward(model: Any) -> None:
     model(input_ids=torch.ones(1, 8, dtype=torch.long)).logits.float().sum().backward()
 
 
-def ring_bytes(name: str, whole: int) -> float:
-    """What one rank sends of a tensor of so many bytes: an all-reduce is a reduce-scatter and an all-gather."""
+def ring_bytes(name: str, size: int) -> float:
+    """Bytes that one rank sends for a tensor of `size` bytes; an all-reduce is a reduce-scatter and an all-gather."""
     world = dist.get_world_size()
-    return whole * (world - 1) / world * (2 if "reduce" in name and "scatter" not in name else 1)
+    return size * (world - 1) / world * (2 if "reduce" in name and "scatter" not in name else 1)
 
 
 Count = tuple[str, int, Counter[str], float]
@@ -81,19 +81,19 @@ Count = tuple[str, int, Counter[str], float]
 
 
 def count_ddp() -> Iterator[Count]:
-    # as the toolkit has it: a BERT's buffers are constants
-    whole = BertForSequenceClassification(BertConfig())
-    model = DistributedDataParallel(whole, gradient_as_bucket_view=True, broadcast_buffers=False)
+    # as in the toolkit: a BERT's buffers are constants
+    bert = BertForSequenceClassification(BertConfig())
+    model = DistributedDataParallel(bert, gradient_as_bucket_view=True, broadcast_buffers=False)
     buckets: list[int] = []
 
-    def note(_, bucket):  # type: ignore[no-untyped-def]  # DDP takes no annotations that are text
+    def record(_, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
         buckets.append(bucket.buffer().nbytes)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    model.register_comm_hook(None, note)
-    forward_backward(model)  # the first step arranges the buckets
+    model.register_comm_hook(None, record)
+    forward_backward(model)  # DDP rebuilds its buckets after the first step
     forward_backward(model)
     for micro_batches in (1, 2):
         buckets.clear()
@@ -106,7 +106,7 @@ def count_ddp() -> Iterator[Count]:
 
 
 class Bytes(TorchDispatchMode):
-    """What a ring sends for the collectives in it."""
+    """Sums the bytes that a ring sends for collectives."""
 
     sent = 0.0
 
@@ -133,7 +133,7 @@ def count_fsdp2(mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) ->
 
 
 def count_step(model: Any, reduced: list[bool]) -> tuple[Counter[str], float]:
-    """Of a step of so many micro-batches, each of which reduces its gradients or not."""
+    """(collectives, bytes) of a step; `reduced`: whether each of its micro-batches reduces gradients."""
     counts, size = Counter[str](), Bytes()
     for reduce in reduced:
         model.set_requires_gradient_sync(reduce)

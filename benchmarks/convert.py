@@ -1,11 +1,10 @@
-"""How fast is `toolkit convert`, against a plain copy and against DeepSpeed's own zero_to_fp32.py?
+"""`toolkit convert` against a plain copy and against DeepSpeed's zero_to_fp32.py.
 
     python benchmarks/convert.py --gigabytes 2 --world 2 --stage 2 --write      (about 2 minutes on 2 cores)
 
-Makes a ZeRO checkpoint of that many gigabytes of fp32 weights with DeepSpeed's own layout (the weights are
-random; the optimizer's moments and the half-precision model beside them make it 3.5 times as large), and
-lets each way turn it into weights, in turns: seconds and peak memory of the whole process. zero_to_fp32.py
-reads it too, and must give the same numbers. The checkpoint is removed at the end.
+Writes a ZeRO checkpoint with that many gigabytes of random fp32 weights in DeepSpeed's layout (3.5 times as large with
+the optimizer's moments and the half-precision model), and converts it by each program in turn: seconds and peak memory
+of the whole process. zero_to_fp32.py must give the same numbers. The checkpoint is removed at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "convert.md"
-LAYERS_WIDTH = 1024  # of BERT-large; there are as many layers as the size asks for
+LAYERS_WIDTH = 1024  # as BERT-large; the number of layers depends on the size
 _THEIRS = (
     "import sys; from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert; "
     "convert(sys.argv[1], sys.argv[2], safe_serialization=True)"
@@ -34,11 +33,11 @@ _THEIRS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of fp32 weights [2]")
-    parser.add_argument("--world", type=int, default=2, help="processes that wrote it [2]")
+    parser.add_argument("--world", type=int, default=2, help="ranks that wrote it [2]")
     parser.add_argument("--stage", type=int, choices=(2, 3), default=2, help="of ZeRO [2]")
-    parser.add_argument("--repeats", type=int, default=5, help="of each way, in turns [5]")
-    parser.add_argument("--cold", action="store_true", help="drop the files from memory before each")
-    parser.add_argument("--folder", default=None, help="where to work; needs 8 times the gigabytes")
+    parser.add_argument("--repeats", type=int, default=5, help="of each program, in turns [5]")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each")
+    parser.add_argument("--folder", default=None, help="for temporary files; needs 8 times the gigabytes")
     parser.add_argument("--skip_zero_to_fp32", action="store_true", help="it needs as much memory as the model")
     parser.add_argument("--write", action="store_true", help=f"add the table to {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--make", help=argparse.SUPPRESS)
@@ -54,7 +53,7 @@ def main() -> None:
         RESULTS.write_text(f"{before}\n{table}", encoding="utf-8")
 
 
-# making a checkpoint
+# ---- writing a checkpoint
 
 
 def shapes(size: int) -> dict[str, tuple[int, ...]]:
@@ -126,11 +125,11 @@ def model_states(named: Mapping[str, tuple[int, ...]], world: int, stage: int) -
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1}, "ds_version": "0.19.8"}  # fmt: skip
 
 
-# measuring
+# ---- measuring
 
 
 def measure_all(folder: Path, options: argparse.Namespace) -> str:
-    """Makes the checkpoint, runs every way in turns, and returns the table with its conditions."""
+    """Writes the checkpoint, runs all programs in turns, and returns the table with its conditions."""
     checkpoint, out, reference = folder / "checkpoint", folder / "out", folder / "reference"
     arguments = ["--make", str(checkpoint), "--gigabytes", str(options.gigabytes), "--world", str(options.world)]
     run([sys.executable, __file__, *arguments, "--stage", str(options.stage)])
@@ -159,7 +158,7 @@ def measure_all(folder: Path, options: argparse.Namespace) -> str:
 
 
 def prepare(out: Path, files: Sequence[Path], cold: bool) -> None:
-    """Nothing left to write from the run before; the files in memory, or none of them."""
+    """Flushes earlier writes; reads the files into the page cache, or drops them from it."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
     for path in files:
@@ -172,7 +171,7 @@ def prepare(out: Path, files: Sequence[Path], cold: bool) -> None:
 
 
 def run(command: Sequence[str]) -> tuple[float, int]:
-    """(seconds, peak resident memory in bytes) of a process; ends this one when it fails."""
+    """(seconds, peak resident memory in bytes) of a process. Exits if it fails."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     began = time.monotonic()
     process = subprocess.Popen(
@@ -189,7 +188,7 @@ def run(command: Sequence[str]) -> tuple[float, int]:
 
 
 def check_same(theirs: Sequence[str], out: Path, reference: Path) -> None:
-    """DeepSpeed's tool reads the made checkpoint, and gives the bytes that ours gave."""
+    """Checks that DeepSpeed's tool gives the same tensors."""
     run(theirs)
     program = (
         "import sys, torch; from pathlib import Path; from safetensors import safe_open\n"
@@ -219,7 +218,7 @@ def report(timings: dict[str, list[tuple[float, int]]], options: argparse.Namesp
         memory = max(peak for _, peak in runs) / 2**20
         peak = f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB"
         if "cp`" in way:
-            peak = ""  # what is counted for such a small process is its parent's
+            peak = ""  # ru_maxrss of such a small process is its parent's
         ratios = f"{median / plain:.2f} | {median / flushed:.2f}"
         lines.append(f"| {way} | {min(seconds):.2f} | {median:.2f} | {ratios} | {peak} |")
     state = "not in memory (cold)" if options.cold else "in memory (warm page cache)"

@@ -1,11 +1,10 @@
-"""What the settings for uneven classes, and those of docs/fine-tuning-craft.md, are worth on the English demo data.
+"""Metrics with the settings for uneven classes, and with those of docs/fine-tuning-craft.md, on English demo data.
 
     python benchmarks/craft.py uneven [NAME ...]     one review in eleven is positive
     python benchmarks/craft.py craft [NAME ...]      few rows: 200 reviews, both classes alike
 
-MiniLM (6 layers) of the demo, one process. Each NAME is trained with two seeds; a line per name with the means over
-them, and the spread (largest - smallest) of macro F1, on test rows that no training has seen. Figures of the first:
-docs/uneven-classes.md.
+MiniLM (6 layers) of the demo, one process. Trains each NAME with two seeds; prints their mean metrics on the test rows,
+and the spread (largest - smallest) of macro F1. The first table is in docs/uneven-classes.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from toolkit.data.read import read_demo
 
 SEEDS = (1, 2)
 COMMON = ["--model_name_or_path", "demo:minilm", "--max_length", 32, "--report_to", "none", "--warmup_ratio", 0.1]
-# rows of (neg, pos) in train, validation, test; what all runs have; what each has
+# rows of (neg, pos) in train, validation, test; settings of all runs; name -> its settings
 KINDS: dict[str, tuple[tuple[tuple[int, int], ...], list[Any], dict[str, list[Any]]]] = {
     "uneven": (
         ((800, 80), (200, 20), (500, 50)),
@@ -83,14 +82,14 @@ def main() -> None:
         ]
         run_jobs(Path(folder), [], jobs, seconds=3000)
         for name in names or every:
-            found = [last(Path(folder, f"{name}{seed}")) for seed in SEEDS]
-            means = {key: round(float(np.mean([one[key] for one in found])), 4) for key in found[0]}
-            f1 = [one["f1_macro"] for one in found]
+            results = [last(Path(folder, f"{name}{seed}")) for seed in SEEDS]
+            means = {key: round(float(np.mean([one[key] for one in results])), 4) for key in results[0]}
+            f1 = [one["f1_macro"] for one in results]
             print(json.dumps({"name": name, **means, "spread": round(max(f1) - min(f1), 4)}), flush=True)
 
 
 def last(run: Path) -> dict[str, float]:
-    """The numbers of the saved model on the test rows."""
+    """Metrics of the saved model on the test rows."""
     line = lines_of(run / "eval.jsonl")[-1]
     assert line["split"] == "test"
     rare = {f"pos_{name}": line["per_class"]["pos"][name] for name in ("precision", "recall", "f1")}
@@ -99,16 +98,16 @@ def last(run: Path) -> dict[str, float]:
 
 
 def write(folder: Path, sizes: tuple[tuple[int, int], ...]) -> list[str]:
-    """Draws the rows of each split, none twice; returns the settings that name the files."""
+    """Samples disjoint rows for each split; returns the settings of the files."""
     frame = read_demo("demo:rotten-tomatoes")["train"].rows.to_pandas().drop_duplicates("text")
     frame = frame.sample(frac=1, random_state=7)
-    left = {name: frame[frame["label"] == name] for name in ("neg", "pos")}
+    remaining = {name: frame[frame["label"] == name] for name in ("neg", "pos")}
     settings: list[str] = []
     for split, counts in zip(("train", "validation", "test"), sizes, strict=True):
         parts = []
-        for name, count in zip(left, counts, strict=True):
-            parts.append(left[name][:count])
-            left[name] = left[name][count:]
+        for name, count in zip(remaining, counts, strict=True):
+            parts.append(remaining[name][:count])
+            remaining[name] = remaining[name][count:]
             assert len(parts[-1]) == count
 
         pd.concat(parts).sample(frac=1, random_state=7).to_csv(folder / f"{split}.csv", index=False)

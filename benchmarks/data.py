@@ -1,10 +1,10 @@
-"""What preparing data takes, and what a step and a start take afterwards, by the number of rows.
+"""Time and memory of preparing data, and of a start and a step afterwards, by the number of rows.
 
     python benchmarks/data.py                       # writes benchmarks/results/data.md
 
-Rows are short English reviews of the `demo` extra, about 120 bytes of CSV each, every one with a number of its own.
-Prepared by `toolkit prepare` in a process of its own; beside it the tokenizer's own rate: the same texts, already in
-memory, through `encode_batch_fast` on all cores, measured before and after, since the machine may have other work.
+Rows are short English reviews of the `demo` extra, about 120 bytes of CSV each, each with another number. `toolkit
+prepare` is compared with the tokenizer alone: `encode_batch_fast` of the same texts in memory, on all cores, measured
+before and after, since the machine may be busy.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def write_rows(path: Path, rows: int) -> None:
             file.write(f'"{number} {doubled}",{"pos" if number % 3 else "neg"}\n')
 
 
-def own_rate(path: Path, rows: int) -> float:
-    """Texts a second, of 40,000 from all over the file: the numbers of later rows take more tokens."""
+def tokenizer_rate(path: Path, rows: int) -> float:
+    """Texts per second of the tokenizer, for 40,000 texts from the whole file (later row numbers take more tokens)."""
     texts = [line.rsplit(",", 1)[0] for line in itertools.islice(path.open(), 1, None, max(1, rows // 40_000))]
     tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL)).backend_tokenizer
     tokenizer.enable_truncation(128)
@@ -59,7 +59,7 @@ def own_rate(path: Path, rows: int) -> float:
 
 
 def prepare(path: Path, cache: Path) -> tuple[float, float]:
-    """(seconds, peak resident GB) of `toolkit prepare`, its start included."""
+    """(seconds, peak resident GB) of the command `toolkit prepare`."""
     words = ["prepare", "--train_file", path, "--model_name_or_path", model_path(MODEL), "--max_length", "128"]
     started = time.perf_counter()
     process = subprocess.Popen(
@@ -74,7 +74,7 @@ def prepare(path: Path, cache: Path) -> tuple[float, float]:
 
 
 def steps(folder: Path) -> dict[str, float]:
-    """In a process of its own: the start after the cache, and what a step takes of the data."""
+    """Run in a new process: the start from the cache, and the time and memory of data in a step."""
     import torch
 
     tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL))
@@ -98,13 +98,13 @@ def steps(folder: Path) -> dict[str, float]:
 
 
 def resident() -> tuple[float, float]:
-    """GB of this process's own memory, and of mapped files, whose pages the system takes back at will."""
+    """(GB of anonymous memory, GB of mapped files, whose pages the kernel can drop)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["RssAnon"].split()[0]) / 1e6, int(status["RssFile"].split()[0]) / 1e6
 
 
 def make_split(folder: Path, rows: int) -> None:
-    """Tokens of texts as long as the reviews are, without a tokenizer."""
+    """Writes random tokens with lengths like the reviews'."""
     (folder / "train").mkdir(parents=True)
     generator, end = np.random.default_rng(1), 0
     with (
@@ -122,8 +122,8 @@ def make_split(folder: Path, rows: int) -> None:
 
 
 def predicting(root: Path, rows: int) -> dict[str, float]:
-    """In a process of its own: the part of the time in which the model computes, of a prediction from reading the file
-    to its last part; the time that loading the model takes is left out."""
+    """Run in a new process: the share of time in which the model computes, from reading the file to the last part,
+    without loading the model."""
     from transformers import AutoModelForSequenceClassification
 
     from toolkit.cli import build_parser
@@ -134,23 +134,23 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
     load_tokenizer(ModelSettings(model_name_or_path=MODEL)).save_pretrained(root / "model")
     write_rows(root / "new.csv", rows)
     predict_file.WINDOW_ROWS = 4096
-    loaded, computed = SavedModel, 0.0
-    make, outputs, loading = loaded.load, loaded.compute_outputs, 0.0
+    computed = loading = 0.0
+    load, compute_outputs = SavedModel.load, SavedModel.compute_outputs
 
-    def timed_make(self: Any, *given: Any) -> None:
+    def timed_load(self: Any, *arguments: Any) -> None:
         nonlocal loading
         started = time.perf_counter()
-        make(self, *given)
+        load(self, *arguments)
         loading += time.perf_counter() - started
 
-    def timed_outputs(self: Any, *given: Any) -> Any:
+    def timed_outputs(self: Any, *arguments: Any) -> Any:
         nonlocal computed
         started = time.perf_counter()
-        found = outputs(self, *given)
+        outputs = compute_outputs(self, *arguments)
         computed += time.perf_counter() - started
-        return found
+        return outputs
 
-    loaded.load, loaded.compute_outputs = timed_make, timed_outputs  # type: ignore[method-assign]
+    SavedModel.load, SavedModel.compute_outputs = timed_load, timed_outputs  # type: ignore[method-assign]
     words = ["predict", root / "model", root / "new.csv", "--text_column", "text", "--max_length", "128"]
     started = time.perf_counter()
     predict_file.predict_file(build_parser().parse_args(list(map(str, words))))
@@ -167,14 +167,14 @@ def prepared_lines(counts: list[int], root: Path) -> list[str]:
     for rows in counts:
         path = root / f"{rows}.csv"
         write_rows(path, rows)
-        first = own_rate(path, rows)
+        first = tokenizer_rate(path, rows)
         seconds, peak = prepare(path, root / f"cache-{rows}")
-        start, _ = prepare(path, root / f"cache-{rows}")  # everything but the making
+        start, _ = prepare(path, root / f"cache-{rows}")  # without tokenizing
         rate = rows / (seconds - start)
-        own = (first + (last := own_rate(path, rows))) / 2
+        mean = (first + (last := tokenizer_rate(path, rows))) / 2
         lines.append(
             f"| {rows:,} | {path.stat().st_size / 1e6:.0f} | {seconds:.1f} | {start:.1f} | {rate:.0f} | {first:.0f}, "
-            f"{last:.0f} | {100 * rate / own:.0f} % | {peak:.2f} |"
+            f"{last:.0f} | {100 * rate / mean:.0f} % | {peak:.2f} |"
         )
         print(lines[-1], flush=True)
     return lines
@@ -188,12 +188,12 @@ def step_lines(counts: list[int], root: Path) -> list[str]:
     for rows in counts:
         make_split(root / f"split-{rows}", rows)
         command = [sys.executable, __file__, "--measure_steps", str(root / f"split-{rows}")]
-        said: dict[str, Any] = json.loads(
+        result: dict[str, Any] = json.loads(
             subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]
         )
         lines.append(
-            f"| {rows:,} | {said['start']:.2f} | {said['computed']:.2f} | {1000 * said['step']:.2f} "
-            f"| {said['own']:.2f} | {said['mapped']:.2f} |"
+            f"| {rows:,} | {result['start']:.2f} | {result['computed']:.2f} | {1000 * result['step']:.2f} "
+            f"| {result['own']:.2f} | {result['mapped']:.2f} |"
         )
         print(lines[-1], flush=True)
     return lines
@@ -216,7 +216,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepared, after = prepared_lines(options.rows, Path(folder)), step_lines(options.steps, Path(folder))
         if not options.predicted:
-            return  # a part alone is printed, and not kept
+            return  # an incomplete page is not written
         command = [sys.executable, __file__, "--measure_predict", folder, "--predicted", str(options.predicted)]
         predicted: dict[str, float] = json.loads(
             subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]

@@ -1,10 +1,10 @@
-"""What a teacher is worth: a student of 3 layers with and without MiniLM's 6, fine-tuned on the same film reviews.
+"""Distillation: a student of 3 layers with and without MiniLM's 6 as teacher, fine-tuned on the same film reviews.
 
-    python benchmarks/distillation.py --write            (--seconds 200: a part of it; the same command goes on)
+    python benchmarks/distillation.py --write            (--seconds 200: stop early; the same command continues)
 
-The teacher is fine-tuned once; each student begins as layers 1, 3 and 6 of MiniLM, once without and once with the
-teacher, for several seeds, on the same rows. Runs that are finished in --folder are not done again. `--write` puts the
-table into benchmarks/results.
+The teacher is fine-tuned once; each student starts as layers 1, 3 and 6 of MiniLM and is trained with and without the
+teacher, on the same rows, for several seeds. Finished runs in --folder are not repeated. `--write` puts the table into
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/distillation.md")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/distillation"), help="[/tmp/distillation]")
     parser.add_argument("--seeds", type=int, default=2, help="of each student [2]")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so many; go on another time")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     three = ["--num_hidden_layers", "3", "--num_train_epochs", "2"]
@@ -37,8 +37,8 @@ def main() -> None:
     runs = {TEACHER: [train(options.folder / "teacher", ["--num_train_epochs", "2"], until)]}
     for seed in range(1, options.seeds + 1):
         for name, kind, settings in ((ALONE, "alone", three), (TAUGHT, "taught", taught)):
-            found = train(options.folder / f"{kind}-{seed}", [*settings, "--seed", str(seed)], until)
-            runs.setdefault(name, []).append(found)
+            folder = train(options.folder / f"{kind}-{seed}", [*settings, "--seed", str(seed)], until)
+            runs.setdefault(name, []).append(folder)
     lines = ["| model | accuracy | lowest to highest | F1 (macro) | parameters | rows/s in `toolkit predict` |"]
     lines += ["|---|---|---|---|---|---|", *(row(name, folders, options.folder) for name, folders in runs.items())]
     print("\n".join(lines))
@@ -54,10 +54,10 @@ def main() -> None:
 
 
 def train(folder: Path, settings: list[str], until: float) -> Path:
-    """The folder of a run of recipes/cls.py, where it is not there yet."""
+    """Runs recipes/cls.py unless the folder has a finished run."""
     if not (folder / "report.html").exists():
         if time.monotonic() > until:
-            sys.exit(f"{folder.name} and those after it are left: the same command goes on")
+            sys.exit(f"stopped before {folder.name}: the same command continues")
         command = [sys.executable, "recipes/cls.py", *COMMON, *settings, "--output_dir", str(folder),
                    "--overwrite_output_dir"]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -75,15 +75,15 @@ def row(name: str, folders: list[Path], here: Path) -> str:
 
 
 def speed(model: Path, here: Path) -> float:
-    """Rows a second of `toolkit predict` on 2 000 reviews, reading and writing included, starting not."""
+    """Rows per second of `toolkit predict` on 2 000 reviews, with reading and writing, without the start."""
     from toolkit.data.read import read_demo
 
     file = here / "rows.csv"
     rows = read_demo("demo:rotten-tomatoes")["train"].rows.select(range(2000)).select_columns(["text"])
     rows.to_csv(file, index=False)
     command = [sys.executable, "-m", "toolkit", "predict", str(model), str(file), "--overwrite"]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stderr
-    return float(said.split("(")[-1].split(" a second")[0])
+    log = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stderr
+    return float(log.split("(")[-1].split(" a second")[0])
 
 
 if __name__ == "__main__":

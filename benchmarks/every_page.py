@@ -1,10 +1,10 @@
-"""Makes the pages of benchmarks/results again, on one machine and from one commit.
+"""Regenerates the pages of benchmarks/results on one machine, from one commit.
 
-    make benchmarks                                      about two hours on two cores that nothing else uses
-    python benchmarks/every_page.py trainer ways         these alone
+    make benchmarks                                      about two hours on two idle cores
+    python benchmarks/every_page.py trainer ways         these only
 
-Each page is made by the command beside its name in PAGES. benchmarks/results/index.md lists the commit, the machine and
-the minutes of each page; a page whose command fails keeps its old content, and the command line ends with exit code 1.
+PAGES has the commands of each page. benchmarks/results/index.md lists the commit, the machine and
+the minutes of each page; a page whose command fails keeps its old content, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODEL = "{folder}/run/model"
-"""Of the demo job, which is trained first where a page needs it."""
+"""Of the demo job, which the page's first command trains."""
 PREDICT = ["predict", MODEL, "--kept", "{folder}/predict"]
 
 ALL_LENGTHS = ["--lengths", "128", "512"]
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def make(page: str) -> bool:
-    """Runs a page's commands, one after the other, and adds it to the index. False where one fails."""
+    """Runs a page's commands and adds it to the index. Returns False where one fails."""
     started, load = time.monotonic(), os.getloadavg()[0]
     before = {file: file.read_bytes() for file in RESULTS.glob("*.md")}
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def make(page: str) -> bool:
                 return False
     commit = git("rev-parse", "--short", "HEAD")
     if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"):
-        commit += "-dirty"  # pages of results do not count: this program writes them
+        commit += "-dirty"  # this program writes results itself
     minutes = (time.monotonic() - started) / 60
     index(page, f"| {page} | {commit} | {date.today()} | {cpu()} | {load:.1f} | {minutes:.1f} |")
     return True
@@ -111,7 +111,7 @@ def cpu() -> str:
 
 
 def index(page: str, row: str) -> None:
-    """Puts a page's row into the index, in the place of an older one."""
+    """Adds or replaces a page's row in the index."""
     file = RESULTS / "index.md"
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     rows = {line.split(" | ")[0]: line for line in [*lines, row] if line.split(" | ")[0].lstrip("| ") in PAGES}

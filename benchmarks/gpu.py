@@ -1,20 +1,20 @@
-"""What a GPU gets out of this toolkit, beside `transformers.Trainer`: one command, about half an hour on an H100.
+"""This toolkit against `transformers.Trainer` on a GPU: one command, about half an hour on an H100.
 
     python benchmarks/gpu.py --write                writes benchmarks/results/gpu-NAME.md
-    python benchmarks/gpu.py --tiny --device cpu    every line of it, at toy size, in minutes: figures of no use
+    python benchmarks/gpu.py --tiny --device cpu    all of it at toy size, in minutes, with meaningless figures
 
-Needs torch, transformers, accelerate and this package, and no network: weights are random, texts are random words of
-real reviews' lengths. bf16 where nothing else is said.
+Needs torch, transformers, accelerate and this package, and no network: weights are random, texts are random words with
+the lengths of real reviews. bf16 unless stated otherwise.
 
     ours      as recipes/cls.py trains and evaluates
     compiled  the same with --torch_compile
     rows      the same with --padding_free (attention itself padded: torch's kernel for rows has no dropout)
     ours0     as ours, without dropout of attention; rows0: rows likewise, by that kernel
     tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging
-    plain     Trainer as most scripts have it: every text padded to the longest, fp32, defaults
+    plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
-Each run is a fresh process, and the contestants take turns. Training is timed in its second epoch. MFU counts real
-tokens alone (docs/models.md): padding is no useful arithmetic.
+Each run is a new process, and the contestants take turns. The second epoch of training is timed. MFU counts real tokens
+only (docs/models.md), not padding.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each contestant [3]")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-NAME.md")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(work(json.loads(given.worker))))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(work(json.loads(options.worker))))
         return
     import torch
 
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no GPU is found: run this on a GPU machine, or --tiny --device cpu for a rehearsal")
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-    page = "\n".join([*introduction(name), *trained(given, name), *an_epoch(given, name), *long_texts(given), ""])
-    if given.write:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU: run this on a GPU machine, or pass --tiny --device cpu for a test")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    page = "\n".join([*introduction(name), *trained(options, name), *an_epoch(options, name), *long_texts(options), ""])
+    if options.write:
         target = ROOT / "benchmarks" / "results" / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
         target.write_text(page, encoding="utf-8")
     print(page)
@@ -81,64 +81,64 @@ def introduction(name: str) -> list[str]:
         "-           ", "  "), "", f"{trainer.processor()}, {libraries}; {command}"]  # fmt: skip
 
 
-# the parts of the page
+# ---- the parts of the page
 
 
-def trained(given: Namespace, name: str) -> list[str]:
-    """Training and evaluation, models x lengths."""
+def trained(options: Namespace, name: str) -> list[str]:
+    """Training and evaluation, for all models and lengths."""
     lines = []
-    for model in ("toy",) if given.tiny else ("BERT-base", "BERT-large"):
+    for model in ("toy",) if options.tiny else ("BERT-base", "BERT-large"):
         for texts in ("real reviews", "512 tokens"):
             for task, who in TASKS:
-                who = [each for each in who if each != "compiled" or not given.tiny]  # it takes longer than all else
+                who = [each for each in who if each != "compiled" or not options.tiny]  # too slow
                 lines += ["", f"## {model}, {texts}: {'training' if task == 'train' else 'evaluation'}", ""]
-                lines += table(given, name, who, {"model": model, "texts": texts, "task": task})
+                lines += table(options, name, who, {"model": model, "texts": texts, "task": task})
     return lines
 
 
-def an_epoch(given: Namespace, name: str) -> list[str]:
+def an_epoch(options: Namespace, name: str) -> list[str]:
     """The time of an epoch of 9,216 texts of 128 tokens; the goal on an H200 is 2 s."""
-    model, samples = ("toy", 32) if given.tiny else ("BERT-base", 9216)
+    model, samples = ("toy", 32) if options.tiny else ("BERT-base", 9216)
     title = f"## {model}: an epoch of {samples} samples of 128 tokens"
     spec = {"model": model, "texts": "128 tokens", "task": "train", "samples": samples}
-    return ["", title, "", *table(given, name, ["ours"] if given.tiny else ["ours", "compiled"], spec)]
+    return ["", title, "", *table(options, name, ["ours"] if options.tiny else ["ours", "compiled"], spec)]
 
 
-def long_texts(given: Namespace) -> list[str]:
-    """BigBird against transformers', and full attention."""
-    tokens, layers, repeats = (1024, 1, 1) if given.tiny else (4096, 12, 5)
-    options = Namespace(device=given.device, tokens=tokens, layers=layers, repeats=repeats)
+def long_texts(options: Namespace) -> list[str]:
+    """Our BigBird against transformers' and full attention."""
+    tokens, layers, repeats = (1024, 1, 1) if options.tiny else (4096, 12, 5)
+    options = Namespace(device=options.device, tokens=tokens, layers=layers, repeats=repeats)
     title = f"## BigBird of {layers} layers: a training step on {tokens} tokens"
     note = "`full` is full attention by SDPA, torch's flash kernel, with other numbers."
-    return ["", title, "", note, "", *bigbird.measured(options, "model")]
+    return ["", title, "", note, "", *bigbird.measure_table(options, "model")]
 
 
-def table(given: Namespace, name: str, contestants: list[str], spec: dict[str, Any]) -> list[str]:
-    samples = spec.get("samples") or (32 if given.tiny else given.samples)
-    found: dict[str, list[dict[str, float]]] = {who: [] for who in contestants}
+def table(options: Namespace, name: str, contestants: list[str], spec: dict[str, Any]) -> list[str]:
+    samples = spec.get("samples") or (32 if options.tiny else options.samples)
+    results: dict[str, list[dict[str, float]]] = {who: [] for who in contestants}
     failed: dict[str, str] = {}
-    for number in range(1 if given.tiny else given.rounds):
+    for number in range(1 if options.tiny else options.rounds):
         for who in contestants:
             if who in failed:
                 continue
-            measured = spawn({**spec, "who": who, "samples": samples, "device": given.device, "tiny": given.tiny})
+            measured = spawn({**spec, "who": who, "samples": samples, "device": options.device, "tiny": options.tiny})
             if isinstance(measured, str):
                 failed[who] = measured
             else:
-                found[who].append(measured)
-            said = failed.get(who) or f"{measured['seconds']:.2f} s"
+                results[who].append(measured)
+            outcome = failed.get(who) or f"{measured['seconds']:.2f} s"
             print(
-                f"{spec['model']} {spec['texts']} {spec['task']} {number + 1} {who}: {said}",
+                f"{spec['model']} {spec['texts']} {spec['task']} {number + 1} {who}: {outcome}",
                 file=sys.stderr,
                 flush=True,
             )
     lines = ["| | seconds | samples/s | real tokens/s | MFU | peak GB | time / ours |", "|---|---|---|---|---|---|---|"]
-    return lines + [row(who, runs, found["ours"], name) if runs else f"| {who} | {failed[who]} | | | | | |"
-                    for who, runs in found.items()]  # fmt: skip
+    return lines + [row(who, runs, results["ours"], name) if runs else f"| {who} | {failed[who]} | | | | | |"
+                    for who, runs in results.items()]  # fmt: skip
 
 
 def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], name: str) -> str:
-    """Medians; the ratios are taken round by round."""
+    """Medians; ratios are within a round."""
     from toolkit.training.mfu import peak_flops
 
     seconds = statistics.median(run["seconds"] for run in runs)
@@ -153,8 +153,8 @@ def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], na
 
 
 def spawn(spec: dict[str, Any]) -> dict[str, float] | str:
-    """`work` in a fresh process; the last line of what it said where it failed, for lack of memory say."""
-    if spec["tiny"] and spec["who"] != "plain":  # an import takes longer than a toy
+    """`work` in a new process; its last line of stderr if it failed, for example out of memory."""
+    if spec["tiny"] and spec["who"] != "plain":  # in this process: imports take longer than a toy model
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -167,7 +167,7 @@ def spawn(spec: dict[str, Any]) -> dict[str, float] | str:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-# one contestant, in its own process
+# ---- one contestant, in its own process
 
 
 def work(spec: dict[str, Any]) -> dict[str, float]:
@@ -185,7 +185,7 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
     split = job.data.train if spec["task"] == "train" else job.data.validation
     count = training_flops(job.model)
     assert count is not None
-    flops = count(split.lengths) * (1 if spec["task"] == "train" else 1 / 3)  # forward alone
+    flops = count(split.lengths) * (1 if spec["task"] == "train" else 1 / 3)  # forward only
     peak = torch.cuda.max_memory_allocated() if spec["device"] == "cuda" else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # fmt: skip
     return {
@@ -198,7 +198,7 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
 
 
 def job_of(spec: dict[str, Any], folder: str) -> Any:
-    """A random model, random texts, and the settings of `trainer.make_settings`; two epochs, of which one is timed."""
+    """A random model, random texts, and settings of two epochs, the second of which is timed."""
     import dataclasses
 
     from toolkit.config import TaskSettings, build
@@ -229,7 +229,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
 
 
 def split_of(name: str, samples: int, texts: str, longest: int, seed: int) -> Any:
-    """Random words, of real reviews' lengths or all of one."""
+    """Random words, with the lengths of real reviews or all of the same length."""
     import numpy as np
 
     from toolkit.data.tokens import Split
@@ -237,15 +237,15 @@ def split_of(name: str, samples: int, texts: str, longest: int, seed: int) -> An
     generator = np.random.default_rng(seed)
     lengths = np.full(samples, longest)
     if not texts[0].isdigit():
-        places = generator.uniform(0, len(REVIEWS) - 1, samples)
-        lengths = np.minimum(np.interp(places, np.arange(len(REVIEWS)), REVIEWS).astype(int), longest)
+        percentiles = generator.uniform(0, len(REVIEWS) - 1, samples)
+        lengths = np.minimum(np.interp(percentiles, np.arange(len(REVIEWS)), REVIEWS).astype(int), longest)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     words = generator.integers(1000, VOCABULARY, offsets[-1], dtype=np.int32)
     return Split(name, Path(), words, offsets, generator.integers(0, 2, samples), np.arange(samples))
 
 
 def tokenizer_of() -> Any:
-    """Pads, and nothing else is asked of it."""
+    """Used for padding only."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -257,7 +257,7 @@ def tokenizer_of() -> Any:
 
 
 def model_of(spec: dict[str, Any]) -> Any:
-    """As `load_classifier` makes ours, and as transformers has it for the others."""
+    """A model as by `load_classifier`, or a plain one for Trainer."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 

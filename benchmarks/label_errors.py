@@ -1,9 +1,9 @@
-"""How many planted label errors `--folds` finds.
+"""The share of planted label errors that `--folds` finds.
 
     python benchmarks/label_errors.py [--dataset demo:rotten-tomatoes] [--samples 3000] [--folds 5] [--epochs 2]
 
-It gives 5 % of the rows of English demo data another label, trains MiniLM in folds by recipes/cls.py, and compares
-label_errors.jsonl with what was planted. Writes benchmarks/results/label_errors-NAME.md.
+Changes the labels of 5 % of the rows of English demo data, trains MiniLM in folds by recipes/cls.py, and compares
+label_errors.jsonl with the changed rows. Writes benchmarks/results/label_errors-NAME.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def planted(folder: Path, dataset: str, samples: int, share: float) -> tuple[Path, set[int]]:
+def plant_errors(folder: Path, dataset: str, samples: int, share: float) -> tuple[Path, set[int]]:
     """(a CSV file of texts and labels, the rows with a wrong label)."""
     from toolkit.data.read import read_demo
 
@@ -40,15 +40,15 @@ def planted(folder: Path, dataset: str, samples: int, share: float) -> tuple[Pat
 
 
 def at_cuts(ranked: list[int], wrong: set[int], samples: int) -> list[dict[str, Any]]:
-    """Precision and recall of the first so many rows of a ranking."""
+    """Precision and recall of the first rows of a ranking, at several cuts."""
     cuts = {"half as many as planted": len(wrong) // 2, "as many as planted": len(wrong),
             "twice as many": 2 * len(wrong), "three times as many": 3 * len(wrong)}  # fmt: skip
-    found = []
+    results = []
     for name, cut in [*cuts.items(), ("all that are suspected", len(ranked))]:
         hits = len(wrong & set(ranked[:cut]))
-        found.append({"cut": name, "rows": min(cut, len(ranked)), "of all rows": min(cut, len(ranked)) / samples,
+        results.append({"cut": name, "rows": min(cut, len(ranked)), "of all rows": min(cut, len(ranked)) / samples,
                       "found": hits / len(wrong), "right": hits / max(1, min(cut, len(ranked)))})  # fmt: skip
-    return found
+    return results
 
 
 def main() -> None:
@@ -59,24 +59,24 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--epochs", type=float, default=2)
     parser.add_argument("--share", type=float, default=0.05)
-    parser.add_argument("--folder", type=Path, help="where the folds are kept, to go on there [a temporary one]")
+    parser.add_argument("--folder", type=Path, help="of the folds; the same folder continues them [a temporary one]")
     parser.add_argument("--no_write", action="store_true", help="print only")
-    given, more = parser.parse_known_args()
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="label-errors-"))
+    options, settings = parser.parse_known_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="label-errors-"))
     folder.mkdir(exist_ok=True)
-    rows, wrong = planted(folder, given.dataset, given.samples, given.share)
+    rows, wrong = plant_errors(folder, options.dataset, options.samples, options.share)
     started = time.monotonic()
     if not (folder / "run" / "label_errors.jsonl").is_file():
         command = [sys.executable, "recipes/cls.py", "--train_file", rows, "--model_name_or_path", "demo:minilm",
-                   "--folds", given.folds, "--output_dir", folder / "run", "--num_train_epochs", given.epochs,
-                   "--max_length", given.max_length, "--report_to", "none", *more]  # fmt: skip
+                   "--folds", options.folds, "--output_dir", folder / "run", "--num_train_epochs", options.epochs,
+                   "--max_length", options.max_length, "--report_to", "none", *settings]  # fmt: skip
         subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
     seconds = time.monotonic() - started
     out_of_fold = [json.loads(line) for line in (folder / "run" / "out_of_fold.jsonl").open(encoding="utf-8")]
     suspected = [json.loads(line)["id"] for line in (folder / "run" / "label_errors.jsonl").open(encoding="utf-8")]
     clean = [line["prediction"] == line["label"] for line in out_of_fold if line["id"] not in wrong]
     caught = [line["prediction"] != line["label"] for line in out_of_fold if line["id"] in wrong]
-    table = pd.DataFrame(at_cuts(suspected, wrong, given.samples))
+    table = pd.DataFrame(at_cuts(suspected, wrong, options.samples))
     goal = [k for k in range(1, len(suspected) + 1)
             if len(wrong & set(suspected[:k])) >= 0.6 * k]  # fmt: skip
     most = len(wrong & set(suspected[: max(goal, default=0)])) / len(wrong)
@@ -87,9 +87,9 @@ def main() -> None:
         + "".join(f" {word}" for word in sys.argv[1:] if "/" not in word)
         + "`.",
         "",
-        f"- {given.samples} texts of {given.dataset}; {len(wrong)} of them ({given.share:.0%}) got another label",
-        f"- MiniLM (6 layers, 22 million parameters), {given.folds} folds, {given.epochs:g} epochs, {os.cpu_count()} "
-        f"CPU cores, {seconds:.0f} s" + (" (folds of an earlier call)" if seconds < 5 else ""),
+        f"- {options.samples} texts of {options.dataset}; {len(wrong)} of them ({options.share:.0%}) got another label",
+        f"- MiniLM (6 layers, 22 million parameters), {options.folds} folds, {options.epochs:g} epochs, "
+        f"{os.cpu_count()} CPU cores, {seconds:.0f} s" + (" (folds of an earlier call)" if seconds < 5 else ""),
         f"- out of fold the models agree with {np.mean(clean):.1%} of the labels that were not touched, and contradict "
         f"{np.mean(caught):.1%} of those that were",
         "",
@@ -105,8 +105,8 @@ def main() -> None:
         "",
     ]
     print("\n".join(lines))
-    if not given.no_write:
-        name = given.dataset.removeprefix("demo:")
+    if not options.no_write:
+        name = options.dataset.removeprefix("demo:")
         (ROOT / "benchmarks" / "results" / f"label_errors-{name}.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
-"""What `toolkit estimate` says of a run's memory, against what runs take.
+"""The memory that `toolkit estimate` predicts, against that of real runs.
 
     python benchmarks/memory.py --write          (about 10 minutes on 2 cores, and 8 GB of memory)
 
-Each run trains three steps on texts of 128 tokens, all of one length, in float32. Measured is `peak_memory_bytes` of
-metrics.jsonl: the largest resident size of any process, from its start on. `--write` puts the table into
+Each run trains three steps on texts of exactly 128 tokens, in float32. Measured is `peak_memory_bytes` of
+metrics.jsonl: the largest resident size of any process since its start. `--write` puts the table into
 benchmarks/results.
 """
 
@@ -41,9 +41,9 @@ def main() -> None:
                    "--mixed_precision", "no", "--per_device_batch_size", str(size)]  # fmt: skip
             expected = estimate(job, 2, size)
             for way, processes in WAYS.items():
-                found = measure([*job, "--global_batch_size", str(size * processes)], way, Path(folder))
-                lines.append(f"| {name} | {size} | {way} | {processes} | {expected[way] / 1e9:.2f} | {found / 1e9:.2f} "
-                             f"| {found / expected[way]:.1f} |")  # fmt: skip
+                peak = measure([*job, "--global_batch_size", str(size * processes)], way, Path(folder))
+                lines.append(f"| {name} | {size} | {way} | {processes} | {expected[way] / 1e9:.2f} | {peak / 1e9:.2f} "
+                             f"| {peak / expected[way]:.1f} |")  # fmt: skip
                 print(lines[-1], flush=True)
     if options.write:
         import torch
@@ -74,7 +74,7 @@ def make_data(file: Path) -> str:
 
 
 def estimate(job: list[str], processes: int, size: int) -> dict[str, float]:
-    """The peak by strategy."""
+    """Strategy -> peak bytes."""
     from toolkit import config
     from toolkit.features.estimate.command import by_strategy, load_untrained_classifier
 

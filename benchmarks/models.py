@@ -1,8 +1,8 @@
-"""The speed of the models of docs/which-model.md beside BERT-base: forward and backward of 8 x 128 tokens, in fp32 on
-a CPU, with random weights of the published sizes. Nothing is downloaded.
+"""The speed of the models of docs/which-model.md compared with BERT-base: forward and backward of 8 x 128 tokens, in
+fp32 on a CPU, with random weights of the published sizes. Nothing is downloaded.
 
     python benchmarks/models.py                       every model, some minutes
-    python benchmarks/models.py ModernBERT-base ...   these alone; benchmarks/results/models.md keeps the other rows
+    python benchmarks/models.py ModernBERT-base ...   these only; benchmarks/results/models.md keeps the other rows
 
 Model and BERT-base take turns; a row has the medians of processor time (user and system) as a ratio."""
 
@@ -23,7 +23,7 @@ BATCH, LENGTH, ROUNDS = 8, 128, 3
 PAGE = Path(__file__).parent / "results" / "models.md"
 # fmt: off
 BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-# name -> (class of the config, what differs from its default): from the config.json of the named model on the hub
+# name -> (class of the config, non-default settings), from the config.json of the named model on the hub
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT-base": ("Bert", {**BASE, "vocab_size": 21128}),  # bert-base-chinese, -wwm, MacBERT
     "DistilBERT": ("DistilBert", {"vocab_size": 30522}),
@@ -73,11 +73,11 @@ def seconds_of(model: Any) -> float:
 def measure(name: str, bert: Any) -> str:
     model = make(name)
     counts = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (model, model.get_input_embeddings())]
-    seconds_of(model)  # memory and kernels are made in the first one
+    seconds_of(model)  # warm-up
     pairs = [(seconds_of(bert), seconds_of(model)) for _ in range(ROUNDS)]
-    base, own = (statistics.median(column) for column in zip(*pairs, strict=True))
+    base, seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
     spread = f"{min(b / a for a, b in pairs):.2f} to {max(b / a for a, b in pairs):.2f}"
-    return f"| {name} | {counts[0]:.0f}M | {counts[1]:.0f}M | {own:.2f} | {own / base:.2f} | {spread} |"
+    return f"| {name} | {counts[0]:.0f}M | {counts[1]:.0f}M | {seconds:.2f} | {seconds / base:.2f} | {spread} |"
 
 
 def main() -> None:

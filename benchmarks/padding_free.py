@@ -1,4 +1,4 @@
-"""`--padding_free` beside padded batches on a CPU: seconds and CPU seconds of the same steps and evaluations.
+"""`--padding_free` against padded batches on a CPU: seconds and CPU seconds of the same steps and evaluations.
 
     python benchmarks/padding_free.py --write          about 20 minutes on two cores
 
@@ -6,17 +6,17 @@ Film reviews of a sentence or two (demo:rotten-tomatoes, at most 128 tokens) and
 demo's 6-layer MiniLM, global batches of 32 (long texts in micro-batches of 16), in float32 and bf16; with batches by
 length, as they are by default, and with `--group_by_length false`. Contestants:
 
-    padded        as without the setting
+    padded        without the setting
     row           --padding_free, which chooses one of the next two for each row
-    row, by text  attention of each text by itself
-    row, padded   the texts padded in attention alone
-    row, mask     a mask over the whole row (T x T): of short texts alone
+    row, by text  attention in a loop over the texts
+    row, padded   the texts padded in attention only
+    row, mask     a mask over the whole row (T x T): with short texts only
 
 A run takes 14 steps of short texts, or 3 of long ones; an evaluation twice as many samples.
 
-Each run is a fresh process, and the contestants take turns; ratios are taken round by round. `least / least` compares
-the shortest run of each, seconds and CPU seconds: for a machine that is disturbed, where one of three equal runs takes
-several times as long as the others.
+Each run is a new process, and the contestants take turns; ratios are within a round. `least / least` compares the
+shortest run of each, seconds and CPU seconds: on a busy machine one of three equal runs can take several times as long
+as the others.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def title(case: dict[str, Any]) -> str:
 
 
 def work(case: dict[str, Any]) -> dict[str, float]:
-    """One run of one contestant, in this process."""
+    """Runs one contestant in this process."""
     from toolkit.config import TaskSettings, build
     from toolkit.features.padding_free import model
 
     if case["who"] == "row, mask":
-        model._text_by_text = model._padded = masked
+        model._text_by_text = model._padded = attend_with_block_mask
     elif case["who"] != "row":
         model._is_loop_faster = lambda packed: case["who"] == "row, by text"
     name, samples, steps = DATA[case["length"]]
@@ -74,16 +74,15 @@ def work(case: dict[str, Any]) -> dict[str, float]:
         })  # fmt: skip
         job, clock = trainer.load_job(settings, samples), trainer.Clock()
         warm = WARM if case["task"] == "train" else 0
-        found = trainer.ours(trainer.Job(settings, job.tokenizer, job.data, job.model, warm), case["task"], clock)
-    return {"wall": clock.wall, "cpu": clock.cpu, "loss": found["loss"]}
+        result = trainer.ours(trainer.Job(settings, job.tokenizer, job.data, job.model, warm), case["task"], clock)
+    return {"wall": clock.wall, "cpu": clock.cpu, "loss": result["loss"]}
 
 
-def masked(q: Any, k: Any, v: Any, packed: Any, reach: int, **options: Any) -> Any:
-    """A block mask over the row."""
+def attend_with_block_mask(q: Any, k: Any, v: Any, packed: Any, window: int, **options: Any) -> Any:
     from torch.nn.functional import scaled_dot_product_attention
 
-    text = packed.places // packed.width
-    mask = text[:, None] == text if len(q) == len(k) else text[packed.firsts][:, None] == text
+    text = packed.padded_indices // packed.width
+    mask = text[:, None] == text if len(q) == len(k) else text[packed.first_tokens][:, None] == text
     q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)[0].transpose(0, 1)
 
@@ -126,19 +125,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"runs of each contestant [{ROUNDS}]")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/padding_free.md")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(work(json.loads(given.worker))))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(work(json.loads(options.worker))))
         return
     libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate"))
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     page = ["# Batches without padding, on a CPU", ""]
     page += [(__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("  ", " ")]
     for case in cases():
-        page += table(case, given.rounds)
+        page += table(case, options.rounds)
     page += ["", f"Medians (smallest to largest). {trainer.processor()}, {libraries}; load average before: {load}; "
              f"`python benchmarks/padding_free.py {' '.join(sys.argv[1:])}`, {date.today()}", ""]  # fmt: skip
-    if given.write:
+    if options.write:
         path = Path(__file__).parent / "results" / "padding_free.md"
         path.write_text("\n".join(page), encoding="utf-8")
 

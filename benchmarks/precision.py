@@ -1,11 +1,11 @@
-"""bf16 and fp16 under every strategy: how far are they from fp32, against one process in the same precision?
+"""The error of bf16 and fp16 against fp32 under every strategy, compared with one process in the same precision.
 
     python benchmarks/precision.py --write        (hours where the CPU emulates fp16)
 
-20 optimizer steps of MiniLM on English film reviews, without dropout, in global batches of 32, cut into 4 and into 16
-micro-batches on each process. For each way: the relative difference of a step's loss from fp32's in one process, the
-range of its gradient norms over fp32's, and the error of the first step's gradient, |g - g32| / |g32| (a
-step of SGD with a learning rate of 1 moves the weights by it). `--write` puts the table into benchmarks/results.
+20 optimizer steps of MiniLM on English film reviews, without dropout, in global batches of 32, with 4 and with 16
+micro-batches on each process. For each strategy: the relative difference of a step's loss from fp32's in one process,
+the ratio of its gradient norm to fp32's, and the error of the first step's gradient, |g - g32| / |g32| (from the
+weights after a step of SGD with learning rate 1). `--write` puts the table into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -78,32 +78,32 @@ def write_reviews(folder: Path) -> None:
 
 
 def run(way: str, folder: Path) -> dict[Row, Result]:
-    """All runs of a way, in processes that are started once."""
+    """All runs of a strategy, in one group of processes."""
     processes = 1 if way == "one process" else 2
     settings = ["recipes.cls", "--model_name_or_path", str(Path(minilm[0]) / "model"), "--dropout", "0", "--report_to",
                 "none", "--global_batch_size", "32", "--train_file", str(folder / "train.csv"), "--validation_file",
                 str(folder / "validation.csv")]  # fmt: skip
     precisions = ["no", "bf16", "fp16"] if processes == 1 else ["bf16", "fp16"]
     precisions += [HALF] if way.startswith(("ZeRO", "FSDP2")) else []
-    jobs, places = [], {}
+    jobs, outputs = [], {}
     for precision in precisions:
         words = ["--mixed_precision", *precision.replace(",", "").split()]
         for count in MICRO_BATCHES:
-            place = places[precision, way, count] = folder / way / f"{precision.replace(' ', '')}-{count}"
+            output = outputs[precision, way, count] = folder / way / f"{precision.replace(' ', '')}-{count}"
             size = ["--per_device_batch_size", str(32 // processes // count or 1)]
-            jobs += [[*settings, *words, *size, *CURVE, "--output_dir", str(place / "curve")],
-                     [*settings, *words, *size, *GRADIENT, "--output_dir", str(place / "gradient")]]  # fmt: skip
+            jobs += [[*settings, *words, *size, *CURVE, "--output_dir", str(output / "curve")],
+                     [*settings, *words, *size, *GRADIENT, "--output_dir", str(output / "gradient")]]  # fmt: skip
     if processes == 1:
         jobs.append([*settings, "--mixed_precision", "no", *STILL, "--output_dir", str(folder / way / "still")])
     file = ["--config_file", f"accelerate_configs/{WAYS[way]}.yaml"] if WAYS[way] else []
     run_jobs(folder / way, file, jobs, seconds=3600)
-    return {row: result_of(place) for row, place in places.items()}
+    return {row: result_of(output) for row, output in outputs.items()}
 
 
-def result_of(place: Path) -> Result:
-    lines = [json.loads(line) for line in (place / "curve" / "metrics.jsonl").read_text().splitlines()]
+def result_of(output: Path) -> Result:
+    lines = [json.loads(line) for line in (output / "curve" / "metrics.jsonl").read_text().splitlines()]
     losses, norms = ([line[name] for line in lines] for name in ("loss", "grad_norm"))
-    return Result(losses, norms, weights_of(place / "gradient"))
+    return Result(losses, norms, weights_of(output / "gradient"))
 
 
 def weights_of(run: Path) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Does the trial of one layer (`--mixed_precision auto` on a CPU) choose what trains faster?
+"""Checks that the trial of one layer (`--mixed_precision auto` on a CPU) chooses the faster precision.
 
     python benchmarks/precision_trial.py --write        (about 5 minutes)
 
-oneDNN is kept from a CPU's newer instructions (ONEDNN_MAX_CPU_ISA), so that one machine stands for several. On each,
-the trial, and steps of MiniLM with AdamW on English film reviews, 16 to a batch, in fp32 and in bf16 by turns.
+Limits oneDNN's instruction set (ONEDNN_MAX_CPU_ISA) to simulate older CPUs with this one. For each: the trial, and
+steps of MiniLM with AdamW on English film reviews, 16 per batch, in fp32 and bf16 in turns.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def introduction() -> list[str]:
 
 def row(limit: str, name: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})
-    said = subprocess.run([sys.executable, __file__, "--here"], env=environment, check=True, capture_output=True)
-    result = json.loads(said.stdout.splitlines()[-1])
+    done = subprocess.run([sys.executable, __file__, "--here"], env=environment, check=True, capture_output=True)
+    result = json.loads(done.stdout.splitlines()[-1])
     trial, speed = result["trial"], result["samples_per_second"]
     return (
         f"| {name} | {trial['no']:.1f} | {trial['bf16']:.1f} | {result['chosen'].replace('no', 'fp32')} | "
@@ -72,7 +72,7 @@ def row(limit: str, name: str) -> str:
 
 
 def compare() -> dict[str, object]:
-    """On this process's CPU as it is limited."""
+    """The trial and training speed in this process, under its ONEDNN_MAX_CPU_ISA."""
     from statistics import median
 
     import torch
@@ -100,7 +100,7 @@ def compare() -> dict[str, object]:
             optimizer.zero_grad()
             times.append(time.thread_time() - begun)
     trial = measure((model.config.hidden_size, model.config.intermediate_size))
-    speed = {precision: TEXTS / median(times[1:]) for precision, times in seconds.items()}  # the first makes kernels
+    speed = {precision: TEXTS / median(times[1:]) for precision, times in seconds.items()}  # without warm-up
     return {"trial": trial, "chosen": faster_precision(trial), "samples_per_second": speed}
 
 

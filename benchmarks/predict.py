@@ -1,11 +1,11 @@
-"""Labelling texts on a CPU: `toolkit predict` with torch, ONNX Runtime and OpenVINO, beside what transformers has.
+"""Labelling texts on a CPU: `toolkit predict` with torch, ONNX Runtime and OpenVINO, against transformers.
 
     python benchmarks/predict.py runs/cls/model --texts short --rounds 2 --write
     python benchmarks/predict.py runs/cls/model --layers 12 --rows 200
 
-The model is a fine-tuned run's (`--layers 12`: a BERT-base of random weights in its place, for speed alone). Texts are
-halves of real reviews put together anew, so that none occurs twice: short ones as they are, long ones of IMDB. Each
-contestant is a fresh process, and they take turns; what counts are the ratios within a round.
+The model is that of a fine-tuned run (`--layers 12`: instead a BERT-base with random weights, to measure speed only).
+Texts are combined from halves of two reviews, so that none occurs twice: short ones, or long ones of IMDB. Each
+contestant is a new process, and they take turns; compare the ratios, which are within a round.
 
     pipeline        transformers.pipeline(..., batch_size=64)
     Trainer         Trainer.predict with its defaults, texts tokenized before the clock starts
@@ -14,9 +14,8 @@ contestant is a fresh process, and they take turns; what counts are the ratios w
     onnx int8       toolkit predict on the folder of toolkit export --to onnx --int8
     openvino int8   toolkit predict on the folder of toolkit export --to openvino --int8
 
-Seconds count from loaded libraries to the last answer (ours: written to a file), loading the model included. CPU
-seconds are those of all threads: on a machine that others use too, they say more. "First" is when the first answers
-are there.
+Seconds count from the end of imports to the last answer (ours: written to a file), loading the model included. CPU
+seconds are those of all threads, and more reliable on a busy machine. "First" is the time to the first answers.
 """
 
 from __future__ import annotations
@@ -52,33 +51,38 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of a BERT-base of random weights, instead of the model")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "benchmark-predict",
-                        help="exported models and measurements, kept between calls")  # fmt: skip
-    parser.add_argument("--write", action="store_true", help="add all that is kept to benchmarks/results/predict.md")
+                        help="folder of exported models and measurements, which later calls use")  # fmt: skip
+    parser.add_argument("--write", action="store_true", help="write all measurements to benchmarks/results/predict.md")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps(work(*given.worker)))
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(work(*options.worker)))
         return
-    given.kept.mkdir(exist_ok=True)
+    options.kept.mkdir(exist_ok=True)
     model, name = (
-        Path(given.model),
-        f"BERT-base, {given.layers} layers, random" if given.layers else "MiniLM, fine-tuned",
+        Path(options.model),
+        f"BERT-base, {options.layers} layers, random" if options.layers else "MiniLM, fine-tuned",
     )
-    file = given.kept / f"{given.texts}-{given.rows}.jsonl"
+    file = options.kept / f"{options.texts}-{options.rows}.jsonl"
     if not file.exists():
-        write_texts(file, given.texts, given.rows)
-    if given.layers:
-        model = random_model(model, given.kept / f"random-{given.layers}", given.layers)
-    for number in range(given.rounds):
-        for who in given.contestants:
-            folder = exported(model, file, given, OURS[who][1]) if who in OURS and OURS[who][1] else model
-            found = spawn(who, folder, file) | {"model": name, "texts": given.texts, "rows": given.rows, "who": who}
-            print(f"{number + 1} {who}: {found['seconds']:.1f} s, {found['cpu']:.1f} CPU seconds", file=sys.stderr)
-            with (given.kept / "measured.jsonl").open("a") as kept:
-                kept.write(json.dumps(found | {"round": f"{os.getpid()}-{number}"}) + "\n")
-    page = report([json.loads(line) for line in (given.kept / "measured.jsonl").read_text().splitlines()])
+        write_texts(file, options.texts, options.rows)
+    if options.layers:
+        model = random_model(model, options.kept / f"random-{options.layers}", options.layers)
+    for number in range(options.rounds):
+        for who in options.contestants:
+            folder = exported(model, file, options, OURS[who][1]) if who in OURS and OURS[who][1] else model
+            result = spawn(who, folder, file) | {
+                "model": name,
+                "texts": options.texts,
+                "rows": options.rows,
+                "who": who,
+            }
+            print(f"{number + 1} {who}: {result['seconds']:.1f} s, {result['cpu']:.1f} CPU seconds", file=sys.stderr)
+            with (options.kept / "measured.jsonl").open("a") as measured:
+                measured.write(json.dumps(result | {"round": f"{os.getpid()}-{number}"}) + "\n")
+    page = report([json.loads(line) for line in (options.kept / "measured.jsonl").read_text().splitlines()])
     print(page)
-    if given.write:
+    if options.write:
         (ROOT / "benchmarks" / "results" / "predict.md").write_text(page, encoding="utf-8")
 
 
@@ -87,11 +91,11 @@ def write_texts(file: Path, kind: str, rows: int) -> None:
 
     table = read_demo("demo:rotten-tomatoes" if kind == "short" else "demo:imdb")["train"].rows
     words, chosen = [text.split() for text in table[:5000]["text"]], random.Random(0)
-    made: dict[str, None] = {}
-    while len(made) < rows:
+    texts: dict[str, None] = {}
+    while len(texts) < rows:
         one, other = chosen.choice(words), chosen.choice(words)
-        made[" ".join([*one[: len(one) // 2], *other[len(other) // 2 :]])] = None
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in made), encoding="utf-8")
+        texts[" ".join([*one[: len(one) // 2], *other[len(other) // 2 :]])] = None
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def random_model(source: Path, folder: Path, layers: int) -> Path:
@@ -109,11 +113,11 @@ def random_model(source: Path, folder: Path, layers: int) -> Path:
     return folder
 
 
-def exported(model: Path, file: Path, given: argparse.Namespace, to: str) -> Path:
-    """The 8-bit folder of a model, made once; its answers are compared in the report."""
-    out = given.kept / f"{to}-{given.layers or 'model'}"
+def exported(model: Path, file: Path, options: argparse.Namespace, to: str) -> Path:
+    """The folder of the model exported in 8 bits, written once."""
+    out = options.kept / f"{to}-{options.layers or 'model'}"
     if not out.exists():
-        run = ["--validation_file", str(file), "--calibration_file", str(file)] if given.layers else []
+        run = ["--validation_file", str(file), "--calibration_file", str(file)] if options.layers else []
         command = [
             sys.executable,
             "-m",
@@ -179,16 +183,16 @@ def plain_trainer(who: str, folder: str, file: str) -> tuple[trainer.Clock, floa
     )
 
     tokenizer, clock = AutoTokenizer.from_pretrained(folder), trainer.Clock()
-    read = tokenizer(_texts(file), truncation=True)
-    samples = [{name: read[name][place] for name in read} for place in range(len(read["input_ids"]))]
+    encoded = tokenizer(_texts(file), truncation=True)
+    samples = [{name: encoded[name][index] for name in encoded} for index in range(len(encoded["input_ids"]))]
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(out, report_to="none", use_cpu=True, disable_tqdm=True)
         clock.start()
         model = AutoModelForSequenceClassification.from_pretrained(folder)
-        found = Trainer(model, arguments, DataCollatorWithPadding(tokenizer)).predict(samples)
+        output = Trainer(model, arguments, DataCollatorWithPadding(tokenizer)).predict(samples)
         clock.stop()
     names = model.config.id2label
-    return clock, clock.wall, [names[place] for place in found.predictions.argmax(axis=1).tolist()]
+    return clock, clock.wall, [names[index] for index in output.predictions.argmax(axis=1).tolist()]
 
 
 def ours(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[str]]:
@@ -198,11 +202,11 @@ def ours(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[s
 
     clock, written, write = trainer.Clock(), [], Parts.write
 
-    def noted(*arguments: Any) -> None:
+    def timed_write(*arguments: Any) -> None:
         write(*arguments)
         written.append(time.perf_counter() - clock._wall)
 
-    Parts.write = noted  # type: ignore[method-assign]
+    Parts.write = timed_write  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as out:
         output = Path(out) / "out.jsonl"
         words = ["predict", folder, file, "--output", str(output), "--mixed_precision", OURS[who][0]]
@@ -220,9 +224,8 @@ def report(measured: list[dict[str, Any]]) -> str:
     libraries = ("torch", "transformers", "onnxruntime", "openvino", "nncf")
     about = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ")
     used = ", ".join(f"{name} {version(name)}" for name in libraries)
-    shared = "Medians over rounds; ratios within a round."
     amx = "with" if torch.cpu.get_capabilities().get("amx_int8") else "without"
-    made = f"{trainer.processor()}, {amx} AMX, {used}, {date.today()}. {shared}"
+    made = f"{trainer.processor()}, {amx} AMX, {used}, {date.today()}. Medians over rounds; ratios within a round."
     lines = ["# Labelling texts on a CPU", "", about, "", made]
     head = ["", "rows/s", "first, s", "peak MB", "CPU time: torch fp32 / this", "torch bf16 / this", "same answers"]
     for model, texts, rows in dict.fromkeys((each["model"], each["texts"], each["rows"]) for each in measured):
@@ -241,17 +244,17 @@ def report(measured: list[dict[str, Any]]) -> str:
 
 
 def _row(who: str, rounds: list[dict[str, Any]], rows: int) -> str:
-    own = [each[who] for each in rounds if who in each]
+    runs = [each[who] for each in rounds if who in each]
 
     def ratio(other: str) -> str:
-        found = [each[other]["cpu"] / each[who]["cpu"] for each in rounds if who in each and other in each]
-        return f"{statistics.median(found):.2f}x ({min(found):.2f} to {max(found):.2f})" if found else "-"
+        ratios = [each[other]["cpu"] / each[who]["cpu"] for each in rounds if who in each and other in each]
+        return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
 
     def median(name: str) -> float:
-        return statistics.median(each[name] for each in own)
+        return statistics.median(each[name] for each in runs)
 
     reference = next((each["torch fp32"]["answers"] for each in rounds if "torch fp32" in each), None)
-    same = statistics.fmean(a == b for a, b in zip(reference, own[0]["answers"], strict=True)) if reference else 0
+    same = statistics.fmean(a == b for a, b in zip(reference, runs[0]["answers"], strict=True)) if reference else 0
     return (
         f"| {who} | {rows / median('seconds'):.0f} | {median('first'):.1f} | {median('resident') / 1e6:.0f} | "
         f"{ratio('torch fp32')} | {ratio('torch bf16')} | {same:.1%} |"

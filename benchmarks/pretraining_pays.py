@@ -1,17 +1,17 @@
-"""What continued pretraining is worth: accuracy with few labels, with it and without it, for several seeds.
+"""Accuracy with few labels, with and without continued pretraining, for several seeds.
 
     python benchmarks/pretraining_pays.py --minutes 3 --seeds 2 --labels 100       small: two cores
-    python benchmarks/pretraining_pays.py --minutes 60 --seeds 5 --write           (--seconds 170: stop; call it again)
+    python benchmarks/pretraining_pays.py --minutes 60 --seeds 5 --write           (--seconds 170: stop early)
     python benchmarks/pretraining_pays.py --long --minutes 30 --seeds 3 --labels 300 --write
 
-English film reviews (demo:rotten-tomatoes): 1000 of them are for testing, up to 1000 have their labels, all others are
-texts alone. The encoder (demo:minilm, with a new masked-language head tied to its embeddings, as the package has none)
-is pretrained once on the texts for --minutes, then fine-tuned by recipes/cls.py on 100, 300 and 1000 labels, from the
-weights before and after, with the same labels and seeds. Runs that are finished in --folder are not done again.
+English film reviews (demo:rotten-tomatoes): 1000 for testing, up to 1000 labelled, all others unlabelled. The encoder
+(demo:minilm, with a new masked-language head tied to its embeddings, as the package has none) is pretrained once on the
+unlabelled texts for --minutes; recipes/cls.py then fine-tunes the weights before and after on 100, 300 and 1000 labels,
+with the same labels and seeds. Finished runs in --folder are not repeated.
 
---long: a BigBird made of a BERT, before and after pretraining on long texts: reviews of more than 600 tokens
+--long: a BERT converted to BigBird, before and after pretraining on long texts: reviews of more than 600 tokens
 (demo:imdb), cut at 1536, 500 of them for testing. The encoder is first pretrained at 512 tokens for --minutes, which
-trains its new head; then it becomes a BigBird, which is pretrained at 1536 tokens for --minutes more.
+trains its new head; then it is converted, and pretrained at 1536 tokens for another --minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="[5]")
     parser.add_argument("--labels", type=int, nargs="+", default=[100, 300, 1000], help="[100 300 1000]")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/pretraining-pays"), help="[/tmp/pretraining-pays]")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this; call it again later")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/pretraining_pays.md")
     options = parser.parse_args()
     until, folder = time.monotonic() + options.seconds, options.folder / ("long" if options.long else "short")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def make_files(folder: Path, labels: list[int], long: bool) -> None:
-    """test.jsonl, N.jsonl for each number of labels, the first of the same rows, and texts.txt, all others."""
+    """Writes test.jsonl, N.jsonl with the first N of the same rows, and texts.txt with all others."""
     if (folder / "texts.txt").exists():
         return
     from toolkit.data.read import read_demo
@@ -116,8 +116,8 @@ def long_models(folder: Path, minutes: float, until: float) -> tuple[str, str, t
         run("to-bigbird", list(map(str, make)), until)
     model = ["--model_name_or_path", before, "--max_length", LONG, "--max_eval_samples", 100]
     if not (folder / "unchanged" / "report.html").exists():
-        still = [*MLM, "--max_steps", 1, "--output_dir", folder / "unchanged", "--learning_rate", "1e-12"]
-        recipe("pretrain", ["--train_file", folder / "texts.txt", *model, *still], until)
+        no_training = [*MLM, "--max_steps", 1, "--output_dir", folder / "unchanged", "--learning_rate", "1e-12"]
+        recipe("pretrain", ["--train_file", folder / "texts.txt", *model, *no_training], until)
     out = pretrain(folder, "at-1536", model, minutes, until)
     note = (f"A BigBird of MiniLM, which was pretrained for {minutes:g} minutes at 512 tokens, before and after "
             f"{minutes:g} minutes at {LONG} on {os.cpu_count()} CPU cores. Perplexity on held-out reviews of more than "
@@ -132,7 +132,7 @@ def perplexities(out: Path) -> tuple[float, float]:
 
 
 def pretrain(folder: Path, name: str, model: list[object], minutes: float, until: float) -> Path:
-    """Its run's folder; the number of steps follows from the speed of a few."""
+    """Pretrains for about `minutes`, by the speed of a trial of 24 steps. Returns the run's folder."""
     out, trial = folder / name, folder / f"{name}-trial"
     common = ["--train_file", folder / "texts.txt", *model, *MLM]
     if not (out / "report.html").exists():

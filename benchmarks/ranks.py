@@ -1,11 +1,11 @@
-"""Up to sixteen ranks on two hosts: seconds to the first step, and the bytes that a step sends, against theory.
+"""Up to sixteen ranks on two hosts: seconds to the first step, and bytes sent in a step, against theory.
 
     python benchmarks/ranks.py --write          (about 20 minutes on 2 cores; root and iproute2)
 
-The hosts are two network namespaces of this machine, so all ranks share its cores: the seconds grow with the number of
-ranks as they would not on machines of their own, the bytes are those of real hosts. The model is a random BERT of 1.1M
-parameters in float32, with one micro-batch a step, and, on 2 and 4 ranks, with eight: once as ZeRO and FSDP2 reduce by
-themselves and once with the other `--sync_each_batch`. `--write` puts the table into benchmarks/results.
+The hosts are two network namespaces of this machine, so that all ranks share its cores: seconds grow with the number of
+ranks more than on real hosts, bytes are the same. The model is a random BERT of 1.1M parameters in float32, with one
+micro-batch per step, and, on 2 and 4 ranks, with eight: with the default of `--sync_each_batch` and with the other
+value. `--write` puts the table into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GLOBAL_BATCH = 32
 COLUMNS = ("way", "ranks", "micro-batches", "seconds to the first step", "MB a rank and step: theory", "asked for",
            "sent", "of these")  # fmt: skip
 MANY = 8  # micro-batches
-# times the bytes of the model, from one of N ranks by a ring, each with a factor (N - 1) / N (Rajbhandari et al. 2020,
-# section 7): an all-reduce is two, a reduce-scatter and an all-gather are one each
+# in bytes of the model x (N - 1) / N, sent by one of N ranks in a ring (Rajbhandari et al. 2020, section 7): an
+# all-reduce counts 2, a reduce-scatter and an all-gather 1 each
 THEORY = {"DDP": 2.0, "ZeRO-2": 2.0, "ZeRO-3": 3.0, "FSDP2": 3.0}
 WORDS = [f"w{number}" for number in range(2000)]
 
@@ -59,9 +59,9 @@ def main() -> None:
                         f"{MANY}": eight,
                         f"{MANY}, `--sync_each_batch {other}`": [*eight, "--sync_each_batch", other],
                     }
-                for place, (batches, more) in enumerate(jobs.items()):
-                    found = run(hosts, [*words, *more], ranks, folder / f"{file}-{ranks}-{place}")
-                    lines.append(row(way, ranks, batches, size, found))
+                for number, (batches, settings) in enumerate(jobs.items()):
+                    result = run(hosts, [*words, *settings], ranks, folder / f"{file}-{ranks}-{number}")
+                    lines.append(row(way, ranks, batches, size, result))
                     print(lines[-1], flush=True)
     if options.write:
         note = (f"`python benchmarks/ranks.py`: two network namespaces with {os.cpu_count()} CPU cores between them, "
@@ -104,13 +104,13 @@ def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, 
     return {"sent": sent / ranks, "asked": asked, "seconds": float((output / "first_step_seconds").read_text())}
 
 
-def row(way: str, ranks: int, batches: str, size: int, found: dict[str, Any]) -> str:
+def row(way: str, ranks: int, batches: str, size: int, result: dict[str, Any]) -> str:
     theory = THEORY[way] * size * (ranks - 1) / ranks
-    largest = sorted(found["asked"].items(), key=lambda item: -item[1])[:2]
+    largest = sorted(result["asked"].items(), key=lambda item: -item[1])[:2]
     named = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in largest)
-    asked = sum(found["asked"].values())
-    numbers = " | ".join(f"{count / 1e6:.2f}" for count in (theory, asked, found["sent"]))
-    return f"| {way} | {ranks} | {batches} | {found['seconds']:.0f} | {numbers} | {named} |"
+    asked = sum(result["asked"].values())
+    numbers = " | ".join(f"{count / 1e6:.2f}" for count in (theory, asked, result["sent"]))
+    return f"| {way} | {ranks} | {batches} | {result['seconds']:.0f} | {numbers} | {named} |"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The same job under every strategy: are the losses the same, and what does each cost here?
+"""Losses and seconds of the same job under every strategy.
 
     python benchmarks/sameness.py --write        (about 6 minutes on 2 cores)
 
-Runs the English demo job in float32 without dropout for 40 optimizer steps under each way, then draws
-the loss curves over each other and, below, their relative difference from one process. `--write` puts
-the picture into docs/images and the table into benchmarks/results.
+Runs the English demo job in float32 without dropout for 40 optimizer steps under each strategy, and plots the loss
+curves and their relative differences from one process. `--write` puts the picture into docs/images and the table into
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-FLOOR = 1e-10  # where an exact agreement is drawn
+FLOOR = 1e-10  # equal losses are drawn here
 ROOT = Path(__file__).resolve().parent.parent
 FILE = "--config_file"
 WAYS = {
@@ -84,11 +84,11 @@ def table_of(runs: dict[str, dict[str, list[float]]]) -> str:
         "| way | last training loss | largest relative difference | evaluation loss | accuracy | seconds in all |",
         "|---|---|---|---|---|---|",
     ]
-    for name, found in runs.items():
-        largest = max(differences(found, reference))
-        loss, accuracy = found["evaluation"]
-        lines.append(f"| {name} | {found['loss'][-1]:.7f} | {largest:.1e} | {loss:.7f} | {accuracy:.4f} "
-                     f"| {found['seconds'][0]:.0f} |")  # fmt: skip
+    for name, run_of_way in runs.items():
+        largest = max(differences(run_of_way, reference))
+        loss, accuracy = run_of_way["evaluation"]
+        lines.append(f"| {name} | {run_of_way['loss'][-1]:.7f} | {largest:.1e} | {loss:.7f} | {accuracy:.4f} "
+                     f"| {run_of_way['seconds'][0]:.0f} |")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -96,13 +96,13 @@ def draw(runs: dict[str, dict[str, list[float]]]) -> Figure:
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     reference = runs["one process"]
-    for place, (name, found) in enumerate(runs.items()):
-        steps = range(1, len(found["loss"]) + 1)
-        # wide lines first, so that curves that lie on each other can all be seen
-        above.plot(steps, found["loss"], label=name, color=f"C{place}", linewidth=9 - place, alpha=0.75)
+    for number, (name, run_of_way) in enumerate(runs.items()):
+        steps = range(1, len(run_of_way["loss"]) + 1)
+        # from wide to narrow, so that equal curves are all visible
+        above.plot(steps, run_of_way["loss"], label=name, color=f"C{number}", linewidth=9 - number, alpha=0.75)
         if name != "one process":
-            shown = [max(difference, FLOOR) for difference in differences(found, reference)]
-            below.semilogy(steps, shown, color=f"C{place}", linewidth=1.2)
+            shown = [max(difference, FLOOR) for difference in differences(run_of_way, reference)]
+            below.semilogy(steps, shown, color=f"C{number}", linewidth=1.2)
     below.axhline(1e-5, color="black", linestyle="--", linewidth=1)
     below.text(1, 1.4e-5, "the promise: 1e-5", fontsize=9)
     below.set_ylim(FLOOR / 2, 1e-4)

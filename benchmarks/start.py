@@ -1,15 +1,15 @@
-"""What a run of one optimizer step takes, and where each second goes.
+"""The time of a run of one optimizer step, by phase and import.
 
     python benchmarks/start.py                                   about 3 minutes on two cores
     python benchmarks/start.py --before ../main --rounds 5 --write
 
 240 film reviews from a CSV file (those of demo:rotten-tomatoes), the weights of demo:minilm, one step of 32 samples,
 an evaluation, the saved model, the model card and report.html: `recipes/cls.py` from the command to its end. `--before`
-names another checkout of this repository, whose runs take turns with these. Beside them, in turn as well: a Python that
-imports torch, accelerate, transformers and datasets and ends.
+names another checkout of this repository, whose runs take turns with these; so does a Python that only imports
+torch, accelerate, transformers and datasets.
 
-Where the seconds go is read from one more run of each kind: a thread looks every 5 ms at which line of the recipe's
-`main` is at work, and which package is being imported there.
+Phases are sampled in one more run of each kind: every 5 ms a thread looks at which line of the recipe's `main` runs,
+and which package is being imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS, ROWS_FILE, TRACE = 240, "reviews.csv", "TOOLKIT_START_TRACE"
 IMPORTS = "import torch, accelerate, transformers, datasets"
 FILES = ("recipes/cls.py", "--config_file")
-# kind of run -> the words behind `python`, or the command itself
+# kind of run -> command
 KINDS: dict[str, tuple[str, ...]] = {
     "one process, tokens made": ("python", "recipes/cls.py"),
     "one process, tokens cached": ("python", "recipes/cls.py"),
@@ -53,7 +53,7 @@ COMMANDS = {
     "toolkit convert --help": ("-m", "toolkit", "convert", "--help"),
     "python recipes/cls.py --help": ("recipes/cls.py", "--help"),
 }
-# words of a line of the recipe's `main`, or names of functions below it -> the phase; the first that is there
+# part of a line of the recipe's `main`, or name of a function on the stack -> phase; the first match counts
 PHASES = {
     "write_pages": "pages",
     "write_results": "simple models",
@@ -73,34 +73,34 @@ ORDER = (LAUNCHER, BEFORE_MAIN, *dict.fromkeys([*list(PHASES.values())[5:], "fir
                                                 "simple models", "pages"]), REST)  # fmt: skip
 
 
-# --- in the process that is looked at ---
+# ---- in the sampled process
 
 
 def trace() -> None:
-    """Called as Python starts, by a sitecustomize.py: writes a line every 5 ms, until the process ends."""
+    """Called by sitecustomize.py: writes a sample every 5 ms until the process ends."""
     main = threading.main_thread().ident
     born = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + _start_ticks() / os.sysconf("SC_CLK_TCK")
     out = Path(os.environ[TRACE], f"{os.getpid()}.jsonl").open("w", buffering=1, encoding="utf-8")  # noqa: SIM115
     out.write(json.dumps([born, born, BEFORE_MAIN, "Python"]) + "\n")
 
-    def look() -> None:
+    def sample() -> None:
         before = born
         while True:
             time.sleep(0.005)
-            phase, package, now = *place_of(sys._current_frames().get(main)), time.time()  # type: ignore[arg-type]
+            phase, package, now = *phase_of(sys._current_frames().get(main)), time.time()  # type: ignore[arg-type]
             out.write(json.dumps([before, now, phase, package]) + "\n")
             before = now
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=sample, daemon=True).start()
 
 
 def _start_ticks() -> int:
-    """Since the machine was started."""
+    """From boot to the start of this process."""
     return int(Path("/proc/self/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[19])
 
 
-def place_of(frame: Any) -> tuple[str, str]:
-    """(phase, package that is being imported or "") of a stack, from its innermost frame."""
+def phase_of(frame: Any) -> tuple[str, str]:
+    """(phase, package that is being imported or "") of a stack; `frame`: the innermost one."""
     names: list[str] = []
     package, main_line = "", ""
     while frame is not None:
@@ -118,12 +118,12 @@ def place_of(frame: Any) -> tuple[str, str]:
     return next(phase for key, phase in PHASES.items() if any(key in word for word in words)), package
 
 
-# --- outside ---
+# ---- in the parent process
 
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds from the command to its end, and of processors (user and system, all its processes)."""
+    """Wall seconds of a command, and CPU seconds of all its processes."""
 
     wall: float
     cpu: float
@@ -146,13 +146,13 @@ def _children() -> float:
 
 @dataclass(frozen=True)
 class Bench:
-    """One checkout, and the folder of what all of them read and write."""
+    """One checkout, and the folder of data and caches for all checkouts."""
 
     root: Path
     folder: Path
 
     def job(self, kind: str, **environment: str) -> Took:
-        """One run; its tokens are removed before it where they are to be made."""
+        """One run; kinds that tokenize first remove the cached tokens."""
         starter, *words = KINDS[kind]
         start = [sys.executable] if starter == "python" else [str(Path(sys.executable).parent / starter)]
         out = self.folder / "out"
@@ -164,7 +164,7 @@ class Bench:
         return run([*start, *words, *map(str, settings)], self.root, self.folder, **environment)
 
     def phases(self, kind: str) -> tuple[Counter[str], Counter[str]]:
-        """(seconds of each phase, those of the imports of each package) of the first process that trains."""
+        """(phase -> seconds, package -> seconds of its import) in the first process that trains."""
         with tempfile.TemporaryDirectory() as traces:
             site = Path(traces, "site")
             site.mkdir()
@@ -189,7 +189,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="another checkout, to compare with")
+    parser.add_argument("--before", type=Path, help="another checkout to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind [3]")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/start.md")
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def write_rows(folder: Path) -> None:
-    """240 of the demo's reviews as a CSV file, made by a process of its own."""
+    """Writes 240 of the demo's reviews, in a child process."""
     code = (
         "import sys; from toolkit.data.read import read_demo\n"
         "rows = read_demo('demo:rotten-tomatoes')['train'].rows.to_pandas().drop_duplicates('text')\n"
@@ -218,7 +218,7 @@ def write_rows(folder: Path) -> None:
 def report(benches: dict[str, Bench], kinds: Sequence[str], rounds: int, load: str) -> str:
     took: dict[tuple[str, str], list[Took]] = {}
     bare: list[Took] = []
-    for bench in benches.values():  # bytecode, and what a machine measures once
+    for bench in benches.values():  # warm-up: bytecode, and cached measurements
         bench.job("one process, tokens cached")
     for number in range(rounds):
         bare.append(run([sys.executable, "-c", IMPORTS], ROOT, ROOT))
@@ -227,8 +227,8 @@ def report(benches: dict[str, Bench], kinds: Sequence[str], rounds: int, load: s
                 took.setdefault((kind, name), []).append(bench.job(kind))
         for command, words in COMMANDS.items():
             for name, bench in benches.items():
-                once = run([sys.executable, *words], bench.root, bench.folder)
-                took.setdefault((command, name), []).append(once)
+                seconds = run([sys.executable, *words], bench.root, bench.folder)
+                took.setdefault((command, name), []).append(seconds)
         print(f"round {number + 1}/{rounds}", file=sys.stderr, flush=True)
     head = ["", *(f"{name}: {what}" for name in benches for what in ("seconds", "CPU seconds"))]
     lines = [row(head), "|---" * len(head) + "|"]
@@ -237,12 +237,12 @@ def report(benches: dict[str, Bench], kinds: Sequence[str], rounds: int, load: s
         cells = [spread([getattr(each, kind) for each in of]) for of in runs for kind in ("wall", "cpu")]
         lines.append(row([what if what in kinds else f"`{what}`", *cells]))
     return "\n".join([
-        "# What a run of one step takes", "",
+        "# The time of a run of one step", "",
         (__doc__ or "").split("\n\n", 2)[2].strip(), "",
         *lines, "", "Medians (smallest to largest).", "",
         "## Where the seconds go", "",
-        "Of the first process that trains; the thread that looks slows it a little.", "",
-        *where(benches, kinds),
+        "In the first process that trains; sampling slows it a little.", "",
+        *phase_tables(benches, kinds),
         "## Conditions", "",
         f"- {processor()}, Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "datasets")),
@@ -251,14 +251,14 @@ def report(benches: dict[str, Bench], kinds: Sequence[str], rounds: int, load: s
     ])  # fmt: skip
 
 
-def where(benches: dict[str, Bench], kinds: Sequence[str]) -> list[str]:
-    """A table of phases and one of imports, a column for each kind and checkout; "before > after"."""
-    found = {kind: [bench.phases(kind) for bench in benches.values()] for kind in kinds}
+def phase_tables(benches: dict[str, Bench], kinds: Sequence[str]) -> list[str]:
+    """A table of phases and one of imports, with a column for each kind: "before > after"."""
+    sampled = {kind: [bench.phases(kind) for bench in benches.values()] for kind in kinds}
     lines: list[str] = []
-    for place, (title, least) in enumerate((("phase", 0.0), ("of these, imports of", 0.05))):
-        counters = {kind: [pair[place] for pair in pairs] for kind, pairs in found.items()}
+    for number, (title, least) in enumerate((("phase", 0.0), ("of these, imports of", 0.05))):
+        counters = {kind: [pair[number] for pair in pairs] for kind, pairs in sampled.items()}
         names: list[str] = list(ORDER)
-        if place:
+        if number:
             total: Counter[str] = sum((each for pair in counters.values() for each in pair), Counter())
             names = [name for name, seconds in total.most_common() if seconds >= least * len(kinds) * len(benches)]
         lines += [row([title, *kinds]), "|---" * (len(kinds) + 1) + "|"]

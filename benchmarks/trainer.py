@@ -1,4 +1,4 @@
-"""This toolkit beside `transformers.Trainer`: time, CPU seconds and peak memory of the same work.
+"""This toolkit against `transformers.Trainer`: time, CPU seconds and peak memory of the same work.
 
     python benchmarks/trainer.py                       about 5 minutes on two cores
     python benchmarks/trainer.py --samples 3200 --rounds 7 --write
@@ -6,16 +6,16 @@
 The same model, samples, global batch, dropout, learning rates and clipping: the demo's weights (demo:minilm) on
 sentences of at most 128 tokens in batches of 32 (demo:rotten-tomatoes), or, with `--lengths 128 512`, also on reviews
 of at most 512 in batches of 16 (demo:imdb). `TRAINER_PRECISION=no` computes in fp32, for CPUs on which bf16 is slower;
-with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` this CPU computes as an older one does. Contestants:
+with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` this CPU computes like an older one. Contestants:
 
     ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
     tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
              no logging, evaluation batches of 64 by length
-    plain    Trainer as most scripts have it: every text padded to 128, fp32, defaults (evaluation batches of 8)
+    plain    Trainer as in most scripts: every text padded to 128, fp32, defaults (evaluation batches of 8)
 
-Each run is a fresh process, so that memory and allocator are its own, and the contestants take turns, so
-that other jobs on the machine meet all of them: the ratios, taken round by round, are what counts.
-Imports, loading, tokenizing and a small warm-up are not timed; they do count in the peak memory.
+Each run is a new process with its own memory, and the contestants take turns, so that other jobs on the machine slow
+all of them: compare the ratios, which are within a round. Imports, loading, tokenizing and a small warm-up are not
+timed, but count in the peak memory.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ TASKS = ("train", "evaluate")
 SEED = 42
 JOB = {"model_name_or_path": "demo:minilm", "learning_rate": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.01,
        "mixed_precision": os.environ.get("TRAINER_PRECISION", "bf16"), "seed": SEED}  # fmt: skip
-# the longest text -> its data, the global batch, and the texts of the held-back tenth that are evaluated
+# max_length -> (data set, global batch size, number of validation texts)
 TEXTS = {128: ("demo:rotten-tomatoes", 32, 1000), 512: ("demo:imdb", 16, 500)}
-# How far from ours a contestant's loss may be before the report calls the comparison void: other random
-# orders and other dropout masks in training, nothing but rounding in evaluation.
+# Largest difference of a contestant's loss from ours for a valid comparison: training has other random orders and
+# dropout masks, evaluation only rounding.
 LOSS_TOLERANCE = {"train": 0.1, "evaluate": 0.005}
 
 
-# --- one contestant, in its own process ---
+# ---- one contestant, in its own process
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every contestant is given: tokens are made, weights are loaded."""
+    """The inputs of all contestants: tokens and loaded weights."""
 
     settings: Any
     tokenizer: Any
@@ -95,7 +95,7 @@ def _synchronize() -> None:
 
 
 def make_settings(output_dir: str, samples: int, length: int) -> Any:
-    """The recipe's demo job, for so many samples of at most so many tokens."""
+    """The settings of the demo job, for `samples` texts of at most `length` tokens."""
     from toolkit.config import TaskSettings, build
 
     data, batch, _ = TEXTS[length]
@@ -104,7 +104,7 @@ def make_settings(output_dir: str, samples: int, length: int) -> Any:
 
 
 def load_job(settings: Any, samples: int) -> Job:
-    """The same weights (the new head too) and the same samples for every contestant."""
+    """The same weights (with the new head) and samples for every contestant."""
     from toolkit.data.prepare import add_collator, prepare_data
     from toolkit.data.tokens import load_tokenizer
     from toolkit.models.classifier import load_classifier
@@ -118,7 +118,7 @@ def load_job(settings: Any, samples: int) -> Job:
 
 
 def sample_of(split: Any, samples: int) -> Any:
-    """So many random samples of a split, as a split."""
+    """A split of random samples."""
     import numpy as np
 
     if samples > len(split):
@@ -134,7 +134,7 @@ def sample_of(split: Any, samples: int) -> Any:
 
 
 def warm_up(model: Any, bf16: bool) -> None:
-    """The first kernels of a process cost extra, whoever calls them."""
+    """Runs the first kernels of the process, which are slower."""
     import torch
 
     device = next(model.parameters()).device
@@ -144,7 +144,7 @@ def warm_up(model: Any, bf16: bool) -> None:
 
 
 def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
-    """The recipe's own lines; see recipes/cls.py."""
+    """The lines of recipes/cls.py."""
     from toolkit import launch
 
     accelerator = launch.make_accelerator(job.settings.training.mixed_precision)
@@ -209,13 +209,13 @@ def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
             logits = model(**batch.inputs).logits.float()
             losses = sample_losses(logits, batch.labels, labels.problem_type)
             outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))
-    result = classification_evaluation(outputs, labels, lambda *found: classification_metrics(*found, labels))
+    result = classification_evaluation(outputs, labels, lambda *outputs: classification_metrics(*outputs, labels))
     clock.stop()
     return {"loss": result.numbers["loss"], "accuracy": result.numbers["accuracy"]}
 
 
 def tuned_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
-    """Trainer with the settings that its documentation gives for speed, and samples in memory as lists."""
+    """Trainer with the settings that its documentation recommends for speed, and samples as lists in memory."""
     from transformers import DataCollatorWithPadding
 
     options = {
@@ -231,7 +231,7 @@ def tuned_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 
 
 def plain_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
-    """Trainer with `padding="max_length"` in the tokenizing, and defaults for all that costs time."""
+    """Trainer with `padding="max_length"` and defaults."""
     import datasets
     from transformers import default_data_collator
 
@@ -257,7 +257,7 @@ def _run_trainer(
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Timed(TrainerCallback):
-        """From the start of training to its end, so that Trainer's own set-up is not timed."""
+        """Times training without Trainer's set-up."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             warm_up(job.model, args.bf16)
@@ -281,7 +281,7 @@ def _run_trainer(
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=not torch.accelerator.is_available(),  # without it Trainer refuses bf16 there
+        use_cpu=not torch.accelerator.is_available(),  # or Trainer refuses bf16 on a CPU
         seed=SEED,
         **options,
     )
@@ -314,24 +314,24 @@ def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any
     contenders = {"ours": ours, "tuned": tuned_trainer, "plain": plain_trainer}
     with tempfile.TemporaryDirectory() as output_dir:
         settings = make_settings(f"{output_dir}/run", samples, length)
-        if contestant == "prepare":  # makes the tokens, on which no contestant is to spend time or memory
+        if contestant == "prepare":  # fills the cache of tokens
             return {"folder": str(load_job(settings, samples).data.folder)}
         clock = Clock()
-        found = contenders[contestant](load_job(settings, samples), task, clock)
+        result = contenders[contestant](load_job(settings, samples), task, clock)
     import torch
 
-    if task == "train" and found["steps"] != samples // TEXTS[length][1]:
-        raise SystemExit(f"{contestant} made {found['steps']} steps")
+    if task == "train" and result["steps"] != samples // TEXTS[length][1]:
+        raise SystemExit(f"{contestant} made {result['steps']} steps")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return found | {"wall": clock.wall, "cpu": clock.cpu, "resident": resident, "device": device}
+    return result | {"wall": clock.wall, "cpu": clock.cpu, "resident": resident, "device": device}
 
 
-# --- the comparison ---
+# ---- the comparison
 
 
 def spawn(contestant: str, task: str, samples: int, length: int) -> dict[str, Any]:
-    """`work` in a fresh process."""
+    """`work` in a new process."""
     command = [sys.executable, __file__, "--worker", contestant, task, str(samples), str(length)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -342,33 +342,33 @@ def spawn(contestant: str, task: str, samples: int, length: int) -> dict[str, An
 def compare(samples: int, length: int, rounds: int, contestants: list[str]) -> dict[str, dict[str, Any]]:
     """Task -> contestant -> a measurement per round; the contestants take turns."""
     spawn("prepare", "train", samples, length)
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {task: {who: [] for who in contestants} for task in TASKS}
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {task: {who: [] for who in contestants} for task in TASKS}
     for number in range(1, rounds + 1):
         for task in TASKS:
             for who in contestants:
                 measured = spawn(who, task, samples, length)
-                found[task][who].append(measured)
+                results[task][who].append(measured)
                 line = f"round {number}/{rounds}, {length} tokens, {task} {who}: {measured['wall']:.2f} s"
                 print(line, file=sys.stderr, flush=True)
-    return found
+    return results
 
 
-def table(task: str, found: dict[str, list[dict[str, Any]]]) -> str:
+def table(task: str, results: dict[str, list[dict[str, Any]]]) -> str:
     """One task's Markdown table: medians (smallest to largest), and ratios to ours within each round."""
     head = ["contestant", "seconds", "CPU seconds", "loss", "peak resident MB"]
     ratios = ["time / ours", "CPU / ours", "memory / ours"]
-    on_device = any(run["device"] for runs in found.values() for run in runs)
-    head += ["peak device MB"] * on_device + ratios * ("ours" in found)
+    on_device = any(run["device"] for runs in results.values() for run in runs)
+    head += ["peak device MB"] * on_device + ratios * ("ours" in results)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for who, runs in found.items():
+    for who, runs in results.items():
         cells = [who, spread(runs, "wall"), spread(runs, "cpu"), spread(runs, "loss", digits=4)]
         cells += [spread(runs, "resident", 1e-6, digits=0)]
         cells += [spread(runs, "device", 1e-6, digits=0)] * on_device
-        if "ours" in found:
+        if "ours" in results:
             memory = "device" if on_device else "resident"
-            cells += [ratio(runs, found["ours"], key) for key in ("wall", "cpu", memory)]
-            apart = abs(median(runs, "loss") - median(found["ours"], "loss"))
-            cells[3] += " (VOID: too far from ours)" * (apart > LOSS_TOLERANCE[task])
+            cells += [ratio(runs, results["ours"], key) for key in ("wall", "cpu", memory)]
+            difference = abs(median(runs, "loss") - median(results["ours"], "loss"))
+            cells[3] += " (VOID: too far from ours)" * (difference > LOSS_TOLERANCE[task])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -382,8 +382,8 @@ def spread(runs: list[dict[str, Any]], key: str, unit: float = 1.0, digits: int 
 
 
 def ratio(runs: list[dict[str, Any]], ours: list[dict[str, Any]], key: str) -> str:
-    """Above 1: ours is better."""
-    return _spread([run[key] / own[key] for run, own in zip(runs, ours, strict=True)], 2)
+    """Above 1, ours is better."""
+    return _spread([run[key] / mine[key] for run, mine in zip(runs, ours, strict=True)], 2)
 
 
 def _spread(values: list[float], digits: int) -> str:
@@ -414,13 +414,13 @@ def report(tables: list[str], rounds: int, load: str) -> str:
     )
 
 
-def tables(found: dict[str, dict[str, Any]], samples: int, length: int) -> list[str]:
-    """Of texts of at most so many tokens."""
+def tables(results: dict[str, dict[str, Any]], samples: int, length: int) -> list[str]:
+    """The tables of texts of at most `length` tokens."""
     titles = {"train": f"Training, {samples} texts", "evaluate": "Evaluation of held-back texts"}
     return [
         line
         for task in TASKS
-        for line in (f"## {titles[task]} of at most {length} tokens, one process", "", table(task, found[task]), "")
+        for line in (f"## {titles[task]} of at most {length} tokens, one process", "", table(task, results[task]), "")
     ]
 
 
@@ -430,11 +430,11 @@ def processor() -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = named[0].split(":", 1)[1].strip() if named else model
-    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    return f"{model}, {cores} cores" + (f", {asked.stdout.strip()}" if asked.stdout.strip() else "")
+        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = models[0].split(":", 1)[1].strip() if models else model
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ", ".join(filter(None, [model, f"{cores} cores", gpu.stdout.strip()]))
 
 
 def main() -> None:
@@ -445,19 +445,19 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/trainer.md")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        contestant, task, *numbers = given.worker
+    options = parser.parse_args()
+    if options.worker:
+        contestant, task, *numbers = options.worker
         print(json.dumps(work(contestant, task, *map(int, numbers))))
         return
     load, lines = " ".join(f"{value:.1f}" for value in os.getloadavg()), []
-    for length in given.lengths:
+    for length in options.lengths:
         batch = TEXTS[length][1]
-        samples = max(1, given.samples * 128 // length // batch) * batch
-        lines += tables(compare(samples, length, given.rounds, given.contestants), samples, length)
-    page = report(lines, given.rounds, load)
+        samples = max(1, options.samples * 128 // length // batch) * batch
+        lines += tables(compare(samples, length, options.rounds, options.contestants), samples, length)
+    page = report(lines, options.rounds, load)
     print(page)
-    if given.write:
+    if options.write:
         (Path(__file__).parent / "results" / "trainer.md").write_text(page, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Every way to start, as typed, on the English demo job cut to a few steps: what comes out?
+"""The English demo job, started by each launcher, for a few steps.
 
     python benchmarks/ways.py --write            (about 3 minutes on 2 cores)
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(command: str) -> str:
-    """Runs one command line and reads what it left."""
+    """Runs one command line; returns its row of the table."""
     words = command.split()
     if shutil.which(words[0]) is None:
         return f"| `{command}` | not installed here | | | |"

@@ -208,9 +208,8 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
         return
     decisions, notes = tune(settings, run.data.labels, validation)
     content = {"labels": list(run.data.labels.names), **decisions.as_json(), "asked": vars(settings)}
-    text = json.dumps(
-        content | {"step": run.best.step}, ensure_ascii=False, indent=2
-    )  # step: so that a conversion knows its weights
+    content["step"] = run.best.step  # a conversion of other weights does not copy the file
+    text = json.dumps(content, ensure_ascii=False, indent=2)
     write_atomically(path, [text, "\n"])
     run.answers = decisions
     for line in notes:
