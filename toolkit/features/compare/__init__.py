@@ -1,1 +1,1 @@
-"""Which of several runs is better."""
+"""Comparison of runs."""

@@ -1,4 +1,4 @@
-"""`toolkit compare RUN...`: a table of runs in the terminal, and a page with their curves over each other."""
+"""`toolkit compare RUN...`: a table of runs in the terminal, and a page with their curves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.report.comparison import (
 from toolkit.report.files import dumps, latest_per_step, write_atomically
 from toolkit.report.record import render
 
-_MOST_CURVES = 8
+_MAX_CURVES = 8
 
 
 def run(options: Any) -> None:
@@ -32,20 +32,19 @@ def run(options: Any) -> None:
         print(dumps(comparison, indent=2))
         return
     print(as_text(comparison))
-    print(f"\n{options.output}" if options.output else "\n--output compare.html draws the curves over each other")
+    print(f"\n{options.output}" if options.output else "\n--output compare.html draws their curves")
 
 
 def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> None:
-    """One HTML file that loads nothing from the network."""
     context = {"comparison": comparison, "tables": tables(comparison), "verdicts": verdicts(comparison),
-               "charts": charts(comparison, runs), "num_without_curves": len(runs) - _MOST_CURVES}  # fmt: skip
+               "charts": charts(comparison, runs), "num_without_curves": len(runs) - _MAX_CURVES}  # fmt: skip
     write_atomically(path, [render(Path(__file__).with_name("compare.html"), context)])
 
 
 def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curves.Chart]:
-    """The best runs' curves over each other; runs with different losses in charts of their own."""
+    """The curves of the best runs; runs with different losses get separate charts."""
     metric, drawn = comparison["metric"], []
-    overlays: list[tuple[str, Any, str, Collection[str]]] = [  # of steps a mean, of evaluations points
+    overlays: list[tuple[str, Any, str, Collection[str]]] = [  # "mean": over steps, "points": evaluations
         ("Training loss, a moving average", "mean", "loss", TRAINING_LOSS_SETTINGS),
         ("Validation loss", "points", "loss", LOSS_SETTINGS),
         (f"{runs[0].record.metric_title(metric)} on validation", "points", metric, ()),
@@ -53,7 +52,7 @@ def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curv
     ]
     for title, kind, name, loss_settings in overlays:
         groups: dict[str, list[curves.Line]] = collections.defaultdict(list)
-        for run in runs[:_MOST_CURVES]:
+        for run in runs[:_MAX_CURVES]:
             values = curves.values_of(
                 run.record.steps if kind == "mean" else latest_per_step(run.record.training_evaluations), name
             )

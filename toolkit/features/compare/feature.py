@@ -1,4 +1,4 @@
-"""`toolkit compare`: which of several runs is better."""
+"""The command `toolkit compare`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from toolkit.utils.features import Command, Feature
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument("--output", metavar="FILE.html", help="also write one page with the curves over each other")
+    parser.add_argument("--output", metavar="FILE.html", help="also write a page with the curves of all runs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 FEATURE = Feature(
     Command(
         "compare",
-        "which of several runs is better, and what each took",
+        "compare the metrics, speed and memory of runs",
         "toolkit.features.compare.command:run",
         _add_arguments,
-        "Compares runs on the rows they predicted: metrics with intervals, paired tests, speed, memory.",
+        "Compares runs on the rows they predicted: metrics with confidence intervals, paired tests, speed, memory.",
     )
 )

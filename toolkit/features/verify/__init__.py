@@ -1,1 +1,1 @@
-"""The losses of a recipe under every strategy."""
+"""Comparison of a recipe's losses under different strategies."""

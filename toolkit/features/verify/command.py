@@ -1,7 +1,7 @@
-"""`toolkit verify RECIPE`: a few steps under each config, compared with one process: is it the same training?
+"""`toolkit verify RECIPE`: compares the losses and gradient norms of a few steps under each config with one process.
 
-Each run is the recipe started as a child, as it would be typed, without dropout and with micro-batches of uneven sizes.
-Two more runs in one process show the reason: with other random numbers, and with micro-batches of another size.
+Each run is a child process, without dropout and with micro-batches of uneven sizes. Two more runs in one process, one
+with other random numbers and one with other micro-batches, help to explain a difference.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 
-# A prime number of samples: micro-batches are uneven, so that a mean over them is another one than over samples.
+# samples, a prime number, so that a mean over micro-batches differs from a mean over samples; micro-batch sizes
 _SAMPLES, _SIZE, _OTHER_SIZE = 31, 3, 5
-# A config in bf16 or fp16 may be so much further from fp32 than one process in it; what is no difference at all; and
-# what of a gradient norm's difference counts, which rounding moves so much more than a loss.
-_MORE, _ROUNDING, _OF_GRADIENT = 1.5, {"bf16": 1e-3, "fp16": 2e-4}, 1 / 40
+# Tolerances in bf16 and fp16: a config may differ from fp32 by `_MARGIN` times the difference of one process, or by
+# `_ROUNDING`; differences of gradient norms, which rounding affects more than losses, count by `_GRADIENT_WEIGHT`.
+_MARGIN, _ROUNDING, _GRADIENT_WEIGHT = 1.5, {"bf16": 1e-3, "fp16": 2e-4}, 1 / 40
 
 
 @dataclass
 class Trial:
-    """A run of the recipe, and how far its numbers are from those it is compared with."""
+    """A run of the recipe, and its difference from a reference run."""
 
     name: str
     precision: str
@@ -48,9 +48,9 @@ class Trial:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Of each step: whether it took the same samples."""
+    """Tokens per step: equal where a step took the same samples."""
     difference: float | None = None
-    """The greatest relative one, over steps, of losses and gradient norms (`_OF_GRADIENT` of theirs, not in fp32)."""
+    """The largest relative difference of a step's loss or (weighted) gradient norm."""
     reason: str = ""
 
     @property
@@ -58,18 +58,18 @@ class Trial:
         return not self.error and (self.difference is None or self.difference <= self.allowed)
 
     def difference_from(self, other: Trial, steps: int | None = None) -> float:
-        """Of the first so many steps. One that fp16 skips has an infinite gradient, and no number to compare."""
+        """Over the first `steps`, without those that fp16 skips, whose gradient is infinite."""
         if len(self.losses) != len(other.losses):
             return math.inf
-        weight, differences = 1.0 if self.precision == "no" else _OF_GRADIENT, [0.0]
-        for mine, theirs, part in ((self.losses, other.losses, 1.0), (self.grad_norms, other.grad_norms, weight)):
+        weight, differences = 1.0 if self.precision == "no" else _GRADIENT_WEIGHT, [0.0]
+        for mine, theirs, factor in ((self.losses, other.losses, 1.0), (self.grad_norms, other.grad_norms, weight)):
             pairs = [(a, b) for a, b in zip(mine[:steps], theirs[:steps], strict=True) if math.isfinite(a + b)]
-            differences += [part * abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+            differences += [factor * abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
         return max(differences)
 
-    def compare(self, one: Trial, reason: str, allowed: float | None = None) -> None:
+    def compare(self, reference: Trial, reason: str, allowed: float | None = None) -> None:
         self.allowed = self.allowed if allowed is None else allowed
-        self.difference = self.difference_from(one) if self.losses else None
+        self.difference = self.difference_from(reference) if self.losses else None
         self.reason = "" if self.agrees or self.error else reason
 
     def lines(self) -> list[str]:
@@ -85,8 +85,7 @@ class Trial:
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
-    """`words` are the recipe's and its launcher's. Leaves with the exit code 0, or 1 where a run differs. Raises
-    UserError."""
+    """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 where a run differs."""
     if not Path(options.recipe).is_file():
         raise UserError(f"there is no recipe {options.recipe}: name recipes/cls.py, say")
     verification = Verification(options, [word for word in words if word != "--"])
@@ -101,10 +100,8 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
 
 
 class Verification:
-    """The runs of one recipe."""
-
     def __init__(self, options: argparse.Namespace, words: Sequence[str]) -> None:
-        """Raises UserError for a config that is not there."""
+        """Raises UserError for a config that does not exist."""
         launch, self.words = split(words)
         self.launch = [word for name, value in vars(launch).items() if value for word in (f"--{name}", value)]
         self.options, self.configs = options, options.config_file or CONFIGS
@@ -119,7 +116,7 @@ class Verification:
         one = self._trial(f"one-process-{host}", "no", [])
         if one.error:
             return [one]
-        random = self._trial(f"other-randomness-{host}", "no", [], randomness=1)
+        random = self._trial(f"other-randomness-{host}", "no", [], seed_offset=1)
         size = self._trial(f"other-micro-batches-{host}", "no", [], _OTHER_SIZE)
         random.compare(one, "it draws random numbers of its own (dropout?): take them out, or draw them by batch.ids")
         size.compare(one, random.reason or _reason_of_size(size, one))
@@ -129,20 +126,20 @@ class Verification:
             trials.append(trial := self._trial(stem, "no", config))
             trial.compare(one, random.reason or size.reason or _reason_of_strategy(trial, one))
             other = self._trial(f"{stem}-{precision}", precision, config) if precision != "no" else trial
-            if (kind := other.precision) == "no":  # auto: nothing else is fast here
+            if (kind := other.precision) == "no":  # "auto" chose fp32
                 continue
             if other.losses and kind not in references:
                 trials.append(reference := self._trial(f"one-process-{kind}-{host}", kind, []))
                 reference.compare(one, "", math.inf)
                 references[kind] = reference
             half_precision = references[kind].difference if other.losses else None
-            reason = trial.reason or f"in fp32 it agrees: weights, or sums of gradients, are kept in {kind}"
-            other.compare(one, reason, max(_ROUNDING.get(kind, 0.0), _MORE * (half_precision or 0.0)))
+            reason = trial.reason or f"in fp32 it agrees: weights, or sums of gradients, are in {kind}"
+            other.compare(one, reason, max(_ROUNDING.get(kind, 0.0), _MARGIN * (half_precision or 0.0)))
             trials.append(other)
         return trials
 
-    def _trial(self, name: str, precision: str, launch: list[str], size: int = _SIZE, randomness: int = 0) -> Trial:
-        """Runs it. Without numbers and without an error they are on the first machine."""
+    def _trial(self, name: str, precision: str, launch: list[str], size: int = _SIZE, seed_offset: int = 0) -> Trial:
+        """Runs the recipe. Only the first machine gets numbers."""
         folder, log, steps = self.folder / name, self.folder / f"{name}.log", self.options.max_steps
         settings = {"global_batch_size": self.samples, "max_steps": steps, "per_device_batch_size": size, "dropout": 0,
                     "mixed_precision": precision, "max_eval_samples": 32, "eval_every": steps, "report_to": "none",
@@ -155,7 +152,7 @@ class Verification:
         logger.info(f"{name}, {precision}: running")
         with log.open("wb") as file:
             result = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
-                              check=False, env={**os.environ, OTHER_RANDOMNESS: str(randomness)})  # fmt: skip
+                              check=False, env={**os.environ, OTHER_RANDOMNESS: str(seed_offset)})  # fmt: skip
         if result.returncode:
             trial.error = f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
         elif (folder / "metrics.jsonl").exists():
@@ -164,12 +161,12 @@ class Verification:
             trial.losses, norms, trial.tokens = columns
             trial.grad_norms = [math.inf if norm is None else norm for norm in norms]  # of a step that fp16 skipped
             trial.precision = json.loads((folder / "config.json").read_text("utf-8"))["world"]["mixed_precision"]
-            shutil.rmtree(folder / "model")  # as many as there are runs take a disk's space
+            shutil.rmtree(folder / "model")  # saves disk space
         return trial
 
 
 def _reason_of_size(trial: Trial, one: Trial) -> str:
-    """Why other micro-batches in the same process give other numbers."""
+    """Why one process with other micro-batches gives other numbers."""
     if not trial.losses or math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
         return "backward of a mean over the micro-batch, whose size then weighs its samples: take step.mean(losses)'s"
     if 0.5 < trial.losses[0] / one.losses[0] < 0.75:  # as the number of micro-batches, 7 instead of 11
@@ -178,7 +175,7 @@ def _reason_of_size(trial: Trial, one: Trial) -> str:
 
 
 def _reason_of_strategy(trial: Trial, one: Trial) -> str:
-    """Why what is right in one process, with any micro-batches, is another training under a config."""
+    """Why a config gives other numbers, where one process gives the same with any micro-batches."""
     if trial.tokens != one.tokens:
         return "its steps take other samples: a loader or an order of its own; step.micro_batches takes the same ones"
     if trial.difference_from(one, 1) <= trial.allowed:

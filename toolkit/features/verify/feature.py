@@ -1,4 +1,4 @@
-"""`toolkit verify`."""
+"""The command `toolkit verify`."""
 
 from __future__ import annotations
 
