@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that was never interrupted, and says what it cannot do."""
+"""A resumed run equals an uninterrupted one; what cannot be resumed is an error."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.faults import Fault
-from tests.runs import digests, failed, lines_of, run_of, slow_but, train
+from tests.runs import digests, failed, lines_of, losses_of, run_of, slow_but, train
 from toolkit.checkpoint import folder as folders
 
-STEPS = 20  # of which 16 are an epoch
+STEPS = 20  # 16 are an epoch
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, reviews: Path) -> list[Any]:
+def settings(tiny_job: list[Any]) -> list[Any]:
     """With dropout. The best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`)."""
-    return ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", STEPS, "--dropout", 0.1,
-            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 12, "--per_device_batch_size", 6,
+    return [*tiny_job, "--max_steps", STEPS, "--dropout", 0.1, "--global_batch_size", 12, "--per_device_batch_size", 6,
             "--learning_rate", "1e-3", "--warmup_steps", 4, "--checkpoint_every", 3, "--eval_every", 4,
             "--keep_checkpoints", 20]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole(settings: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed. Tests must not write into it."""
+    """An uninterrupted run. Tests must not write into it."""
     return run_of(settings, tmp_path_factory.mktemp("resume") / "whole")
 
 
@@ -37,8 +36,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def rewound(whole: Path, folder: Path, step: int) -> Path:
-    """A copy of the run as if it had been killed before its next checkpoint after `step`: the files beside
-    the checkpoints are ahead of them."""
+    """A copy of the run as if it was killed before its next checkpoint after `step`: its log is ahead of that."""
     shutil.copytree(whole, folder, symlinks=True)
     for path in (folder / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > step:
@@ -50,21 +48,25 @@ def rewound(whole: Path, folder: Path, step: int) -> Path:
 
 def assert_same_run(actual: Path, expected: Path) -> None:
     """Each step and each evaluation once, with the same numbers; the same weights, best model and links."""
-    for name, keys in (("metrics.jsonl", ("step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens")),
-                       ("eval.jsonl", ("step", "split", "loss", "accuracy"))):  # fmt: skip
-        lines, wanted = lines_of(actual / name), lines_of(expected / name)
-        for key in keys:
-            if isinstance(wanted[0][key], float):
-                assert [line[key] for line in lines] == pytest.approx([line[key] for line in wanted], rel=1e-6), key
-            else:
-                assert [line[key] for line in lines] == [line[key] for line in wanted], key
+    assert_same_lines(actual, expected)
     assert_same_weights(actual / "model" / "model.safetensors", expected / "model" / "model.safetensors")
     assert_same_weights(last_weights(actual), last_weights(expected))
-    for path in ("model/trainer_state.json", "checkpoints/best/manifest.json"):
-        step = [json.loads((run / path).read_text()) for run in (actual, expected)]
-        assert step[0].get("global_step") == step[1].get("global_step")
-        assert step[0].get("step") == step[1].get("step")
+    assert best_step(actual) == best_step(expected)
+    assert (actual / "checkpoints/best").readlink() == (expected / "checkpoints/best").readlink()
     assert len(lines_of(actual / "predictions.jsonl")) == len(lines_of(expected / "predictions.jsonl"))
+
+
+def assert_same_lines(actual: Path, expected: Path, rel: float = 1e-6) -> None:
+    """Each step and each evaluation once, with the same numbers."""
+    for name, keys in (("metrics.jsonl", ("step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens")),
+                       ("eval.jsonl", ("step", "split", "loss", "accuracy"))):  # fmt: skip
+        for key in keys:
+            values, wanted = ([line[key] for line in lines_of(run / name)] for run in (actual, expected))
+            assert values == (pytest.approx(wanted, rel=rel) if isinstance(wanted[0], float) else wanted), key
+
+
+def best_step(run: Path) -> int:
+    return int(json.loads((run / "model" / "trainer_state.json").read_text())["global_step"])
 
 
 def last_weights(run: Path) -> Path:
@@ -81,10 +83,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
 def test_the_run_is_as_planned(whole: Path) -> None:
     """What the other tests rely on."""
     steps = [folders.step_number(path) for path in folders.complete(whole / "checkpoints")]
-    best = json.loads((whole / "model" / "trainer_state.json").read_text())["global_step"]
     assert set(steps) >= {3, 6, 9, 12, 15, 18, 20}
-    assert 3 < best < 18
-    assert best in steps
+    assert 3 < best_step(whole) < 18
+    assert best_step(whole) in steps
     assert [line["step"] for line in lines_of(whole / "metrics.jsonl")] == list(range(1, STEPS + 1))
     manifest = folders.read_manifest(checkpoint(whole, 18))
     assert (manifest["epoch"], manifest["position"]) == (1, 2)
@@ -92,7 +93,7 @@ def test_the_run_is_as_planned(whole: Path) -> None:
 
 # step 15: the next epoch begins after one more; 3: before the best model, which the run's model/ holds
 @pytest.mark.parametrize("step", [3, 15, *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 9, 12, 18))])
-def test_it_goes_on_exactly(step: int, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_resumed_exactly(step: int, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", step)
     message = train(*settings, "--output_dir", run)
     assert f"step {step} of {STEPS} (saved by single, 1 process)" in message
@@ -101,9 +102,8 @@ def test_it_goes_on_exactly(step: int, settings: list[Any], whole: Path, tmp_pat
 
 
 def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: list[Any], tmp_path: Path) -> None:
-    """Whatever `auto` would choose on this machine."""
-    place = settings.index("--mixed_precision")
-    auto = [*settings[:place], *settings[place + 2 :]]
+    """`auto` takes the checkpoint's."""
+    auto = [*settings, "--mixed_precision", "auto"]
     run = rewound(whole, tmp_path / "run", 18)
     message = train(*auto, "--output_dir", run)
     assert "one process, cpu, mixed precision no" in message
@@ -124,8 +124,8 @@ def test_a_torn_last_line_and_a_lost_model_folder_are_written_again(
     assert_same_run(run, whole)
 
 
-def test_what_a_power_cut_takes_is_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
-    """Lines that were there at the checkpoint, or a block of NULs in their place: the run goes on without them."""
+def test_lines_lost_in_a_power_cut_are_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
+    """Lines logged before the checkpoint are missing, or NULs: the run continues without them."""
     run = rewound(whole, tmp_path / "run", 18)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(lines[0] + bytes(len(lines[1])) + b"".join(lines[2:]))
@@ -153,18 +153,17 @@ def test_a_moved_model_is_no_other_job(settings: list[Any], whole: Path, tmp_pat
 def test_without_the_best_checkpoint_the_next_evaluation_counts(
     settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:
-    run = rewound(whole, tmp_path / "run", 18)
-    best = json.loads((run / "model" / "trainer_state.json").read_text())["global_step"]
+    run, best = rewound(whole, tmp_path / "run", 18), best_step(whole)
     shutil.rmtree(run / "model")
     shutil.rmtree(checkpoint(run, best))
     message = train(*settings, "--output_dir", run)
     assert f"the best model so far, of step {best}, is gone" in message
-    assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STEPS
+    assert best_step(run) == STEPS
     assert folders.link_target(run / "checkpoints", "best") == checkpoint(run, STEPS)
 
 
-def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
-    """Resumed from before the best checkpoint: the one that was best until then is there, and is taken."""
+def test_the_best_model_until_the_checkpoint(settings: list[Any], tmp_path: Path) -> None:
+    """Resumed before the best step: `best` and model/ are of the best step until then."""
     arguments = [*settings, "--metric_for_best_model", "loss", "--max_steps", 9, "--warmup_steps", 0]
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_manifest(checkpoint(tmp_path / "whole", 6))["best"]
@@ -176,15 +175,13 @@ def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
 
 
 def test_from_a_path_into_a_new_folder(settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    before = digests(whole)
-    train(*settings, "--output_dir", tmp_path / "new", "--resume", checkpoint(whole, 9))
+    before, run = digests(whole), tmp_path / "new"
+    train(*settings, "--output_dir", run, "--resume", checkpoint(whole, 9))
     assert digests(whole) == before
-    actual, expected = lines_of(tmp_path / "new" / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")[9:]
-    assert [line["step"] for line in actual] == [line["step"] for line in expected]
-    assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
-    assert_same_weights(last_weights(tmp_path / "new"), last_weights(whole))
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert Path(config["resumed_from"]) == checkpoint(whole, 9)
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(10, STEPS + 1))
+    assert losses_of(run) == pytest.approx(losses_of(whole)[9:], rel=1e-6)
+    assert_same_weights(last_weights(run), last_weights(whole))
+    assert Path(json.loads((run / "config.json").read_text())["resumed_from"]) == checkpoint(whole, 9)
 
 
 OTHER: dict[str, list[Any]] = {
@@ -211,7 +208,7 @@ def test_another_job_is_refused_and_changes_nothing(
     assert digests(run) == before
 
 
-def test_another_learning_rate_is_allowed_and_said(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_another_learning_rate_is_allowed_and_reported(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     message = train(*settings, "--output_dir", run, "--learning_rate", "2e-3")
     assert "settings that changed since: learning_rate was 0.001 and is 0.002" in message
@@ -268,8 +265,7 @@ def test_nothing_sound_is_an_error(settings: list[Any], whole: Path, tmp_path: P
 
 
 def test_a_finished_run_stays_as_it_is(settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run, symlinks=True)
+    run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
     changed = {name for name, value in digests(whole).items() if digests(run).get(name) != value}
@@ -282,15 +278,14 @@ def test_a_finished_run_stays_as_it_is(settings: list[Any], whole: Path, tmp_pat
 def test_a_finished_run_goes_on_when_asked_for_more(
     more: list[Any], settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run, symlinks=True)
+    run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     if "--max_steps" not in more:
         place = settings.index("--max_steps")
         settings = [*settings[:place], *settings[place + 2 :]]
     train(*settings, "--output_dir", run, *more)
     lines = lines_of(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 25))
-    assert [line["loss"] for line in lines[:20]] == [line["loss"] for line in lines_of(whole / "metrics.jsonl")]
+    assert losses_of(run)[:20] == losses_of(whole)
     assert lines[20]["learning_rate"] > 0  # of the longer schedule
 
 
@@ -308,14 +303,14 @@ def test_in_the_background_the_same_bytes_are_written(settings: list[Any], whole
     train(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
     actual, expected = digests(tmp_path / "run" / "checkpoints"), digests(whole / "checkpoints")
     assert actual.keys() == expected.keys()
-    # the manifest says when; Python's own generator is drawn from by what a first run in a process imports
+    # the manifest has the time; imports in a process's first run draw from Python's random generator
     same = {name for name in expected if not name.endswith("manifest.json") and "rng-rank" not in name}
     assert {name: actual[name] for name in same} == {name: expected[name] for name in same}
-    for run in (tmp_path / "run", whole):  # and each says truly what it cost
-        message = {line["step"]: line.get("checkpoint_bytes") for line in lines_of(run / "metrics.jsonl")}
+    for run in (tmp_path / "run", whole):
+        logged = {line["step"]: line.get("checkpoint_bytes") for line in lines_of(run / "metrics.jsonl")}
         for folder in folders.complete(run / "checkpoints"):
             files = folders.read_manifest(folder)["files"].values()
-            assert message[folders.step_number(folder) or 0] == sum(entry["bytes"] for entry in files)
+            assert logged[folders.step_number(folder) or 0] == sum(entry["bytes"] for entry in files)
 
 
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Resuming across ways to run, for what tests/test_elastic.py leaves out: LoRA, bf16, a disk that is full."""
+"""Resuming across strategies, beyond tests/test_elastic.py: LoRA, bf16, a full disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def saved(folder: Path, step: int = SAVED_AT) -> Path:
     return folders.step_folder(folder / "checkpoints", step)
 
 
-def assert_goes_on(actual: Path, expected: Path, rel: float) -> None:
+def assert_resumed(actual: Path, expected: Path, rel: float) -> None:
     assert [line["step"] for line in lines_of(actual / "metrics.jsonl")] == list(range(SAVED_AT + 1, STEPS + 1))
     assert losses_of(actual) == pytest.approx(losses_of(expected)[SAVED_AT:], rel=rel)
 
@@ -47,7 +47,7 @@ def assert_goes_on(actual: Path, expected: Path, rel: float) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(["zero3 x2", "ddp x2", "zero1 x2", "zero2 x2"], "zero3 x2"))
 def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
-    """One process -> this way -> one process; the base model's weights are not saved again and again."""
+    """One process -> this way -> one process; checkpoints omit the base model's weights."""
     common = [*settings, "--lora_r", 4, "--mixed_precision", "no", "--learning_rate", "1e-2"]
     one, many = tmp_path / "one", tmp_path / "many"
     run([[*common, "--output_dir", one]], "single", tmp_path)
@@ -57,11 +57,11 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     run([[*common, "--output_dir", tmp_path / "many-to-one", "--resume", saved(many)]], "single", tmp_path)
     assert max(losses_of(one)) - min(losses_of(one)) > 0.01
     for name in ("one-to-many", "many-to-many", "many-to-one"):
-        assert_goes_on(tmp_path / name, one, 1e-5)
+        assert_resumed(tmp_path / name, one, 1e-5)
     for folder in (one, many):
         reader = open_checkpoint(saved(folder))
         assert reader.weights
-        assert all(in_adapter(name) for name in reader.weights)
+        assert all(map(in_adapter, reader.weights))
         assert any("word_embeddings" in name for name in reader.excluded)
         base = sum(4 * math.prod(shape) for shape in reader.excluded.values())
         files = folders.read_manifest(saved(folder))["files"]
@@ -72,8 +72,8 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
-    """Exactly under the same strategy; sensibly from autocast's fp32 weights to sharded bf16 ones. What is saved is
-    fp32 everywhere; a run that goes on under auto keeps its precision."""
+    """Exactly under the same strategy, closely from autocast's fp32 weights to sharded bf16 ones. Saves fp32;
+    auto resumes with the checkpoint's precision."""
     common = [*settings, "--mixed_precision", "bf16"]
     run([[*common, "--output_dir", tmp_path / "ddp"]], "ddp x2", tmp_path)
     jobs = [[*common, "--output_dir", tmp_path / "zero"],
@@ -86,8 +86,8 @@ def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
     for name, expected in models[0].items():
         assert models[1][name].dtype == expected.dtype == torch.float32
         torch.testing.assert_close(models[1][name], expected, rtol=0, atol=6 * 1e-3)  # a step moves a weight by 1e-3
-    assert_goes_on(tmp_path / "same", tmp_path / "zero", 1e-6)
-    assert_goes_on(tmp_path / "across", tmp_path / "ddp", 2e-2)
+    assert_resumed(tmp_path / "same", tmp_path / "zero", 1e-6)
+    assert_resumed(tmp_path / "across", tmp_path / "ddp", 2e-2)
     model, masters = load_file(tmp_path / "zero/model/model.safetensors"), open_checkpoint(tmp_path / "zero").weights
     assert all(tensor.numpy().tobytes() == masters[name].read() for name, tensor in model.items())  # fp32, unrounded
     assert json.loads((tmp_path / "zero/model/config.json").read_text())["dtype"] == "float32"
@@ -98,7 +98,7 @@ def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
 def test_a_full_disk(way: str, settings: list[Any], tmp_path: Path) -> None:
-    """DeepSpeed's files do not fit any more: one line, the checkpoint before is whole, and the run goes on."""
+    """DeepSpeed's files do not fit: an error of one line, and the earlier checkpoint resumes."""
     folder = tmp_path / "run"
     common = [*settings, "--mixed_precision", "no", "--output_dir", folder]
     run([[*common, "--max_steps", SAVED_AT]], way, tmp_path)
@@ -107,9 +107,7 @@ def test_a_full_disk(way: str, settings: list[Any], tmp_path: Path) -> None:
     limited = f"ulimit -f {(max(sizes) - 1000) // 1024}; exec {' '.join(map(str, command))}"
     finished = start(["bash", "-c", limited])
     assert finished.code == 1, finished.err[-3000:]
-    assert len(finished.error_lines) == 1, finished.err[-3000:]
-    assert "earlier checkpoints are untouched" in finished.error_lines[0]
-    assert "Traceback" not in finished.err
+    finished.says_in_one_line("earlier checkpoints are untouched")
     assert folders.complete(folder / "checkpoints") == [saved(folder)]
     finished = recipe(*common, *WAYS[way]).succeeded()
     assert re.search(rf"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}", finished.err)

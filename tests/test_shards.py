@@ -1,4 +1,4 @@
-"""Saved weights go back into the parameters that PyTorch's FSDP2 shards: all of them, whatever a run would notice."""
+"""`load_into_shards` restores all parameters that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
     load_into_shards(model, folder, accelerator.is_main_process)
     for (name, parameter), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
-        # rows are divided; a parameter of one row lies on one process
-        assert len(wanted) == 1 or parameter.to_local().numel() < wanted.numel(), f"{name} is not divided"
+        # a parameter of one row is on one rank
+        assert len(wanted) == 1 or parameter.to_local().numel() < wanted.numel(), f"{name} is not sharded"
         assert torch.equal(parameter.full_tensor(), wanted), name
     if accelerator.is_main_process:
         print("every parameter is the saved one", flush=True)
@@ -36,7 +36,7 @@ def main() -> None:
 @pytest.mark.multiprocess
 def test_every_parameter_comes_back(tmp_path: Path, tiny_model: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
-    for parameter in model.parameters():  # none as a new model has it
+    for parameter in model.parameters():  # all different from a new model's
         torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "model")
     finished = run_jobs(tmp_path, WAYS["ddp x2"], [["tests.test_shards", tmp_path / "model"]])

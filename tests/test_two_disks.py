@@ -1,4 +1,4 @@
-"""Two real hosts (network namespaces) whose --output_dir is not the same disk: checkpoints that need both."""
+"""Checkpoints of two hosts (network namespaces) that do not share the disk of --output_dir."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class TwoDisks:
-    """One path, and what each host finds there."""
+    """One path, with another disk on host B."""
 
     hosts: TwoHosts
     path: Path
@@ -45,7 +45,7 @@ class TwoDisks:
         return self.path / "run"
 
     def start(self, *command: str | Path, **options: Any) -> dict[str, Process]:
-        """The same line, typed on both."""
+        """Starts the same command on both."""
         binds = {"b": {self.path: self.on_b}}
         return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 
@@ -60,7 +60,7 @@ class TwoDisks:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
 
     def steps(self, host: str) -> list[int | None]:
-        """Of complete checkpoints, as this disk has them."""
+        """Of the complete checkpoints on a host's disk."""
         return sorted(folders.step_number(folder) or 0 for folder in folders.complete(self.checkpoints(host)))
 
 
@@ -71,9 +71,8 @@ def disks(hosts: TwoHosts, tmp_path: Path) -> TwoDisks:
     return TwoDisks(hosts, tmp_path / "out", tmp_path / "out-of-b")
 
 
-def kill_all(hosts: TwoHosts, host: str) -> None:
-    """Of what these tests have started there."""
-    for process in hosts.processes(host):
+def kill_host_b(disks: TwoDisks) -> None:
+    for process in disks.hosts.processes("b"):
         process.kill()
 
 
@@ -83,7 +82,7 @@ def assert_done(done: Mapping[str, Finished]) -> None:
 
 
 def assert_whole(disks: TwoDisks, reference: Path) -> None:
-    """Each step once with the reference's loss, and whole checkpoints on the first disk alone."""
+    """Each step once with the reference's loss, and checkpoints on the first disk only."""
     assert [line["step"] for line in lines_of(disks.run / "metrics.jsonl")] == list(range(1, 9))
     assert losses_of(disks.run) == pytest.approx(losses_of(reference), rel=1e-5)
     assert (disks.steps("a"), disks.steps("b")) == ([6, 8], [])
@@ -97,10 +96,10 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
 
 @pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
 def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """What the second machine wrote is on the first: converted at once, and gone on from with one process."""
+    """The second host's files are sent to the first: one process there converts and resumes the checkpoint."""
     started = disks.recipe(way, *settings)
     wait_for_steps(disks.run, 5, started.values(), SECONDS)
-    kill_all(disks.hosts, "b")
+    kill_host_b(disks)
     done = disks.finish(started)
     assert done["a"].code, done["a"].err[-3000:]
     assert "rank 1 on hostB exited without an error message" in done["a"].err
@@ -124,7 +123,7 @@ def test_several_processes_on_each(disks: TwoDisks, settings: list[str], referen
     more = [*settings, "--num_processes", "4", "--per_device_batch_size", "3"]
     killed = disks.recipe("zero2", *more)
     wait_for_steps(disks.run, 5, killed.values(), SECONDS)
-    kill_all(disks.hosts, "b")
+    kill_host_b(disks)
     disks.finish(killed)
     shutil.rmtree(disks.on_b / "run")
     done = disks.finish(disks.recipe("zero2", *more))
@@ -150,7 +149,7 @@ def test_an_old_run_is_moved_aside(disks: TwoDisks, settings: list[str], referen
 
 @pytest.mark.slow
 def test_a_disk_that_both_share(disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """Nothing is said, and nothing sent."""
+    """Nothing is reported, and nothing sent."""
     one = TwoDisks(disks.hosts, disks.path, disks.path)
     for more in ([], ["--max_steps", "10"]):
         done = one.finish(one.recipe("zero2", *settings, *more))
@@ -164,7 +163,7 @@ def test_a_disk_that_both_share(disks: TwoDisks, settings: list[str], reference:
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["a", "b"])
 def test_a_full_disk(host: str, disks: TwoDisks, settings: list[str]) -> None:
-    """Of either machine: both end, it says why, and what there was remains."""
+    """Of either host: both end, its error says why, and earlier checkpoints remain."""
     place, size = (disks.path, 1000) if host == "a" else (disks.on_b, 100)  # KiB; a checkpoint has about 360
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place], check=True)
     try:
@@ -183,7 +182,7 @@ def test_a_full_disk(host: str, disks: TwoDisks, settings: list[str]) -> None:
     ("rank", "event"), [(0, event) for event in (2, 20, 43, 60, 90, 105)] + [(1, event) for event in (2, 9, 14, 20, 24)]
 )
 def test_killed_inside_a_save(rank: int, event: int, disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """At some file operation of one of the processes; then the same command goes on."""
+    """At a file operation of one of the ranks; then the same command resumes."""
     words = [*settings, "--deepspeed_config", "ds_configs/zero2.json", "--output_dir", disks.run]
 
     def once(*command: str | Path) -> dict[str, Finished]:

@@ -1,11 +1,11 @@
-"""Started by tests/checkpoint/test_elastic_state.py: trains a small model of awkward parameters under one
-strategy, saves it, restores it under others, and compares.
+"""Started by tests/checkpoint/test_elastic_state.py: trains a small model under one strategy, saves it, restores it
+under others, and compares.
 
     torchrun --nproc_per_node N -m tests.checkpoint.elastic_worker FOLDER
 
-FOLDER/plan.json holds [model, reader, target] for every restore. A way `zero2-bf16 x3` is made and restored
-into by the worker of three processes; workers of all sizes run at the same time and wait for each other's
-checkpoints. What is wrong with each restore goes to FOLDER/results-N.jsonl.
+FOLDER/plan.json has [model, reader, target] for every restore. `zero2-bf16 x3` is saved and restored by the worker of
+three processes; workers of all world sizes run at the same time and wait for each other's checkpoints. The faults of
+each restore are written to FOLDER/results-N.jsonl.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make(model: str, name: str, root: Path) -> None:
     kinds = {"weight", "frozen", "buffer"}
     expected = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
     if dist.get_rank() > 0:
-        assert not saved, "the whole model is in the memory of more processes than the one that writes it"
+        assert not saved, "the unsharded model is in the memory of several ranks"
     elif any(not torch.equal(saved[name].float().view(-1), expected[name].float().view(-1)) for name in expected):
         raise AssertionError("the model folder would not hold the masters")
     losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
@@ -56,17 +56,17 @@ def make(model: str, name: str, root: Path) -> None:
 
 
 def faults_of(model: str, root: Path, target: str, exact: bool) -> list[str]:
-    """What is not as it was after a restore: of the state bit for bit, of the next losses by closeness."""
+    """What differs after a restore: the state bit for bit, the next losses by a tolerance."""
     wait_for(root / "losses.json")
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
     way = build(model, target)
-    take_step(way, 50)  # what was there before must leave no trace
+    take_step(way, 50)  # the restore must overwrite this state
     restore(way.state, open_checkpoint(root / "checkpoint"), SAVED_AFTER)
     faults = differences(load_file(root / "truth.safetensors"), truth_of(way), way)
     expected = json.loads((root / "losses.json").read_text())
     actual = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     way.close()
-    # the state is the same bit for bit; what bf16 makes of it depends on where in memory it lies
+    # bf16's results depend on the memory layout
     half = way.dtype != torch.float32 or "16" in str(root.name)
     closeness = (2e-3 if exact else 2e-2) if half else (1e-6 if exact else 1e-5)
     for step, (one, other) in enumerate(zip(actual, expected, strict=True), SAVED_AFTER + 1):
@@ -117,9 +117,9 @@ def main() -> None:
             faults = faults_of(model, root, target, reader == target)
         except TimeoutError:
             raise
-        except Exception:  # the other processes meet it too
+        except Exception:  # on all ranks
             faults = [traceback.format_exc()[-1500:]]
-        results.append({"model": model, "reader": reader, "target": target, "faults": faults})
+        results.append({"restore": [model, reader, target], "faults": faults})
         gc.collect()
     if dist.get_rank() == 0:
         (folder / f"results-{mine[1:]}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
