@@ -13,7 +13,7 @@ from filelock import FileLock
 from tests.checkpoint.deepspeed_worker import KINDS, Kind
 from tests.runs import groups
 
-# kinds by number of processes
+# world size -> kinds
 WORLDS: Mapping[int, tuple[str, ...]] = {
     1: ("zero0", "zero3-frozen"),
     2: tuple(KINDS),
@@ -24,13 +24,13 @@ WORLDS: Mapping[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Made:
-    """A checkpoint of DeepSpeed's save_checkpoint after two optimizer steps, and the truth about it."""
+    """A checkpoint of DeepSpeed's save_checkpoint after two optimizer steps. Tests must not write into it."""
 
     folder: Path
-    """As given to save_checkpoint: holds `latest` and the tag's folder. Tests must not write into it."""
+    """With `latest` and the tag's folder."""
     reference: Path
-    """A safetensors file of what was in memory: `weight.NAME` (the fp32 masters, frozen ones in the engine's
-    dtype; tied ones once), `buffer.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
+    """A safetensors file of the state in memory: `weight.NAME` (fp32 masters, frozen ones in the engine's dtype; tied
+    ones once), `buffer.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
     kind: Kind
     world: int
 
@@ -40,24 +40,23 @@ class Made:
 
     @property
     def later(self) -> Path:
-        """The root of the same run's save one step later, for kinds with `later`."""
+        """The folder of the save one step later, for kinds with `later`."""
         return self.folder.with_name(f"{self.folder.name}-later")
 
 
 def names() -> list[str]:
-    """`zero2-bf16 x2`, ... of all that `deepspeed_checkpoints` makes."""
+    """The keys of `deepspeed_checkpoints`: `zero2-bf16 x2`, ..."""
     return [f"{name} x{world}" for world, kinds in WORLDS.items() for name in kinds]
 
 
 @pytest.fixture
 def made(name: str, deepspeed_checkpoints: dict[str, Made]) -> Made:
-    """The one of the `name` that a test is parametrised with."""
     return deepspeed_checkpoints[name]
 
 
 @pytest.fixture(scope="session")
 def deepspeed_checkpoints(tiny_model: Path) -> dict[str, Made]:
-    """Real checkpoints by `KIND xWORLD` (see `names`), made once for all workers of a session."""
+    """Real checkpoints by `KIND xWORLD`, made once for all workers of a session."""
     root = Path(os.environ["TOOLKIT_TESTS_FOLDER"], "deepspeed")
     with FileLock(f"{root}.lock"):
         if not root.exists():

@@ -1,11 +1,9 @@
-"""Makes real DeepSpeed checkpoints on CPU processes, each with what is true of it.
+"""Makes real DeepSpeed checkpoints on CPU, each with the state in memory to compare with.
 
     torchrun --nproc_per_node N tests/checkpoint/deepspeed_worker.py MODEL FOLDER NAME ...
 
-writes, for each kind in `KINDS`, FOLDER/NAME/{latest, tag, ...} as DeepSpeed does and
-FOLDER/NAME.safetensors with `weight.X`, `buffer.X` and `exp_avg.X`, `exp_avg_sq.X` as they were in memory.
-MODEL is a folder with a BERT, for the kinds that want one. Starting processes is what takes time, so one
-start makes many.
+writes, for each NAME of `KINDS`, FOLDER/NAME/{latest, tag, ...} as DeepSpeed does, and FOLDER/NAME.safetensors with
+`weight.X`, `buffer.X`, `exp_avg.X` and `exp_avg_sq.X` from memory. MODEL is a folder with a BERT, for some kinds.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ class Kind:
     groups: int = 1
     frozen: bool = False
     frozen_group: bool = False
-    """The second of the groups holds all that is frozen."""
+    """All frozen parameters are in the second group."""
     exclude: bool = False
     """Saved without the frozen parameters."""
     bert: bool = False
-    """The folder's BERT with 3 labels, in place of `elastic_ways.Odd`."""
+    """MODEL with 3 labels, in place of `elastic_ways.Odd`."""
     later: bool = False
-    """Saves in NAME-later, too, one step after."""
+    """Also saves NAME-later, one step after."""
 
 
 KINDS: dict[str, Kind] = {
@@ -116,9 +114,9 @@ def weights_and_moments(engine: Any, kind: Kind, whole: dict[str, torch.Tensor])
     actual = {}
     for name, parameter in engine.module.named_parameters():
         if kind.stage and parameter.requires_grad and name != "nothing":
-            value, moments = masters(name, parameter)
+            value, moments = masters(parameter)
             actual |= {f"{key}.{name}": moment for key, moment in moments.items()}
-        else:  # it never changed, or it is its own master
+        else:  # unchanged, or its own master
             value = whole[name].to(parameter.dtype) if kind.stage == 3 else parameter.data
         actual[f"weight.{name}"] = value
     return {key: value.detach().clone().view(whole[key.partition(".")[2]].shape) for key, value in actual.items()}

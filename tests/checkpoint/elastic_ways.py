@@ -1,10 +1,10 @@
-"""A small model of awkward parameters, optimizers of many kinds, and every way to shard them, for the workers beside
-this file."""
+"""A small model of awkward shapes, optimizers of many kinds, and all strategies, for the workers in this folder."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,9 +19,11 @@ from torch import nn
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers
 from toolkit.training import lion
 
+Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Trained parameter -> (its unsharded fp32 master, its unsharded moments), without the toolkit's code."""
 SAVED_AFTER, TRAINED_ON = 2, 5
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-# what follows the stage in a way's name -> its part of the DeepSpeed config
+# option in a way's name -> its part of the DeepSpeed config
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
@@ -40,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Lion(lion.Lion):
-    """As any class from a package: one moment, and a count of its own, as schedule-free ones keep it."""
+    """With a counter in its groups, as schedule-free optimizers have."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
@@ -54,7 +56,7 @@ class Lion(lion.Lion):
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
-# name of a model -> its optimizer, where it is not AdamW; what that keeps of each element
+# name of a model -> its optimizer, if not AdamW, and the keys of its elementwise state
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
     "sgd": (torch.optim.SGD, ()),
     "momentum": (functools.partial(torch.optim.SGD, momentum=0.9), ("momentum_buffer",)),
@@ -63,12 +65,12 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...
     "lion": (Lion, ("exp_avg",)),
     "amsgrad": (functools.partial(torch.optim.AdamW, amsgrad=True), (*ADAM, "max_exp_avg_sq")),
     "adafactor": (torch.optim.Adafactor, ("row_var", "col_var", "variance")),
-    "vectors": (torch.optim.Adafactor, ("variance",)),  # what ZeRO shows it
+    "vectors": (torch.optim.Adafactor, ("variance",)),  # under ZeRO it gets vectors
 }
 
 
 class Odd(nn.Module):
-    """Sizes that divide by nothing, a tied weight, buffers of three types."""
+    """Sizes that no world size divides, a tied weight, buffers of three dtypes."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -104,13 +106,12 @@ class Odd(nn.Module):
 class Way:
     state: LiveState
     engine: Any
-    """What computes the loss."""
+    """Computes the loss."""
     strategy: str
     dtype: torch.dtype
     update: Callable[[torch.Tensor], None]
-    """Backward and a step of the optimizer."""
-    masters: Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-    """(name, trained parameter) -> (its whole fp32 master, its whole moments), without toolkit's help."""
+    """Backward and an optimizer step."""
+    masters: Masters
     close: Callable[[], None] = field(default=lambda: None)
 
 
@@ -120,7 +121,7 @@ def start_group() -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
-    # fp16 is refused on CPU only because it is slow there
+    # DeepSpeed refuses fp16 on CPU because it is slow
     type(deepspeed.get_accelerator()).supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
 
@@ -138,12 +139,11 @@ def build(model: str, name: str) -> Way:
         return sharded_by_rows(module, make, keys)
     engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
 
-    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return parameter.data, {
-            key: optimizer.state[parameter][key] for key in keys if key in optimizer.state[parameter]
-        }
+    def masters(parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        state = optimizer.state[parameter]
+        return parameter.data, {key: state[key] for key in keys if key in state}
 
-    return plain(module, engine, optimizer, strategy, masters)
+    return with_torch(engine, optimizer, strategy, masters)
 
 
 def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -152,13 +152,13 @@ def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {"params": parameters[number::2], "weight_decay": 0.1 * number}
 
 
-def plain(module: Any, engine: Any, optimizer: Any, strategy: str, masters: Any) -> Way:
+def with_torch(engine: Any, optimizer: Any, strategy: str, masters: Masters) -> Way:
     def update(loss: torch.Tensor) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.NO, unwrap_model=lambda _: module)
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.NO)
     state = live_state(accelerator, engine, optimizer)
     return Way(state, engine, strategy, torch.float32, update, masters)
 
@@ -170,17 +170,17 @@ def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(module.second, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    optimizer = make(list(groups_of(module)), lr=0.01)  # of the parameters there are now
+    optimizer = make(list(groups_of(module)), lr=0.01)  # of the sharded parameters
 
-    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def masters(parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         state = optimizer.state[parameter]
         return parameter.full_tensor(), {key: state[key].full_tensor() for key in keys}
 
-    return plain(module, module, optimizer, "fsdp2", masters)
+    return with_torch(module, optimizer, "fsdp2", masters)
 
 
 def engine_of(module: nn.Module, optimizer: Any, stage: int, options: Sequence[str]) -> Any:
-    """DeepSpeed's, with some of `OPTIONS`."""
+    """DeepSpeed's engine, with some of `OPTIONS`."""
     import deepspeed
 
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
@@ -199,25 +199,21 @@ def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[
         engine.backward(loss)
         engine.step()
 
-    plugin = SimpleNamespace(zero_stage=stage)
-    accelerator: Any = SimpleNamespace(
-        distributed_type=DistributedType.DEEPSPEED,
-        unwrap_model=lambda _: module,
-        state=SimpleNamespace(deepspeed_plugin=plugin),
-    )
+    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
     state = live_state(accelerator, engine)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
     masters = flat_masters_of(engine) if "robin" in options else masters_of(engine, keys)
     return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)
 
 
-def masters_of(engine: Any, keys: Sequence[str]) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """By DeepSpeed's public calls."""
+def masters_of(engine: Any, keys: Sequence[str]) -> Masters:
+    """By DeepSpeed's public functions."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def masters(parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
-            # with several groups DeepSpeed links when only the first has been stepped
+            # DeepSpeed links the state after the first group's step
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
         moments = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
@@ -226,33 +222,28 @@ def masters_of(engine: Any, keys: Sequence[str]) -> Callable[[str, Any], tuple[t
     return masters
 
 
-def flat_masters_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """From the flat groups themselves: the public calls do not know round_robin_gradients' order."""
+def flat_masters_of(engine: Any) -> Masters:
+    """From the flat groups: the public functions ignore round_robin_gradients' order."""
     zero = engine.optimizer
 
-    def line(tensor: torch.Tensor) -> torch.Tensor:
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor.detach())
         return torch.cat(parts)
 
-    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        for number, group in enumerate(zero.round_robin_bit16_groups):
-            start = 0
-            for other in group:
-                if other is parameter:
-                    flat = zero.single_partition_of_fp32_groups[number]
-                    state = zero.optimizer.state[flat]
-                    cut = {"": line(flat), **{key: line(state[key]) for key in ADAM}}
-                    cut = {key: value[start : start + parameter.numel()] for key, value in cut.items()}
-                    return cut.pop(""), cut
-                start += other.numel()
-        raise AssertionError("the parameter is in no group")
+    def masters(parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        (number,) = [i for i, group in enumerate(zero.round_robin_bit16_groups) if any(p is parameter for p in group)]
+        before = itertools.takewhile(lambda other: other is not parameter, zero.round_robin_bit16_groups[number])
+        start, flat = sum(other.numel() for other in before), zero.single_partition_of_fp32_groups[number]
+        tensors = [flat, *(zero.optimizer.state[flat][key] for key in ADAM)]
+        master, *moments = (gather(tensor)[start : start + parameter.numel()] for tensor in tensors)
+        return master, dict(zip(ADAM, moments, strict=True))
 
     return masters
 
 
 def take_step(way: Way, step: int) -> float:
-    """One step on the same six samples whatever the number of processes; the loss over all of them."""
+    """One step on the same six samples whatever the world size; returns their mean loss."""
     tokens = torch.randint(13, (6, 5), generator=torch.Generator().manual_seed(100 + step))
     way.engine.train()
     loss = way.engine(tokens[dist.get_rank() :: dist.get_world_size()])
@@ -263,28 +254,28 @@ def take_step(way: Way, step: int) -> float:
 
 
 def truth_of(way: Way) -> dict[str, torch.Tensor]:
-    """`weight.X` (the fp32 masters), `exp_avg.X`, `exp_avg_sq.X`, `step.X`, `frozen.X`, `buffer.X`, whole, in
-    every process. Fails where what is computed with is not the master in its own type."""
+    """`weight.X` (the fp32 masters), `exp_avg.X`, `exp_avg_sq.X`, `step.X`, `frozen.X`, `buffer.X`, unsharded, on all
+    ranks. Fails where a model's weight is not its master in the model's dtype."""
     actual: dict[str, torch.Tensor] = {}
     steps = dict(sorted(_steps(way).items()))
     for name, parameter in way.state.module.named_parameters():
-        copy = _whole(parameter)
+        copy = _unshard(parameter)
         if not parameter.requires_grad:
             actual[f"frozen.{name}"] = copy
         elif name != "nothing":
-            master, moments = way.masters(name, parameter)
+            master, moments = way.masters(parameter)
             actual[f"weight.{name}"] = master.detach().clone().view(-1)
             actual |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
             if name in steps:
                 actual[f"step.{name}"] = torch.tensor(steps[name])
             if not torch.equal(copy.view(-1), actual[f"weight.{name}"].to(copy.dtype)):
-                raise AssertionError(f"{name}: what is computed with is not its master")
+                raise AssertionError(f"{name}: the weight is not its master")
     for name, buffer in persistent_buffers(way.state.module):
         actual[f"buffer.{name}"] = buffer.clone()
     return actual
 
 
-def _whole(parameter: Any) -> torch.Tensor:
+def _unshard(parameter: Any) -> torch.Tensor:
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor().detach().clone()
     if hasattr(parameter, "ds_id"):
@@ -296,13 +287,12 @@ def _whole(parameter: Any) -> torch.Tensor:
 
 
 def _steps(way: Way) -> dict[str, float]:
-    """Of all processes; fails where two say different things of one parameter."""
-    mine = {part.name: float(part.scalars["step"]) for part in way.state.fragments() if "step" in part.scalars}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    """On all ranks; fails where they differ."""
+    local = {part.name: float(part.scalars["step"]) for part in way.state.fragments() if "step" in part.scalars}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, local)
     steps: dict[str, float] = {}
-    for some in everyone:
-        for name, count in some.items():
-            if steps.setdefault(name, count) != count:
-                raise AssertionError(f"{name} has taken {count} and {steps[name]} steps")
+    for rank in ranks:
+        assert all(steps.get(name, count) == count for name, count in rank.items()), f"other steps: {ranks}"
+        steps |= rank
     return steps

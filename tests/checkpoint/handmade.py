@@ -1,4 +1,4 @@
-"""Small checkpoints written by hand, for what does not need real ones."""
+"""Writes small checkpoints, for tests that need no real ones."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from toolkit.checkpoint.tensor_index import crc32_of_range
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
-    """A safetensors file of ours."""
     shaped = {name: (value, tuple(value.shape)) for name, value in tensors.items()}
     write(Draft(file.name, shaped, metadata), file.parent)
 
 
 def rewritten(file: Path, change: Callable[[str, bytes], bytes]) -> bytes:
-    """A file of torch.save with other contents of its members, and their checksums: it is sound in itself."""
+    """A file of torch.save with changed members and their new checksums."""
     content = io.BytesIO()
     with zipfile.ZipFile(file) as read, zipfile.ZipFile(content, "w") as written:
         for name in read.namelist():
@@ -35,7 +34,7 @@ def rewritten(file: Path, change: Callable[[str, bytes], bytes]) -> bytes:
 
 
 def write_manifest(folder: Path, **manifest: Any) -> Path:
-    """Over all that lies in a folder."""
+    """Of all files in a folder."""
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
         for path in folder.rglob("*")
@@ -46,7 +45,7 @@ def write_manifest(folder: Path, **manifest: Any) -> Path:
 
 
 def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any) -> Path:
-    """A run's checkpoint of one process that holds `tensors`."""
+    """A run's checkpoint of one process."""
     (folder / "model").mkdir(parents=True)
     write_tensors(folder / "weights.safetensors", tensors, format="pt")
     return write_manifest(folder, **{"step": 7, "state": "whole", "strategy": "single", "world": 1, **manifest})
@@ -55,7 +54,7 @@ def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any
 def save_state(
     state: LiveState, folder: Path, step: int, engine: Any = None, without: Collection[str] = (), **manifest: Any
 ) -> None:
-    """As toolkit/training/checkpoints.py does, without a recipe's run around it. All processes call this."""
+    """As toolkit/training/checkpoints.py, without a run; all ranks must call it."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         folders.create_empty(folder)

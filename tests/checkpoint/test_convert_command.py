@@ -1,4 +1,4 @@
-"""The command: what it prints and leaves, in time and memory, whatever interrupts it."""
+"""`toolkit convert`: its errors, time and memory, and what it leaves when it is interrupted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from tests.faults import Fault, refusal
 from tests.runs import Finished, edit_json, start
 from toolkit import cli
 from toolkit.checkpoint.convert import conversion, transfer
-from toolkit.errors import UserError
 
 TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
 
 
 def command(*words: Any) -> Finished:
-    """`toolkit WORDS` in a process of its own."""
+    """`toolkit WORDS` in a new process."""
     return start([sys.executable, "-m", "toolkit", *words])
 
 
@@ -76,7 +75,7 @@ def test_no_torch_and_little_memory(tmp_path: Path) -> None:
         "print(peak, sorted({'torch', 'deepspeed', 'transformers', 'safetensors'} & set(sys.modules)))"
     )
     for dtype, most in (("fp32", 40), ("bf16", 64)):
-        # the child's own peak: started by a shell, since a fork of this process would count this one's memory
+        # started by a shell: the peak of a fork of this process would include this process's memory
         words = [sys.executable, "-c", program, "convert", str(run), str(tmp_path / dtype), "--dtype", dtype]
         done = subprocess.run(["sh", "-c", '"$@"; true', "sh", *words], capture_output=True, text=True, check=True)
         peak, heavy = done.stdout.splitlines()[-1].split(" ", 1)
@@ -97,10 +96,9 @@ def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> 
     assert names_in(tmp_path) == ["out", "run"]
 
 
-def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    convert(run, out, overwrite=True)  # an empty one is nobody's
+def test_overwrite_does_not_replace_other_folders(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert(run, tmp_path / "out", overwrite=True)  # an empty folder
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
     refusal(convert, run, checkpoint, overwrite=True, match=r"contains manifest.json, ")
     refusal(convert, run, checkpoint / "out", match="is in the checkpoint")
@@ -113,8 +111,7 @@ def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) 
 def test_a_folder_that_appeared_meanwhile_is_left_alone(
     overwrite: bool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    out = tmp_path / "out"
-    real = conversion.write_shards
+    out, real = tmp_path / "out", conversion.write_shards
 
     def write_shards(folder: Path, *arguments: Any) -> int:
         out.mkdir()
@@ -142,7 +139,6 @@ def test_a_link_out_of_the_folder_is_refused(name: str, run: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path, fault: Fault) -> None:
-    """A config.json that is no file would be left out of what is written."""
     (model := tmp_path / "model").mkdir()
     save_file(TENSORS, model / "model.safetensors")
     (model / "config.json").write_text('{"model_type": "new"}')
@@ -154,7 +150,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path, fau
 
 
 def test_verify_executes_nothing_of_the_folder(run: Path, tmp_path: Path) -> None:
-    """Whatever is typed meanwhile."""
+    """Even if the user confirms."""
     config = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.OwnConfig"}}
     (run / "model" / "config.json").write_text(json.dumps(config))
     (run / "model" / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass OwnConfig: pass\n")
@@ -188,15 +184,14 @@ def test_the_old_folder_stays_when_the_new_one_fails(
 
 
 def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for function in ("pwrite", "ftruncate", "fsync"):
         with monkeypatch.context() as patched:
             patched.setattr(os, function, full)
-            with pytest.raises(UserError, match=r"cannot write .*out: No space left on device; nothing was left"):
-                convert(run, tmp_path / "deep" / "out", sync=True)
+            message = r"cannot write .*out: No space left on device; nothing was left"
+            refusal(convert, run, tmp_path / "deep" / "out", sync=True, match=message)
         assert names_in(tmp_path) == ["run"]
 
 
@@ -224,7 +219,7 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["zero1-bert x2", "zero3-subgroups x2"])
 def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
-    """Of processor time, of which a busy machine takes nothing away."""
+    """Of CPU time."""
     began = os.times()
     done = command("convert", "--inspect", made.folder)
     assert done.code == 0, done.err
@@ -237,23 +232,22 @@ def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
     assert any("config" in what for what in message["missing"])
 
 
-@pytest.mark.parametrize("kept", ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"])
-def test_tied_weights_are_written_once_and_tied_again(kept: str, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"])
+def test_tied_weights_are_written_once_and_tied_again(stored: str, tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForMaskedLM
 
     torch.manual_seed(1)
     model = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(tiny_model))
     state = dict(model.state_dict())
     pair = {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"}
-    (left_out,) = pair - {kept}
-    tied = {left_out: kept, "cls.predictions.decoder.bias": "cls.predictions.bias"}
+    (omitted,) = pair - {stored}
+    tied = {omitted: stored, "cls.predictions.decoder.bias": "cls.predictions.bias"}
     run = write_run(tmp_path / "run", {key: tensor for key, tensor in state.items() if key not in tied}, tied=tied)
     config = bert_config(tiny_model, tmp_path / "config")
     edit_json(config / "config.json", architectures=["BertForMaskedLM"])
-    message = convert(run, tmp_path / "out", config_from=config, verify=kept.startswith("bert"))
-    assert not kept.startswith("bert") or "BertForMaskedLM" in message[1]
-    assert f"left out: {left_out} (tied to {kept})" in message[-1] or f", {left_out} (tied to {kept})" in message[-1]
-    assert "--keep_tied" in message[-1]
+    message = convert(run, tmp_path / "out", config_from=config, verify=stored.startswith("bert"))
+    assert not stored.startswith("bert") or "BertForMaskedLM" in message[1]
+    assert all(words in message[-1] for words in ("left out: ", f" {omitted} (tied to {stored})", "--keep_tied"))
     assert "left out" not in "".join(convert(run, tmp_path / "both", config_from=config, keep_tied=True))
     assert all(same_bits(read_folder(tmp_path / "both")[name], state[name]) for name in state)
     again, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)

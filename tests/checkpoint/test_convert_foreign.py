@@ -1,4 +1,4 @@
-"""What others' tools write, without any of ours: Lightning, torch.save, torch.distributed.checkpoint, Trainer, peft."""
+"""Conversion of what other tools write: Lightning, torch.save, torch.distributed.checkpoint, Trainer, peft."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def begin_with(prefix: str, state: State) -> State:
 
 
 def lightning(state: State, optimizer: Any) -> dict[str, Any]:
-    """As Lightning's `dump_checkpoint` fills it."""
+    """As Lightning's `dump_checkpoint` makes it."""
     return {
         "epoch": 3,
         "global_step": 120,
@@ -85,9 +85,9 @@ def test_a_file_of_torch_save(name: str, trained: Any, config: Path, tmp_path: P
     message = convert(tmp_path / name, tmp_path / "out", config_from=config)
     assert_same(read_folder(tmp_path / "out"), state)
     assert ("step 120" in message[-1]) == (name.endswith(".ckpt"))
-    convert(tmp_path, tmp_path / "again", config_from=config)  # the folder that it lies in alone
+    convert(tmp_path, tmp_path / "again", config_from=config)  # the only file of its folder
     assert_same(read_folder(tmp_path / "again"), state)
-    convert(tmp_path / name, tmp_path / "bare")  # no config: what its names should be is not known
+    convert(tmp_path / name, tmp_path / "bare")  # without config prefixes are not removed
     assert len(read_folder(tmp_path / "bare")) == len(state)
 
 
@@ -114,7 +114,7 @@ def test_a_folder_of_torch_distributed_checkpoint(name: str, trained: Any, confi
     refusal(convert, next(folder.glob("*.distcp")), tmp_path / "out", says=[f"name its folder, {folder}"])
 
 
-def test_what_is_ambiguous_names_what_to_type(trained: Any, config: Path, tmp_path: Path) -> None:
+def test_ambiguous_files(trained: Any, config: Path, tmp_path: Path) -> None:
     state = dict(trained[0].state_dict())
     older = {name: tensor * 2 for name, tensor in state.items()}
     torch.save({"model": state, "ema": older}, tmp_path / "ema.pt")
@@ -126,16 +126,10 @@ def test_what_is_ambiguous_names_what_to_type(trained: Any, config: Path, tmp_pa
     refusal(convert, tmp_path / "a.ckpt", out, config_from=config, says=["classifier.weight", "--prefix net."])
     refusal(convert, tmp_path / "a.ckpt", out, config_from=config, prefix="nett", says=["nett.", "loss., net."])
     refusal(convert, tmp_path, out, config_from=config, says=["ema.pt", "a.ckpt", "shared.ckpt"])
-    for number, (name, prefix, expected) in enumerate(
-        [
-            ("ema.pt", "ema", older),
-            ("ema.pt", "model.", state),
-            ("a.ckpt", "net", state),
-            ("shared.ckpt", "model", state),
-        ]
-    ):
-        convert(tmp_path / name, tmp_path / f"out{number}", config_from=config, prefix=prefix)
-        assert_same(read_folder(tmp_path / f"out{number}"), expected)
+    files = {"ema": "ema.pt", "model.": "ema.pt", "net": "a.ckpt", "model": "shared.ckpt"}
+    for prefix, name in files.items():
+        convert(tmp_path / name, tmp_path / f"out-{prefix}", config_from=config, prefix=prefix)
+        assert_same(read_folder(tmp_path / f"out-{prefix}"), older if prefix == "ema" else state)
 
 
 def test_a_pickled_module_is_refused(tmp_path: Path, fault: Fault) -> None:
@@ -157,7 +151,7 @@ def test_trainers_output_folder(trained: Any, tmp_path: Path) -> None:
 
 
 def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a language model, whose config knows no classes, as most adapters are trained."""
+    """A classifier's, on a language model: its config has no labels."""
     peft = pytest.importorskip("peft")
     from transformers import AutoConfig, AutoModelForSequenceClassification, BertForMaskedLM
 
@@ -172,7 +166,7 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
     refusal(convert, adapter, out, merge_lora=True, says=[str(base), "--base_model"])
     convert(adapter, out, merge_lora=True, base_model=base)
     actual, expected = read_folder(out), live.merge_and_unload().state_dict()
-    assert set(expected) - set(actual) == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}  # nowhere in the files
+    assert set(expected) - set(actual) == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}  # in neither file
     assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in actual.items())
     written = AutoConfig.from_pretrained(out)
     assert (written.architectures, written.num_labels) == (["BertForSequenceClassification"], 4)
@@ -183,7 +177,7 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
               ["checkpoint-500/config.json"], ["pytorch_model_fsdp_0/.metadata"], [".metadata"], ["last.ckpt"],
               ["adapter_config.json"]],
 )  # fmt: skip
-def test_a_checkpoint_is_no_model(files: list[str], tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_a_model(files: list[str], tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")

@@ -1,4 +1,4 @@
-"""Which tensors are written under which names: the config, the base model, wrappers; without real checkpoints."""
+"""Which tensors are written under which names, from handmade checkpoints."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def test_what_is_missing_or_left_over_is_named() -> None:
 
     rows = faults(SHAPES, max_position_embeddings=512)
     assert "position_embeddings.weight of shape [8, 4], and c/config.json has max_position_embeddings = 512" in rows
-    labels = faults(SHAPES, id2label={"0": 1, "1": 2, "2": 3})
-    assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in labels
+    assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in faults(
+        SHAPES, id2label={"0": 1, "1": 2, "2": 3}
+    )
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])
@@ -98,7 +99,7 @@ def base_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def test_they_come_from_the_base_model(tmp_path: Path) -> None:
+def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
     refusal(convert, run, tmp_path / "out", match=r"lacks 2 frozen parameters .*--base_model")
     base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
@@ -106,7 +107,7 @@ def test_they_come_from_the_base_model(tmp_path: Path) -> None:
     actual = read_folder(tmp_path / "out")
     assert set(actual) == {*HEAD, *EXCLUDED}  # and no pooler, which the run's model has not
     assert all(same_bits(actual[f"bert.{name}"], tensor) for name, tensor in BASE.items())
-    # the run's own is taken when it is a folder
+    # a run's base model is used if it is a folder
     (base / "config.json").write_text('{"model_type": "bert"}')
     convert(write_run(tmp_path / "named", HEAD, excluded=EXCLUDED, base_model=str(base)), tmp_path / "of its own")
     assert set(read_folder(tmp_path / "of its own")) == {*HEAD, *EXCLUDED}

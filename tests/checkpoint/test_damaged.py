@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint's files is one clear line that names the file."""
+"""Every fault of a checkpoint's files is an error of one line that names the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ("zero0 x2", "zero2-bf16 x3", "zero3-bf16 x3")
 
 @pytest.fixture
 def copied(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> Callable[..., Path]:
-    """`copied("zero2-bf16 x2")` -> a folder of one's own, as save_checkpoint left it."""
+    """`copied("zero2-bf16 x2")` -> a copy of the folder of save_checkpoint."""
 
     def copy(name: str, later: bool = False, to: str = "saved") -> Path:
         made = deepspeed_checkpoints[name]
@@ -77,7 +77,7 @@ def test_missing(name: str, copied: Callable[..., Path]) -> None:
         ("zero3-bf16 x3", "*model_states.pt", "model files of ranks 0, 1, 2 (3 processes saved it)"),
     ],
 )
-def test_all_missing_ranks_are_named_at_once(
+def test_all_missing_ranks_are_named(
     name: str, gone: str, lacks: str, copied: Callable[..., Path], fault: Fault
 ) -> None:
     root = copied(name)

@@ -1,4 +1,4 @@
-"""toolkit/checkpoint/folder.py: when a checkpoint counts, and which ones are kept."""
+"""toolkit/checkpoint/folder.py: which checkpoints are complete, and which are removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def left(checkpoints: Path) -> list[str]:
 
 
 def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:
-    """It says of which step everything is: no other step may come out of it."""
+    """A damaged manifest must not give another step."""
     folder = save(tmp_path, 123456)
     path = folder / "manifest.json"
     before, manifest = path.read_bytes(), folders.read_manifest(folder)
@@ -75,7 +75,7 @@ def test_a_link_out_of_the_folder_is_not_resumed(tmp_path: Path, name: str) -> N
 
 
 def test_a_folder_that_is_a_link_is_read_and_never_emptied(tmp_path: Path) -> None:
-    """Its owner has moved it to another disk."""
+    """The user has moved it to another disk."""
     folder = save(tmp_path / "run", 1)
     there = folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(there)
@@ -86,13 +86,12 @@ def test_a_folder_that_is_a_link_is_read_and_never_emptied(tmp_path: Path) -> No
 
 
 def test_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
-    """Who resumed step 2 goes on from where that led, not from the 8 of before, of which a wrong clock says 2096."""
+    """A run that resumed step 2 continues from what it saved then, not from step 8, which was saved in 2096."""
     old, new = save(tmp_path, 8, at=4e9), save(tmp_path, 4)
     assert folders.find_resumable(tmp_path)[0] == folders.list_newest_first(tmp_path) == [new, old]
 
 
-def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
-    """Whatever the clocks of two machines say."""
+def test_the_targets_of_links_are_never_removed(tmp_path: Path) -> None:
     last, best = save(tmp_path, 1, at=1.0), save(tmp_path, 2, at=2.0)
     for step in range(3, 6):
         save(tmp_path, step, at=float(step))
@@ -103,7 +102,7 @@ def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
     assert (folders.link_target(tmp_path, "best"), folders.link_target(tmp_path, "last")) == (best, last)
 
 
-def test_what_killed_saves_leave_is_cleared(tmp_path: Path) -> None:
+def test_files_of_killed_saves_are_removed(tmp_path: Path) -> None:
     whole = save(tmp_path, 1)
     half = folders.step_folder(tmp_path, 2)
     half.mkdir()
@@ -117,7 +116,7 @@ def test_what_killed_saves_leave_is_cleared(tmp_path: Path) -> None:
     assert folders.find_resumable(tmp_path) == ([whole], [])
 
 
-def test_a_folder_in_the_way_is_unmade_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_removed_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 1)
     seen = []
     monkeypatch.setattr(folders.shutil, "rmtree", lambda path, **_: seen.append((path / "manifest.json").exists()))
@@ -128,7 +127,7 @@ def test_a_folder_in_the_way_is_unmade_manifest_first(tmp_path: Path, monkeypatc
     assert list(folder.iterdir()) == []
 
 
-def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
+def test_the_link_best_of_a_resumed_run(tmp_path: Path) -> None:
     save(tmp_path, 4), save(tmp_path, 8)
     folders.set_link(tmp_path, "best", folders.step_folder(tmp_path, 8))
     folders.set_best_link(tmp_path, 4)

@@ -1,4 +1,4 @@
-"""What `open_checkpoint` reads from DeepSpeed's own files is what was in memory, bit for bit."""
+"""`open_checkpoint` of DeepSpeed's files gives what was in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.checkpoint.conftest import Made, names
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -26,7 +26,7 @@ def tensor_of(stored: TensorIndex) -> torch.Tensor:
 
 
 def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
-    """By the names of the reference files."""
+    """By the reference file's names."""
     actual = {f"weight.{name}": stored for name, stored in reader.weights.items()}
     actual |= {f"buffer.{name}": stored for name, stored in reader.buffers.items()}
     for name, moments in reader.optimizer_state.items():
@@ -35,14 +35,10 @@ def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
 
 
 def read_reference(made: Made) -> dict[str, torch.Tensor]:
-    with safe_open(made.reference, "pt") as opened:
-        truth = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return {name: tensor for name, tensor in truth.items() if not _left_out(made, name, truth)}
-
-
-def _left_out(made: Made, name: str, truth: dict[str, torch.Tensor]) -> bool:
-    frozen = name.startswith("weight.") and f"exp_avg.{name.removeprefix('weight.')}" not in truth
-    return made.kind.exclude and frozen and name != "weight.nothing"
+    truth = load_file(made.reference)
+    trained = {name.replace("exp_avg.", "weight.", 1) for name in truth if name.startswith("exp_avg.")}
+    frozen = {name for name in truth if name.startswith("weight.")} - trained - {"weight.nothing"}
+    return {name: tensor for name, tensor in truth.items() if not (made.kind.exclude and name in frozen)}
 
 
 @pytest.mark.parametrize("name", names())
@@ -66,7 +62,7 @@ def test_every_tensor_is_that_in_memory(made: Made) -> None:
         assert sum(span.count for span in stored.spans) == math.prod(stored.shape)
 
 
-def test_a_config_beside_latest_is_found(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+def test_the_config_next_to_latest(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
     shutil.copytree(deepspeed_checkpoints["zero2-bf16 x2"].folder, tmp_path / "saved")
     assert open_checkpoint(tmp_path / "saved").model_folder is None
     (tmp_path / "saved" / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""`open_checkpoint` on everything that is not DeepSpeed's: a run's own, accelerate's, FSDP's, Hugging Face's."""
+"""`open_checkpoint` of a run's checkpoints, and of accelerate's, FSDP's and Hugging Face's folders."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ def same(source_tensors: Mapping[str, Any], truth: Mapping[str, torch.Tensor]) -
         assert torch.equal(tensor_of(source_tensors[name]), tensor), name
 
 
-# a run's own
-
-
 def write_whole(folder: Path, step: int = 4, **manifest: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "model").mkdir()
@@ -53,7 +50,7 @@ def write_whole(folder: Path, step: int = 4, **manifest: Any) -> Path:
 
 
 def write_slices(folder: Path, cut: int, steps: tuple[float, float] = (4.0, 4.0)) -> Path:
-    """Two processes' files; the first holds `cut` elements of each tensor."""
+    """Two ranks' files; the first has `cut` elements of each tensor."""
     folder.mkdir(parents=True)
     for rank in range(2):
         tensors, places = {}, {}
@@ -90,12 +87,9 @@ def test_slices_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_another_step(tmp_path: Path) -> None:
-    fault_of(
-        write_slices(tmp_path / "a", 4, (4.0, 3.0)),
-        "slices-rank-00001.safetensors and ",
-        "optimizer step (3.0 and 4.0)",
-    )
-    fault_of(write_slices(tmp_path / "b", 4, (9.0, 9.0)), "of step 9")
+    one, other = write_slices(tmp_path / "a", 4, (4.0, 3.0)), write_slices(tmp_path / "b", 4, (9.0, 9.0))
+    fault_of(one, "slices-rank-00001.safetensors and ", "optimizer step (3.0 and 4.0)")
+    fault_of(other, "of step 9")
 
 
 def test_the_newest_complete_one_and_the_links(tmp_path: Path) -> None:
@@ -105,10 +99,8 @@ def test_the_newest_complete_one_and_the_links(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-00000011").mkdir()  # the run was killed inside this save
     (run / "checkpoints" / "best").symlink_to("step-00000002")
     (run / "checkpoints" / "last").symlink_to("step-00000010")
-    assert open_checkpoint(run).step == 10
-    assert open_checkpoint(run / "checkpoints").step == 10
-    assert open_checkpoint(run / "checkpoints" / "best").step == 2
-    assert open_checkpoint(run / "checkpoints" / "last").step == 10
+    for path, step in (("", 10), ("checkpoints", 10), ("checkpoints/best", 2), ("checkpoints/last", 10)):
+        assert open_checkpoint(run / path).step == step
     assert "manifest.json" in fault_of(run / "checkpoints" / "step-00000011")
 
 
@@ -125,19 +117,16 @@ def test_files_are_compared_with_the_manifest(tmp_path: Path) -> None:
     assert "manifest.json" in fault_of(folder)
 
 
-# others'
-
-
 @pytest.mark.multiprocess
 def test_accelerate_save_state(accelerates: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(accelerates / "ddp", tmp_path / "saved")
     truth = load_file(folder / "truth.safetensors")
-    del truth["head.weight"]  # tied; accelerate leaves it out of safetensors without a note
+    del truth["head.weight"]  # tied; accelerate omits it from safetensors
     for kind in ("safe", "bin"):
         reader = open_checkpoint(folder / kind)
         same(reader.weights, truth)
         assert reader.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
-        assert not reader.optimizer_state  # by position alone: not to be trusted
+        assert not reader.optimizer_state  # it has no names
         assert (reader.strategy, reader.world) == ("ddp", 2)
     (folder / "bin" / "pytorch_model_1.bin").write_bytes(b"")
     assert "several models" in fault_of(folder / "bin")
@@ -168,7 +157,7 @@ def test_damaged_fsdp(accelerates: Path, tmp_path: Path) -> None:
     assert "SHARDED_STATE_DICT" in fault_of(folder)
 
 
-def test_tied_names_that_safetensors_notes(tmp_path: Path) -> None:
+def test_tied_names_in_safetensors_metadata(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     save_model(model, str(tmp_path / "model.safetensors"))
@@ -208,7 +197,7 @@ def test_damaged_hugging_face(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])
 def test_a_file_of_another_save_is_refused(name: str, tmp_path: Path) -> None:
-    """It has the same size and sound checksums of its own."""
+    """It has the same size and valid checksums."""
     folder, other = write_whole(tmp_path / "one", 4), write_whole(tmp_path / "other", 2)
     (other / "weights.safetensors").unlink()
     tensors = {key: value + 1 for key, value in WEIGHTS.items()}

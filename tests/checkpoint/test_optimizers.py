@@ -1,5 +1,5 @@
-"""Every kind of optimizer goes on from a checkpoint as if it had not stopped; what cannot be carried over is refused by
-name before anything is changed. Across strategies: tests/checkpoint/test_elastic_state.py."""
+"""Every kind of optimizer resumes exactly; state that cannot be restored is refused by name before anything is changed.
+Across strategies: tests/checkpoint/test_elastic_state.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.checkpoint.save import optimizer_facts
 
 
 class Strange(torch.optim.Optimizer):
-    """Keeps matrices, plain numbers, a hyperparameter of its own and something of no parameter."""
+    """With matrices, numbers, a hyperparameter that it changes, and state that belongs to no parameter."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "d": 1.0, "betas": (0.5, 0.5), "past": torch.zeros(2)})
@@ -74,29 +74,23 @@ def take_step(state: LiveState, step: int) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("before", [0, 5])
-@pytest.mark.parametrize("name", MAKERS)
-def test_it_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, before: int) -> None:
-    """`before`: steps that the resumed optimizer has taken, which must leave no trace."""
-    state = started(name, 3)
-    reader, there = save(state, tmp_path / "one"), snapshot(state)
-    undisturbed = [take_step(state, step) for step in range(3, 6)]
+@pytest.mark.parametrize(
+    ("name", "saved_at", "before"), [*((name, 3, before) for name in MAKERS for before in (0, 5)), ("momentum", 0, 3)]
+)
+def test_resumed_exactly(tmp_path: Path, name: str, saved_at: int, before: int) -> None:
+    """`before`: steps of the resumed optimizer, whose state must be replaced."""
+    state = started(name, saved_at)
+    reader, saved = save(state, tmp_path / "one"), snapshot(state)
+    uninterrupted = [take_step(state, step) for step in range(3, 6)]
     fresh = started(name, before)
-    restore(fresh, reader, 3)
-    assert_same(snapshot(fresh), there)
-    assert [take_step(fresh, step) for step in range(3, 6)] == undisturbed
+    restore(fresh, reader, saved_at)
+    assert_same(snapshot(fresh), saved)
+    assert bool(fresh.optimizer.state) == (saved_at > 0 and name != "sgd")
+    assert [take_step(fresh, step) for step in range(3, 6)] == uninterrupted
 
 
-def test_what_was_saved_before_the_first_step(tmp_path: Path) -> None:
-    state = started("momentum", 0)
-    fresh = started("momentum", 3)
-    restore(fresh, save(state, tmp_path / "one"), 0)
-    assert not fresh.optimizer.state
-    assert [take_step(fresh, step) for step in range(2)] == [take_step(state, step) for step in range(2)]
-
-
-def test_settings_of_this_run_are_not_those_of_the_saved_one(tmp_path: Path) -> None:
-    """What the optimizer changes itself comes back; what the user gives does not."""
+def test_hyperparameters_of_this_run_are_not_replaced(tmp_path: Path) -> None:
+    """Only those that the optimizer changes are restored."""
     state, fresh = started("lion", 3), started("lion", 0)
     fresh.optimizer.param_groups[0]["weight_decay"] = 0.25
     restore(fresh, save(state, tmp_path / "one"), 3)
@@ -118,13 +112,13 @@ def test_another_class_and_other_groups_are_refused(tmp_path: Path) -> None:
     ("name", "key"), [("adafactor", "col_var, row_var"), ("transformers", "exp_avg_sq_col, exp_avg_sq_row")]
 )
 def test_factors_do_not_cross_into_zero(tmp_path: Path, name: str, key: str) -> None:
-    """An optimizer over matrices sees vectors there, and keeps something else of them."""
+    """Such an optimizer gets vectors there, and has other state."""
     reader = save(started(name, 3), tmp_path / "one")
     message = refused(Flattened(started(name, 2)), reader)
     assert f"has {key} of the unsharded 0.weight, which zero2 on 1 cannot restore: resume under single" in message
 
 
-def test_what_each_process_has_its_own_of_is_refused_elsewhere(tmp_path: Path) -> None:
+def test_values_that_differ_by_rank_are_refused_in_another_world(tmp_path: Path) -> None:
     reader = save(started("lion", 3), tmp_path / "one")
     tables = [{"groups": [{"k": count}], "state": {}} for count in (3, 4)]
     apart = dataclasses.replace(reader, strategy="zero2", world=2, optimizer={"class": "Lion", "ranks": tables})
@@ -132,14 +126,14 @@ def test_what_each_process_has_its_own_of_is_refused_elsewhere(tmp_path: Path) -
 
 
 class Listing(Lion):
-    """Keeps a list, as LBFGS does."""
+    """With a list in its state, as LBFGS."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
         self.state[self.param_groups[0]["params"][0]]["history"] = [1]
 
 
-def test_what_no_checkpoint_can_hold_is_refused_at_the_save() -> None:
+def test_unsavable_state_is_refused_at_the_save() -> None:
     model = nn.Linear(2, 2)
     for optimizer, message in (
         (Listing(model.parameters(), lr=0.1), r"Listing has history \(list\) of weight"),
@@ -152,8 +146,8 @@ def test_what_no_checkpoint_can_hold_is_refused_at_the_save() -> None:
         refusal(optimizer_facts, state, match=message)
 
 
-def test_the_files_of_adam_are_as_they_were(tmp_path: Path) -> None:
-    """Whoever reads optimizer.safetensors finds the keys of the first format, and no metadata of ours but checksums."""
+def test_the_keys_of_adams_file(tmp_path: Path) -> None:
+    """Those of the first format; checksums are the only metadata."""
     reader = save(started("adamw", 3), tmp_path / "one")
     assert {tuple(state) for state in reader.optimizer_state.values()} == {("exp_avg", "exp_avg_sq")}
     content = (tmp_path / "one" / "optimizer.safetensors").read_bytes()

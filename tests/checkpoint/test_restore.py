@@ -1,9 +1,10 @@
-"""toolkit/checkpoint/{live,save,restore}.py in one process: awkward parameters there and back, and what is refused
-before anything is changed."""
+"""toolkit/checkpoint/{live,save,restore}.py in one process: a round trip, and what is refused before any change."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import random
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,7 @@ from toolkit.checkpoint import restore as restoring
 from toolkit.checkpoint.live import LiveState, live_state
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import (
-    Draft,
-    random_states,
-    set_random_states,
-    write,
-)
+from toolkit.checkpoint.save import Draft, random_states, set_random_states, write
 from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar
 from toolkit.errors import UserError
 
@@ -60,7 +56,7 @@ class Awkward(nn.Module):
         return (hidden**2).mean() + half + self.nothing.sum()
 
 
-ACCELERATOR: Any = SimpleNamespace(distributed_type=DistributedType.NO, unwrap_model=lambda model: model)
+ACCELERATOR: Any = SimpleNamespace(distributed_type=DistributedType.NO)
 
 
 def trained(seed: int, steps: int = 3) -> LiveState:
@@ -83,12 +79,8 @@ def save(state: LiveState, folder: Path, without: Collection[str] = (), **manife
 def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
     actual = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
     for part in state.fragments():
-        actual |= {f"{key}.{part.name}": value.clone() for key, value in part.state.items()}
-        actual |= {f"{key}.{part.name}": value.clone() for key, value in part.factors.items()}
-        actual |= {
-            f"{key}.{part.name}": torch.as_tensor(-1 if value is None else value).clone()
-            for key, value in part.scalars.items()
-        }
+        for key, value in {**part.state, **part.factors, **part.scalars}.items():
+            actual[f"{key}.{part.name}"] = torch.as_tensor(-1 if value is None else value).clone()
     return actual
 
 
@@ -123,7 +115,7 @@ def test_excluded_parameters_keep_the_base_models_values(tmp_path: Path) -> None
 
 
 def refused(fresh: LiveState, reader: CheckpointReader) -> str:
-    """What restoring says; nothing may have been changed by then."""
+    """The error of a restore, which must have changed nothing."""
     before = snapshot(fresh)
     message = refusal(restore, fresh, reader, 3)
     assert_same(snapshot(fresh), before)
@@ -153,7 +145,7 @@ def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
     assert message in answer
 
 
-def test_uneven_steps_go_on_where_each_has_its_own(tmp_path: Path) -> None:
+def test_different_steps_are_restored(tmp_path: Path) -> None:
     saved = trained(1)
     for part in saved.fragments():
         if part.name == "scalar":
@@ -164,7 +156,7 @@ def test_uneven_steps_go_on_where_each_has_its_own(tmp_path: Path) -> None:
     assert (steps["scalar"], steps["brief"]) == (1.0, 3.0)
 
 
-def test_uneven_steps_are_refused_where_they_are_shared(tmp_path: Path) -> None:
+def test_different_steps_are_refused_under_zero(tmp_path: Path) -> None:
     reader = save(trained(1), tmp_path / "one")
     scalars = {**reader.optimizer_scalars, "scalar": {"step": Scalar(1.0, "F32")}}
     fresh = Flattened(trained(2))
@@ -173,7 +165,7 @@ def test_uneven_steps_are_refused_where_they_are_shared(tmp_path: Path) -> None:
 
 
 class Flattened(LiveState):
-    """As ZeRO says it to whoever asks what can be restored."""
+    """As ZeRO's state, for the checks of a restore."""
 
     file_format, strategy = "deepspeed", "zero2"
 
@@ -186,42 +178,31 @@ class Flattened(LiveState):
 
 
 def test_a_parameter_that_was_saved_under_its_other_name(tmp_path: Path) -> None:
-    """DeepSpeed and another version of a model class may call the tied one otherwise."""
+    """As by DeepSpeed, or another version of the model's class."""
     saved, fresh = trained(1), trained(2)
     reader = save(saved, tmp_path / "one")
-
-    def renamed(actual: Any) -> dict[str, Any]:
-        return {("head.weight" if name == "embed.weight" else name): value for name, value in actual.items()}
-
-    reader = dataclasses.replace(
-        reader,
-        weights=renamed(reader.weights),
-        optimizer_state=renamed(reader.optimizer_state),
-        optimizer_scalars=renamed(reader.optimizer_scalars),
-        tied={"embed.weight": "head.weight", "alias.weight": "head.weight"},
-    )
-    restore(fresh, reader, 3)
+    renamed = {
+        key: {
+            ("head.weight" if name == "embed.weight" else name): value for name, value in getattr(reader, key).items()
+        }
+        for key in ("weights", "optimizer_state", "optimizer_scalars")
+    }
+    tied = {"embed.weight": "head.weight", "alias.weight": "head.weight"}
+    restore(fresh, dataclasses.replace(reader, **renamed, tied=tied), 3)
     assert_same(snapshot(fresh), snapshot(saved))
 
 
 @pytest.mark.parametrize(("stage", "message"), [(0, "ZeRO stage 0 in bf16 or fp16"), (3, "offloaded to NVMe")])
-def test_what_deepspeed_keeps_out_of_reach_is_refused(stage: int, message: str) -> None:
-    """Rather than saved without its masters or moments."""
-    accelerator: Any = SimpleNamespace(
-        distributed_type=DistributedType.DEEPSPEED,
-        unwrap_model=lambda model: model,
-        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)),
-    )
+def test_masters_and_moments_that_deepspeed_does_not_save(stage: int, message: str) -> None:
+    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
     engine = SimpleNamespace(optimizer=SimpleNamespace(fp16_groups=[], swap_optimizer=stage == 3))
     refusal(live_state, accelerator, engine, match=message)
 
 
 def test_random_states_there_and_back() -> None:
-    import json
-    import random
-
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
-    random.gauss(0, 1), np.random.randn()  # each has half of a pair left over
+    random.gauss(0, 1), np.random.randn()  # each stores the second of a pair
     states = json.loads(json.dumps(random_states(accelerator)))
 
     def draws() -> list[float]:
@@ -234,7 +215,7 @@ def test_random_states_there_and_back() -> None:
 
 
 def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
-    """Neither one that this process saves, nor one that another machine sends."""
+    """Neither one that this rank saves, nor one that another node sends."""
     (tmp_path / "weights.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileExistsError):
         write(Draft("weights.safetensors", {}, {}), tmp_path)

@@ -1,9 +1,8 @@
-"""Writes tests/checkpoint/written_by/VERSION: a checkpoint of this version, which later ones have to read.
+"""Writes tests/checkpoint/written_by/VERSION: a checkpoint of this version, which later versions must read.
 
-    python tests/checkpoint/write_fixture.py          once a release that changes what a checkpoint holds
+    python tests/checkpoint/write_fixture.py          for each release that changes the checkpoint's format
 
-It holds a BERT of 3,000 weights with its tokenizer (`base`), the data, a checkpoint of step 2, and the losses of the
-run that went on to step 4.
+With a BERT of 3,000 weights with its tokenizer (`base`), the data, a checkpoint of step 2, its losses up to step 4.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ STEP, LAST = 2, 4
 
 
 def job(folder: Path) -> list[str]:
-    """The settings of the run whose checkpoint lies in `folder`, but for its steps."""
+    """The settings of the run of the checkpoint in `folder`, without its steps."""
     name = folder.relative_to(ROOT)
     return ["--model_name_or_path", f"{name}/base", "--train_file", f"{name}/reviews.csv", "--global_batch_size", "8",
             "--per_device_batch_size", "4", "--max_length", "24", "--dropout", "0", "--mixed_precision", "no",
@@ -52,16 +51,9 @@ def main() -> None:
     (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n", encoding="utf-8")
     run = folder / "run"
     for steps in (STEP, LAST):
-        words = [
-            *job(folder),
-            "--max_steps",
-            str(steps),
-            "--checkpoint_every",
-            str(STEP),
-            "--output_dir",
-            str(run.relative_to(ROOT)),
-        ]
-        subprocess.run([sys.executable, "recipes/cls.py", *words], cwd=ROOT, check=True)
+        words = [*job(folder), "--max_steps", str(steps), "--checkpoint_every", str(STEP)]
+        command = [sys.executable, "recipes/cls.py", *words, "--output_dir", str(run.relative_to(ROOT))]
+        subprocess.run(command, cwd=ROOT, check=True)
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     (folder / "losses.json").write_text(json.dumps(losses), encoding="utf-8")
     (run / "checkpoints" / f"step-{STEP:08d}").rename(folder / "checkpoint")

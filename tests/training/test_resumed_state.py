@@ -1,4 +1,4 @@
-"""toolkit/training/optimizer.py, what a resumed run takes over: the schedule's place and the loss scale."""
+"""toolkit/training/{optimizer,strategy}.py: a resumed run's schedule and loss scale."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def make(name: str, rate: float = 1e-3) -> tuple[Any, Any]:
     one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.AdamW([{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=rate)
     settings = TrainingSettings(learning_rate=rate, lr_scheduler_type=name, **warmup)  # type: ignore[arg-type]
-    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as a prepared one says
+    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
     return optimizer, make_scheduler(optimizer, settings, TOTAL)
 
 
 def take(optimizer: Any, scheduler: Any) -> list[Any]:
-    """What a step sees."""
-    seen = [scheduler.get_last_lr(), [group["lr"] for group in optimizer.param_groups], scheduler.scheduler.last_epoch]
+    """Returns the learning rates and the count of a step, and takes it."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    values = [scheduler.get_last_lr(), rates, scheduler.scheduler.last_epoch]
     optimizer.step()
     scheduler.step()
-    return seen
+    return values
 
 
 @pytest.mark.parametrize("name", get_args(SchedulerName))
@@ -75,15 +76,15 @@ def deepspeed_scaler() -> tuple[Any, Any]:
 
 def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
     """The scales that follow, with an overflow at the second and sixth step."""
-    scaler, found = pair[1].optimizer.loss_scaler, []
+    scaler, scales = pair[1].optimizer.loss_scaler, []
     for step in range(8):
         scaler.update_scale(step in (1, 5))
-        found.append(scaler.cur_scale)
-    return found
+        scales.append(scaler.cur_scale)
+    return scales
 
 
-def test_deepspeeds_scaler_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # it asks before it speaks
+def test_deepspeeds_scaler_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # rank 0 logs
     source, target = deepspeed_scaler(), deepspeed_scaler()
     overflow_pattern(source)
     there_and_back(source, target)
@@ -92,7 +93,7 @@ def test_deepspeeds_scaler_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPa
     assert overflow_pattern(target) != overflow_pattern(deepspeed_scaler())
 
 
-def test_torchs_scaler_goes_on_as_it_would_have() -> None:
+def test_torchs_scaler_resumes_exactly() -> None:
     source, target = torch_scaler(1024.0), torch_scaler()
     source[0].scaler._growth_tracker.fill_(2)
     there_and_back(source, target)
@@ -107,19 +108,19 @@ def test_the_scale_crosses_strategies() -> None:
     theirs[1].optimizer.loss_scaler.cur_scale = 128.0
     there_and_back(theirs, ours)
     assert ours[0].scaler.get_scale() == 128.0
-    assert ours[0].scaler.get_growth_interval() == 3  # its own
+    assert ours[0].scaler.get_growth_interval() == 3  # unchanged
 
 
 def test_without_fp16_there_is_no_scale() -> None:
-    nobody: tuple[Any, Any] = (SimpleNamespace(scaler=None), SimpleNamespace())
-    assert scaler_state(*nobody) is None
-    set_scaler(*nobody, None)
-    set_scaler(*nobody, {"cur_scale": 512.0})
-    there_and_back(nobody, scaled := torch_scaler(64.0))
+    without: tuple[Any, Any] = (SimpleNamespace(scaler=None), SimpleNamespace())
+    assert scaler_state(*without) is None
+    set_scaler(*without, None)
+    set_scaler(*without, {"cur_scale": 512.0})
+    there_and_back(without, scaled := torch_scaler(64.0))
     assert scaled[0].scaler.get_scale() == 64.0
     set_scaler(*scaled, {"cur_scale": float("inf")})
     assert scaled[0].scaler.get_scale() == 64.0
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
     static = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=LossScaler(scale=1.0)))
-    assert scaler_state(nobody[0], static) is None
+    assert scaler_state(without[0], static) is None
