@@ -61,8 +61,8 @@ def rows(ranks: int) -> Iterator[tuple[str, ...]]:
     mesh = init_device_mesh("cpu", (ranks,))
     for count in (count_ddp(), count_fsdp2(mesh), count_fsdp2(mesh, HALF)):
         for way, micro_batches, counts, size in count:
-            named = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
-            yield way, f"{ranks:,}", str(micro_batches), named, f"{size / 1e6:,.0f}"
+            collectives = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
+            yield way, f"{ranks:,}", str(micro_batches), collectives, f"{size / 1e6:,.0f}"
     dist.destroy_process_group()
 
 

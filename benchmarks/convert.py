@@ -82,8 +82,8 @@ def make(folder: Path, size: int, world: int, stage: int) -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     torch.manual_seed(0)
-    named = OrderedDict((name, torch.Size(shape)) for name, shape in shapes(size).items())
-    counts = [shape.numel() for shape in named.values()]
+    shape_of = OrderedDict((name, torch.Size(shape)) for name, shape in shapes(size).items())
+    counts = [shape.numel() for shape in shape_of.values()]
     part = sum(-(-count // world) for count in counts) if stage == 3 else -(-sum(counts) // (2 * world)) * 2
     paddings = [0] * (world - 1) + [part * world - sum(counts)]
     tag = folder / "global_step1"
@@ -107,18 +107,18 @@ def make(folder: Path, size: int, world: int, stage: int) -> None:
         del numbers, moments, state, content, file
     for rank in range(world if stage == 3 else 1):
         name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
-        torch.save(model_states(named, world, stage), tag / f"{name}_model_states.pt")
+        torch.save(model_states(shape_of, world, stage), tag / f"{name}_model_states.pt")
 
 
-def model_states(named: Mapping[str, tuple[int, ...]], world: int, stage: int) -> dict[str, object]:
+def model_states(shape_of: Mapping[str, tuple[int, ...]], world: int, stage: int) -> dict[str, object]:
     from collections import OrderedDict
 
     import torch
 
     module = OrderedDict(
-        (name, torch.empty(0 if stage == 3 else shape, dtype=torch.bfloat16)) for name, shape in named.items()
+        (name, torch.empty(0 if stage == 3 else shape, dtype=torch.bfloat16)) for name, shape in shape_of.items()
     )
-    return {"module": module, "buffer_names": [], "optimizer": None, "param_shapes": [named],
+    return {"module": module, "buffer_names": [], "optimizer": None, "param_shapes": [shape_of],
             "frozen_param_shapes": OrderedDict(), "shared_params": {}, "frozen_param_fragments": OrderedDict(),
             "lr_scheduler": None, "data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": 1,
             "global_samples": world, "dp_world_size": world, "mp_world_size": 1, "ds_config": {},

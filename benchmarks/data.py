@@ -87,12 +87,12 @@ def steps(folder: Path) -> dict[str, float]:
         for mine in micro_batches(split, indices, BATCH, 0, 1):
             collate(mine)
     done = time.perf_counter()
-    own, mapped = (now - then for now, then in zip(resident(), before, strict=True))
+    anonymous, mapped = (now - then for now, then in zip(resident(), before, strict=True))
     return {
         "start": ready - started,
         "computed": computed,
         "step": (done - ready) / STEPS,
-        "own": own,
+        "anonymous": anonymous,
         "mapped": mapped,
     }
 
@@ -161,7 +161,7 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
 
 def prepared_lines(counts: list[int], root: Path) -> list[str]:
     lines = [
-        "| rows | CSV, MB | seconds | again | rows/s | the tokenizer's own, before and after | of it | peak GB |",
+        "| rows | CSV, MB | seconds | again | rows/s | tokenizer alone, before and after | of it | peak GB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for rows in counts:
@@ -182,7 +182,7 @@ def prepared_lines(counts: list[int], root: Path) -> list[str]:
 
 def step_lines(counts: list[int], root: Path) -> list[str]:
     lines = [
-        "| rows | start, seconds | computing | a step's data, ms | more memory of its own, GB | mapped files, GB |",
+        "| rows | start, seconds | computing | a step's data, ms | anonymous memory added, GB | mapped files, GB |",
         "|---|---|---|---|---|---|",
     ]
     for rows in counts:
@@ -193,7 +193,7 @@ def step_lines(counts: list[int], root: Path) -> list[str]:
         )
         lines.append(
             f"| {rows:,} | {result['start']:.2f} | {result['computed']:.2f} | {1000 * result['step']:.2f} "
-            f"| {result['own']:.2f} | {result['mapped']:.2f} |"
+            f"| {result['anonymous']:.2f} | {result['mapped']:.2f} |"
         )
         print(lines[-1], flush=True)
     return lines

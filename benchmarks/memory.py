@@ -67,8 +67,8 @@ def make_bert(folder: Path) -> str:
 
 def make_data(file: Path) -> str:
     """Texts of more than 128 tokens."""
-    chosen = random.Random(0)
-    rows = (f"{' '.join(chosen.choices(WORDS, k=140))},{'ab'[row % 2]}\n" for row in range(500))
+    generator = random.Random(0)
+    rows = (f"{' '.join(generator.choices(WORDS, k=140))},{'ab'[row % 2]}\n" for row in range(500))
     file.write_text("text,label\n" + "".join(rows), encoding="utf-8")
     return str(file)
 

@@ -90,10 +90,10 @@ def write_texts(file: Path, kind: str, rows: int) -> None:
     from toolkit.data.read import read_demo
 
     table = read_demo("demo:rotten-tomatoes" if kind == "short" else "demo:imdb")["train"].rows
-    words, chosen = [text.split() for text in table[:5000]["text"]], random.Random(0)
+    words, generator = [text.split() for text in table[:5000]["text"]], random.Random(0)
     texts: dict[str, None] = {}
     while len(texts) < rows:
-        one, other = chosen.choice(words), chosen.choice(words)
+        one, other = generator.choice(words), generator.choice(words)
         texts[" ".join([*one[: len(one) // 2], *other[len(other) // 2 :]])] = None
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 

@@ -28,7 +28,7 @@ from tests.hosts import ADDRESSES, TwoHosts  # noqa: E402
 WAYS = {"DDP": "2node", "ZeRO-2": "2node_zero2", "ZeRO-3": "2node_zero3", "FSDP2": "2node_fsdp2"}
 RANKS = (2, 4, 8, 16)
 GLOBAL_BATCH = 32
-COLUMNS = ("way", "ranks", "micro-batches", "seconds to the first step", "MB a rank and step: theory", "asked for",
+COLUMNS = ("way", "ranks", "micro-batches", "seconds to the first step", "MB a rank and step: theory", "requested",
            "sent", "of these")  # fmt: skip
 MANY = 8  # micro-batches
 # in bytes of the model x (N - 1) / N, sent by one of N ranks in a ring (Rajbhandari et al. 2020, section 7): an
@@ -81,8 +81,10 @@ def make_job(folder: Path) -> tuple[int, list[str]]:
                    intermediate_size=512))  # fmt: skip
     model.save_pretrained(folder / "model")
     BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
-    chosen = random.Random(0)
-    rows = (f"{' '.join(chosen.choices(WORDS, k=chosen.randrange(5, 30)))},{'ab'[row % 2]}\n" for row in range(300))
+    generator = random.Random(0)
+    rows = (
+        f"{' '.join(generator.choices(WORDS, k=generator.randrange(5, 30)))},{'ab'[row % 2]}\n" for row in range(300)
+    )
     (folder / "data.csv").write_text("text,label\n" + "".join(rows), encoding="utf-8")
     job = ["--model_name_or_path", folder / "model", "--train_file", folder / "data.csv", "--max_steps", "8",
            "--dropout", "0", "--mixed_precision", "no", "--report_to", "none",
@@ -91,7 +93,7 @@ def make_job(folder: Path) -> tuple[int, list[str]]:
 
 
 def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, Any]:
-    """What a rank was asked to send in a step, by collective, what it sent, and the seconds to the first step."""
+    """`requested`: collective -> bytes for a rank to send in a step; `sent`: bytes sent; `seconds` to the first step."""
     command = [sys.executable, "tests/ranks_worker.py", *job, "--machines", ",".join(ADDRESSES.values()),
                "--rendezvous_timeout", "600", "--num_processes", str(ranks), "--output_dir", str(output)]  # fmt: skip
     for host, done in hosts.run_both(dict.fromkeys(ADDRESSES, command), 1500).items():
@@ -100,17 +102,18 @@ def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, 
     files = sorted(output.glob("sent-*.jsonl"))
     steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     sent = sum((lines[-1]["sent"] - lines[0]["sent"]) / (len(lines) - 1) for lines in steps)
-    asked = {name: statistics.median(line["asked"].get(name, 0) for line in steps[0]) for name in steps[0][-1]["asked"]}
-    return {"sent": sent / ranks, "asked": asked, "seconds": float((output / "first_step_seconds").read_text())}
+    names = steps[0][-1]["asked"]
+    requested = {name: statistics.median(line["asked"].get(name, 0) for line in steps[0]) for name in names}
+    return {"sent": sent / ranks, "requested": requested, "seconds": float((output / "first_step_seconds").read_text())}
 
 
 def row(way: str, ranks: int, batches: str, size: int, result: dict[str, Any]) -> str:
     theory = THEORY[way] * size * (ranks - 1) / ranks
-    largest = sorted(result["asked"].items(), key=lambda item: -item[1])[:2]
-    named = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in largest)
-    asked = sum(result["asked"].values())
-    numbers = " | ".join(f"{count / 1e6:.2f}" for count in (theory, asked, result["sent"]))
-    return f"| {way} | {ranks} | {batches} | {result['seconds']:.0f} | {numbers} | {named} |"
+    largest = sorted(result["requested"].items(), key=lambda item: -item[1])[:2]
+    collectives = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in largest)
+    requested = sum(result["requested"].values())
+    numbers = " | ".join(f"{count / 1e6:.2f}" for count in (theory, requested, result["sent"]))
+    return f"| {way} | {ranks} | {batches} | {result['seconds']:.0f} | {numbers} | {collectives} |"
 
 
 if __name__ == "__main__":

@@ -123,13 +123,13 @@ def sample_of(split: Any, samples: int) -> Any:
 
     if samples > len(split):
         raise SystemExit(f"--samples {samples}: the data set has {len(split)} training samples")
-    chosen = np.sort(np.random.default_rng(SEED).choice(len(split), samples, replace=False))
+    indices = np.sort(np.random.default_rng(SEED).choice(len(split), samples, replace=False))
     return replace(
         split,
-        input_ids=np.concatenate([split.tokens(int(index)) for index in chosen]),
-        offsets=np.cumsum([0, *split.lengths[chosen]], dtype=np.int64),
-        labels=split.labels[chosen],
-        rows=split.rows[chosen],
+        input_ids=np.concatenate([split.tokens(int(index)) for index in indices]),
+        offsets=np.cumsum([0, *split.lengths[indices]], dtype=np.int64),
+        labels=split.labels[indices],
+        rows=split.rows[indices],
     )
 
 

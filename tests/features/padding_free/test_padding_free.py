@@ -60,9 +60,9 @@ def load(folder_of: Callable[[str], Path]) -> Models:
     """(model, tokenizer) of an architecture; the weights are the same each time."""
 
     def load_architecture(name: str, **settings: Any) -> tuple[Any, Any]:
-        given = ModelSettings(model_name_or_path=str(folder_of(name)), dropout=0, **settings)
+        pretrained = ModelSettings(model_name_or_path=str(folder_of(name)), dropout=0, **settings)
         labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
-        return load_classifier(given, labels, seed=1), load_tokenizer(given)
+        return load_classifier(pretrained, labels, seed=1), load_tokenizer(pretrained)
 
     return load_architecture
 
@@ -222,8 +222,8 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
 
 def test_settings() -> None:
     settings = {"model_name_or_path": "m", "train_file": "t.csv", "padding_free": True}
-    chosen = FEATURE.collator(build(TaskSettings, {**settings, "max_tokens_per_batch": 300}))
-    assert (chosen.func, chosen.keywords) == (PackedCollator, {"max_tokens": 300})
+    collator = FEATURE.collator(build(TaskSettings, {**settings, "max_tokens_per_batch": 300}))
+    assert (collator.func, collator.keywords) == (PackedCollator, {"max_tokens": 300})
     assert FEATURE.collator(build(TaskSettings, {**settings, "padding_free": False})) is None
     auto = build(TaskSettings, {**settings, "per_device_batch_size": "auto"})
     refusal(FEATURE.collator, auto, says=["--per_device_batch_size auto", "--padding_free"])

@@ -109,8 +109,8 @@ def test_at_most_one_word_is_masked_in_part() -> None:
         words = np.repeat(np.arange(20), generator.integers(1, 5, 20))
         starts = np.append(True, words[1:] != words[:-1])
         places, _ = draw_masks(Draw(5, 2, 0.3), row, np.ones(len(words), bool), starts)
-        sizes, chosen = np.bincount(words), np.bincount(words[places], minlength=20)
-        partial = np.flatnonzero((chosen > 0) & (chosen < sizes))
+        sizes, masked_per_word = np.bincount(words), np.bincount(words[places], minlength=20)
+        partial = np.flatnonzero((masked_per_word > 0) & (masked_per_word < sizes))
         assert len(partial) <= 1
         for word in partial:
             cut += 1

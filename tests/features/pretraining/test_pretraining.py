@@ -284,10 +284,10 @@ def test_logits_at_masked_positions_in_parts(
     inputs = masked_inputs(12)
     places, truth = inputs["target_positions"], inputs["target_ids"]
     logits = plain(input_ids=inputs["input_ids"]).logits
-    chosen = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
-    expected = cross_entropy(chosen.flatten(0, 1), truth.flatten()).view(3, 5)
+    masked_logits = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
+    expected = cross_entropy(masked_logits.flatten(0, 1), truth.flatten()).view(3, 5)
     expected.sum().backward()
-    right = (chosen.argmax(-1) == truth).float()
+    right = (masked_logits.argmax(-1) == truth).float()
     widest = []
     monkeypatch.setattr(torch.Tensor, "argmax", spy(torch.Tensor.argmax, widest))
     for most in (10**9, 4 * masked.get_output_embeddings().out_features):

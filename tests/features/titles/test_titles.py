@@ -191,18 +191,18 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(
     single: dict[str, Path], data: list[str], sharp_model: Path
 ) -> None:
     """Step 1, recomputed text by text with transformers' classes and attention."""
-    named = PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager")
-    long = long_model(named, None)
+    settings = PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager")
+    long = long_model(settings, None)
     tokenizer = AutoTokenizer.from_pretrained(str(long.model_name_or_path))
-    model = load_title_model(named, long, GenerationSettings(), tokenizer, LONGEST, SEED)
+    model = load_title_model(settings, long, GenerationSettings(), tokenizer, LONGEST, SEED)
     assert type(model) is EncoderDecoderModel
     rows = lines_of(Path(data[1]))
     texts = [tokenizer(row["text"], truncation=True, max_length=640)["input_ids"] for row in rows]
     titles = [tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"] for row in rows]
-    chosen = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
-    assert np.ptp([len(titles[place]) for place in chosen]) >= 8  # or a mean of means would agree
+    first_batch = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
+    assert np.ptp([len(titles[place]) for place in first_batch]) >= 8  # or a mean of means would agree
     losses, tokens = 0.0, 0
-    for place in chosen:
+    for place in first_batch:
         title = torch.tensor([titles[place]])
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([texts[place]]), decoder_input_ids=title[:, :-1]).logits[0]
@@ -249,10 +249,10 @@ def test_the_saved_model_generates_the_same_titles(single: dict[str, Path], data
     model, loading = EncoderDecoderModel.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chosen = json.loads((folder / "generation_config.json").read_text())
-    assert {"max_new_tokens": LONGEST, "num_beams": 2, "no_repeat_ngram_size": 1}.items() <= chosen.items()
-    assert chosen["decoder_start_token_id"] == tokenizer.cls_token_id
-    assert chosen["eos_token_id"] == tokenizer.sep_token_id
+    config = json.loads((folder / "generation_config.json").read_text())
+    assert {"max_new_tokens": LONGEST, "num_beams": 2, "no_repeat_ngram_size": 1}.items() <= config.items()
+    assert config["decoder_start_token_id"] == tokenizer.cls_token_id
+    assert config["eos_token_id"] == tokenizer.sep_token_id
     titles = []
     for row in lines_of(Path(data[3])):
         model.encoder.set_attention_type("block_sparse")  # short texts switch to full attention for good

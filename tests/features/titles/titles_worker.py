@@ -81,11 +81,11 @@ def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
     """On the main process titles end after one token, on the others never: with sharded parameters all ranks must call
     the decoder equally often."""
     writer = Writer(accelerator, model)
-    module, chosen, end = writer.module, writer.module.generation_config, writer.module.generation_config.eos_token_id
+    module, config = writer.module, writer.module.generation_config
     if accelerator.is_main_process:
-        chosen.exponential_decay_length_penalty = (0, 1000.0)
+        config.exponential_decay_length_penalty = (0, 1000.0)
     else:
-        chosen.suppress_tokens = [end]
+        config.suppress_tokens = [config.eos_token_id]
     calls = []
     hook = module.decoder.register_forward_hook(lambda *_: calls.append(1))
     lines = evaluate()

@@ -192,8 +192,8 @@ def check(settings: DecisionSettings, labels: Labels) -> None:
             f"--positive_class {settings.positive_class}{near}: name one of two classes: {listing(labels.names)}"
         )
     if settings.abstain_below is not None and kind != _SINGLE:
-        found = "several labels per text" if kind == MULTI else "numbers"
-        raise UserError(f"--abstain_below compares the probability of one class per text: these labels are {found}")
+        other = "several labels per text" if kind == MULTI else "numbers"
+        raise UserError(f"--abstain_below compares the probability of one class per text: these labels are {other}")
 
 
 def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Split], Evaluation]) -> None:

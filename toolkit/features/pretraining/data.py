@@ -49,7 +49,7 @@ def count_masked(maskable: np.ndarray, probability: float) -> np.ndarray:
 def draw_masks(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """((n,) ascending positions of the tokens to predict, (n, 2) uniform random numbers to choose their replacements).
 
-    `maskable` (length,) bool. `starts` (length,) bool: the tokens that begin a word. With it, words are chosen in
+    `maskable` (length,) bool. `starts` (length,) bool: the tokens that begin a word. With it, words are selected in
     random order, without those longer than the rest to choose; the first tokens of one of these fill the rest.
     """
     key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
@@ -58,15 +58,15 @@ def draw_masks(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | 
     count = int(count_masked(np.array(len(positions)), draw.probability))
     words = np.arange(len(positions)) if starts is None else np.cumsum(starts)[positions]
     _, first, sizes = np.unique(words, return_index=True, return_counts=True)
-    order, chosen, too_long = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
+    order, selected, too_long = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
     for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
-        if size <= count - len(chosen):
-            chosen += range(begin, begin + size)
+        if size <= count - len(selected):
+            selected += range(begin, begin + size)
         else:
             too_long.append(begin)
-    if remaining := count - len(chosen):
-        chosen += range(too_long[0], too_long[0] + remaining)
-    return np.sort(positions[chosen]), generator.random((count, 2))
+    if remaining := count - len(selected):
+        selected += range(too_long[0], too_long[0] + remaining)
+    return np.sort(positions[selected]), generator.random((count, 2))
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
             "rouge": line["scores"]["rougeL"],
         }
 
-    chosen = _choose([line["scores"]["rougeL"] for line in lines])
+    example_indices = _choose([line["scores"]["rougeL"] for line in lines])
     plain, references = [*map(_plain, titles)], [_plain(line["reference"]) for line in lines]
     commonest = collections.Counter(filter(None, titles)).most_common(1)
     return {
-        "examples": {name: [*map(example, indices)] for name, indices in chosen.items()},
+        "examples": {name: [*map(example, indices)] for name, indices in example_indices.items()},
         "num_titles": len(titles),
         "num_empty": plain.count(""),
         "num_copies": sum(title == reference for title, reference in zip(plain, references, strict=True)),
