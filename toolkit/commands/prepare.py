@@ -23,10 +23,8 @@ def run(arguments: list[str]) -> None:
     is_long = isinstance(settings.training, LongTrainingSettings)
     pretrained = long_model(settings.model, settings.data.max_length) if is_long else settings.model
     data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
-    for split in (data.train, data.validation, data.test):
-        if split is not None:
-            lengths = split.lengths
-            print(f"{split.name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
+    for name, split in data.splits.items():
+        print(f"{name}: {len(split)} samples, {split.lengths.sum()} tokens, longest {split.lengths.max()}")
     for note in filter(None, (*data.notes, data.advice)):
         print(note)
     print(data.targets.describe())

@@ -37,6 +37,11 @@ _EXCLUSIVE = [
     ("warmup_ratio", "warmup_steps", "they set the same thing"),
     ("validation_file", "validation_split", "rows are held back only where there is no validation file"),
 ]  # fmt: skip
+# further pairs, for which the command line does not replace the file's setting
+_CONFLICTS = [
+    *((name, "teacher", "its second pass has no teacher") for name in ("r_drop_alpha", "fgm_epsilon")),
+    *((name, "lora_r", "LoRA trains only its own matrices") for name in ("freeze_layers", "reinit_layers")),
+]
 # a setting -> the setting that it requires
 _REQUIRES = {
     "dataset_config_name": ("dataset_name", ""),
@@ -187,7 +192,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     def is_set(name: str) -> bool:
         return values.get(name) is not None
 
-    for one, other, why in _exclusive_pairs():
+    for one, other, why in [*_exclusive_pairs(), *_CONFLICTS]:
         if is_set(one) and is_set(other):
             yield f"--{one} and --{other} contradict each other ({why}): give one of them"
     if values.get("lr_scheduler_type") == "constant" and (values.get("warmup_steps") or values.get("warmup_ratio")):
@@ -207,13 +212,8 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
         if int(shorter) >= int(longest):  # type: ignore[arg-type]
             yield f"--compare_max_length {shorter} is no less than --max_length {longest}: name fewer tokens"
     for name in ("r_drop_alpha", "fgm_epsilon"):
-        if is_set(name) and is_set("teacher"):
-            yield f"--teacher and --{name} contradict each other (its second pass has no teacher): give one"
         if is_set(name) and values.get("per_device_batch_size") == "auto":
             yield f"--per_device_batch_size auto measures one pass, and --{name} takes two: give a number"
-    for name in ("freeze_layers", "reinit_layers"):
-        if is_set(name) and is_set("lora_r"):
-            yield f"--{name} and --lora_r contradict each other (LoRA trains its own matrices alone): give one"
     for name, (needed, why) in _REQUIRES.items():
         if is_set(name) and not is_set(needed):
             yield f"--{name} is given without --{needed}{why}"

@@ -12,14 +12,8 @@ from toolkit.errors import UserError
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 SchedulerName = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-]
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]  # fmt: skip
 
 _Section = TypeVar("_Section")
 

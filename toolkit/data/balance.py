@@ -1,4 +1,4 @@
-"""Uneven classes: how many rows each has, its weight in the loss, and how often its rows are drawn."""
+"""Uneven classes: their rows, their weights in the loss and how often their rows are sampled."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _MAX_LISTED = 8
 
 
 def check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
-    """Raises UserError with every setting that these labels leave without a meaning."""
+    """Raises UserError naming every setting that does not apply to this kind of labels."""
     faults, kind = Faults(), labels.problem_type.replace("_", " ")
     if labels.problem_type == "regression":
-        instead = dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes")
+        unsupported = dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes")
         if objective.loss != "cross_entropy":
             faults.add(f"--loss {objective.loss} is for classes, and this is regression: leave it out")
     elif labels.problem_type == "multi_label_classification":
-        instead = {"class_weights": "use --pos_weight, which weighs where a label is present",
-                   "sampling": "a row has no single class to be drawn by; use --pos_weight"}  # fmt: skip
+        unsupported = {"class_weights": "use --pos_weight, the weight of positive labels",
+                       "sampling": "a row has several classes; use --pos_weight"}  # fmt: skip
     else:
-        instead = {"pos_weight": "use --class_weights"}
-    for name, why in instead.items():
+        unsupported = {"pos_weight": "use --class_weights"}
+    for name, why in unsupported.items():
         if value := getattr(objective, name):
             faults.add(f"--{name} {value} does not fit {kind}: {why}")
     faults.raise_if_any()
 
 
 def class_counts(labels: Labels, split: Split) -> np.ndarray:
-    """(classes,) int64: the rows of a split that have each class; nothing for regression."""
+    """(classes,) int64: the rows of each class in a split; empty for regression."""
     if labels.problem_type == "regression":
         return np.zeros(0, np.int64)
     if labels.problem_type == "multi_label_classification":
@@ -46,8 +46,8 @@ def class_counts(labels: Labels, split: Split) -> np.ndarray:
 
 
 def add_weights(splits: dict[str, Split], labels: Labels, objective: ObjectiveSettings) -> dict[str, Split]:
-    """The splits with a weight for each row (`--class_weights`), the training rows with how likely each is drawn
-    (`--sampling`). Both follow from the training rows alone."""
+    """Sets `weights` in all splits (`--class_weights`) and `chances` in the training split (`--sampling`); both follow
+    from the training rows."""
     counts = class_counts(labels, splits["train"])
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names).astype(np.float32)
@@ -60,7 +60,7 @@ def add_weights(splits: dict[str, Split], labels: Labels, objective: ObjectiveSe
 
 
 def positive_weights(train: Split, labels: Labels, objective: ObjectiveSettings) -> np.ndarray | None:
-    """(classes,) float32: the weight in the loss of a label that is present (`--pos_weight`); 1 for one that is not."""
+    """(classes,) float32: the weights of positive labels (`--pos_weight`), or None."""
     if not objective.pos_weight:
         return None
     if objective.pos_weight != "balanced":
@@ -70,7 +70,7 @@ def positive_weights(train: Split, labels: Labels, objective: ObjectiveSettings)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-    """(classes,) float64; the mean over training rows is 1 for those that follow from the counts."""
+    """(classes,) float64; `balanced` and `effective` have mean 1 over the training rows."""
     if setting not in ("balanced", "effective"):
         return _weights_by_name("class_weights", setting, names)
     rows = np.maximum(counts, 1)
@@ -98,7 +98,7 @@ def _weights_by_name(setting: str, text: str, names: tuple[str, ...]) -> np.ndar
 
 
 def describe(train: Split, labels: Labels, objective: ObjectiveSettings) -> tuple[list[str], str]:
-    """(lines on the classes of the training rows and the settings for them, advice where there is no setting)."""
+    """(lines about the training classes and their weights, advice where classes are uneven and no setting is used)."""
     counts, pos_weights = class_counts(labels, train), positive_weights(train, labels, objective)
     if not len(counts):
         return [], ""
@@ -123,7 +123,7 @@ def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, writt
 
 
 def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> str:
-    """What helps, in a line, where the rarest class is likely to be ignored."""
+    """A line with settings that help, where the model may ignore the rarest class."""
     present = [place for place in order if counts[place]]
     if not present:
         return ""

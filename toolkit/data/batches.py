@@ -1,11 +1,9 @@
-"""Sampling and collating: an epoch's samples -> global batches -> each process's micro-batches -> tensors.
+"""Sampling and collating: an epoch's samples -> global batches -> each rank's micro-batches -> tensors.
 
-1. `GlobalBatches`: the samples of each optimizer step of an epoch. They depend on the seed, the epoch and the lengths
-   of the texts only, not on the number of processes.
-2. `micro_batches`: one global batch cut into what each process computes at a time. That depends on the world, and does
-   not change the sum of the losses over the global batch. An evaluation cuts a whole split in the same way.
-3. `Collator`: the samples of one micro-batch padded to the longest of them, as tensors on the device; `Ahead` makes the
-   next batch while one is computed.
+1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of the texts only.
+2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world size does not change
+   the sum of the losses.
+3. `Collator`: a micro-batch as padded tensors on the device; `Ahead` makes the next one while one is computed.
 """
 
 from __future__ import annotations
@@ -22,13 +20,12 @@ import torch
 
 from toolkit.data.tokens import LengthBuckets, Split
 
-# Samples are sorted by length within windows of so many global batches (as transformers' Trainer does):
-# nearly no padding, and an order that still differs in each epoch.
+# samples are sorted by length within windows of this many global batches, as in transformers' Trainer: little padding,
+# and another order in each epoch
 _WINDOW_BATCHES = 50
-# Sizes of GPU matrix products that are multiples of 8 are faster; nothing on a CPU gains.
-_GPU_MULTIPLE = 8
+_GPU_MULTIPLE = 8  # sizes for which matrix products on GPUs are faster
 IGNORED = -100
-"""A label without a loss, as in torch and transformers."""
+"""The label of tokens without a loss, as in torch and transformers."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +33,29 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """`input_ids` (B, S) int64; `attention_mask` (B, S) int64, where anything is padded; `token_type_ids` (B, S)
-    int64, of pairs of texts, where the tokenizer has them."""
+    """(B, S) int64: `input_ids`; `attention_mask`, if anything is padded; `token_type_ids` of pairs, if the tokenizer
+    has them."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
-    """(B,) float32: `Split.weights`, or 1; 0 for a sample that only keeps the processes in step."""
+    """(B,) float32: `Split.weights`, or 1; 0 for padding samples."""
     ids: torch.Tensor
-    """(B,) int64: row in the source."""
+    """(B,) int64: rows in the source."""
     samples: int
-    """Real samples."""
+    """Without padding samples."""
     tokens: int
-    """Real tokens, padding not counted."""
+    """Without padding."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
     token_samples: torch.Tensor | None = field(default=None, kw_only=True)
-    """Where a row of `input_ids` (R, S) holds several samples: which of them each token is of, (R, S) int64, of padding
-    B or more; None: row i is sample i."""
+    """(R, S) int64, where a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
+    padding; None: row i is sample i."""
 
 
 class GlobalBatches(Sequence[np.ndarray]):
     """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
-    `chances` (samples,). The last batch may be smaller.
-
-    Only one number for each sample is computed at once, the rest when it is indexed: an epoch of many samples starts at
-    once.
-    """
+    `chances` (samples,). The last batch may be smaller. Batches are sorted when they are indexed, so that an epoch of
+    many samples starts immediately."""
 
     def __init__(
         self,
@@ -73,13 +67,13 @@ class GlobalBatches(Sequence[np.ndarray]):
         chances: np.ndarray | None = None,
     ) -> None:
         generator, count = np.random.default_rng([seed, epoch]), len(lengths)
-        if chances is None:  # as `generator.permutation` has them, in half the memory
+        if chances is None:  # the order of `generator.permutation`, in half the memory
             self._order = np.arange(count, dtype=np.int32 if count <= 2**31 else np.int64)
             generator.shuffle(self._order)
         else:
             self._order = generator.choice(count, count, p=chances)
         self._lengths, self._size, self._by_length = lengths, global_batch_size, group_by_length
-        # small sets get smaller windows, or every epoch would be one sorted list
+        # smaller windows for small sets, or every epoch would be one sorted list
         self._window = global_batch_size * max(1, min(count // (global_batch_size * 4), _WINDOW_BATCHES))
         self._sorted: set[int] = set()
         full = count // global_batch_size
@@ -91,7 +85,7 @@ class GlobalBatches(Sequence[np.ndarray]):
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        # the short one stays the last
+        # the incomplete batch stays last
         start = self._size * (int(self._places[number]) if number < len(self._places) else number)
         if self._by_length:
             self._sort_window(start // self._window)
@@ -107,12 +101,11 @@ class GlobalBatches(Sequence[np.ndarray]):
 def micro_batches(
     split: Split, indices: np.ndarray, per_device: int, rank: int, world: int, max_tokens: int | None = None
 ) -> list[np.ndarray]:
-    """One global batch -> this process's micro-batches: as many of them on every process.
+    """One global batch -> this rank's micro-batches, equally many on every rank.
 
-    None has more than `per_device` samples, nor more than `max_tokens` tokens with its padding, unless one
-    text alone has; and all texts of one are of the same bucket (`Split.buckets`). Neighbours in length run
-    at the same time on different processes, so that none waits long for another. A micro-batch is empty where
-    there are fewer samples than processes.
+    None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it is a single text;
+    its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar length at the same time. A
+    micro-batch is empty where there are fewer samples than ranks.
     """
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
@@ -123,14 +116,14 @@ def micro_batches(
 
 
 def most_micro_batches(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
-    """At least as many micro-batches as any `samples` texts of a split need on each process."""
+    """An upper bound of the micro-batches per rank of any `samples` texts of a split."""
     if max_tokens is None and split.buckets is None:
         return max(1, -(-samples // (per_device * world)))
     longest = split.longest(samples)
-    if split.chances is not None:  # one text may be drawn again and again
+    if split.chances is not None:  # one text may be drawn repeatedly
         longest = np.full_like(longest, longest[0])
     most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
-    if split.buckets is not None:  # where one bucket ends, a micro-batch can end before it is full
+    if split.buckets is not None:  # the last micro-batch of a bucket may not be full
         most = min(
             len(longest), most + len(np.unique(split.buckets.of(np.flatnonzero(np.bincount(split.lengths))))) - 1
         )
@@ -140,25 +133,25 @@ def most_micro_batches(split: Split, samples: int, per_device: int, world: int, 
 def _cut_by_length(
     by_length: np.ndarray, lengths: np.ndarray, per_device: int, max_tokens: int | None, buckets: LengthBuckets | None
 ) -> list[np.ndarray]:
-    """Samples, longest first, and their lengths -> micro-batches of neighbours."""
+    """Samples, longest first, and their lengths -> micro-batches of consecutive samples."""
     bucket = np.zeros_like(lengths) if buckets is None else buckets.of(lengths)
     cut: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
         size = per_device if max_tokens is None else min(per_device, max(1, max_tokens // _width(lengths[start])))
-        alike = int(np.argmin(bucket[start : start + size] == bucket[start])) or size  # 0: all of them are
-        cut.append(by_length[start : start + alike])
+        same_bucket = int(np.argmin(bucket[start : start + size] == bucket[start])) or size  # 0: all are
+        cut.append(by_length[start : start + same_bucket])
         start += len(cut[-1])
     return cut
 
 
 def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
-    """Halves the largest micro-batches until there are as many for each process."""
+    """Halves the largest micro-batches until their number is a multiple of `world`."""
     while len(cut) % world or not cut:
         padded = [len(batch) * _width(lengths[batch[0]]) if len(batch) > 1 else 0 for batch in cut]
         largest = int(np.argmax(padded)) if cut else 0
         if not cut or not padded[largest]:
-            cut.append(np.zeros(0, np.int64))  # fewer samples than processes
+            cut.append(np.zeros(0, np.int64))  # fewer samples than ranks
         else:
             cut[largest : largest + 1] = np.array_split(cut[largest], 2)
     return cut
@@ -169,8 +162,7 @@ def _width(length: int) -> int:
 
 
 def even_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
-    """`_width`, but no wider than the longest text of a split, as a model may have no more positions, and no wider
-    than the texts of its bucket may be."""
+    """`_width`, but at most the longest text of the split (a model may have no more positions) and of the bucket."""
     most = longest if buckets is None else min(longest, buckets.widest(length))
     return min(_width(length), most)
 
@@ -187,17 +179,18 @@ class Collator:
         self.device = device
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """An empty micro-batch becomes one padding sample, for a process that only keeps step with the others."""
+        """An empty micro-batch becomes one padding sample, so that every rank takes part in the collectives."""
         real = len(indices) > 0
         indices = indices if real else np.zeros(1, np.int64)
         samples = [self.split.tokens(int(index)) for index in indices]
+        weights = np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
         types = None
         if self.split.token_types is not None:
             types = [self.split.token_types[self.split.span(int(index))] for index in indices]
         return Batch(
             inputs=self.inputs(samples, types),
             labels=self.move(self.split.labels[indices]),
-            weights=self.move(self._weights(indices) if real else np.zeros(1, np.float32)),
+            weights=self.move(weights if real else np.zeros(1, np.float32)),
             ids=self.move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
             samples=len(samples) if real else 0,
             tokens=sum(map(len, samples)) if real else 0,
@@ -205,7 +198,7 @@ class Collator:
         )
 
     def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
-        """The tokens of some samples, and the types of their tokens, (length,) each -> what the model takes."""
+        """The tokens and token types of samples, (length,) each -> `Batch.inputs`."""
         lengths = [len(sample) for sample in samples]
         width = max(lengths)
         if self.device.type == "cuda":
@@ -219,20 +212,16 @@ class Collator:
         return inputs
 
     def loss_denominators(self, indices: np.ndarray) -> np.ndarray:
-        """(samples,): what each of some samples adds to the loss denominator."""
+        """(samples,): what each sample adds to the loss denominator."""
         return self.split.loss_denominators(indices)
 
     def at(self, epoch: int, progress: float) -> Collator:
-        """What makes the batches of a step in this epoch, counted from 0, when so much of the run (0 to 1) is done:
-        itself, unless something of its samples is drawn anew."""
+        """The collator for a step: itself, unless its batches depend on the epoch (from 0) or on the run's progress (0
+        to 1)."""
         return self
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
-        """Changes a model, before `accelerator.prepare`, where it could not take these batches as it is; raises
-        UserError where it never can. Nothing is to be done for padded ones."""
-
-    def _weights(self, indices: np.ndarray) -> np.ndarray:
-        return np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
+        """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an unsupported model."""
 
     def padded(self, samples: Sequence[np.ndarray], width: int, filler: int, left: bool) -> torch.Tensor:
         """Arrays (length,) -> (B, S) int64 on the device."""
@@ -242,7 +231,7 @@ class Collator:
         return self.move(padded)
 
     def move(self, array: np.ndarray) -> torch.Tensor:
-        """To the device, without waiting for it."""
+        """To the device, asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
@@ -250,7 +239,7 @@ class Collator:
 
 
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:
-    """The one for this kind of split."""
+    """`split.collator`, or `Collator`."""
     collator: Collator = (split.collator or Collator)(split, tokenizer, device)
     return collator
 
@@ -260,15 +249,14 @@ Collation = partial[Batch]
 
 
 class Ahead:
-    """Collates the next batch, and copies it to the device, in a thread of its own while the current one is
-    computed."""
+    """Collates the next batch and copies it to the device in a thread while the current one is computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = _thread(device)
         self._next: tuple[Collation, Future[Batch]] | None = None
 
     def batch(self, collation: Collation, following: Collation | None) -> Batch:
-        """The batch of these samples; the thread then begins with that of the `following` ones."""
+        """The batch of `collation`; the thread then starts with `following`."""
         ready = self._next is not None and self._next[0] is collation
         future = self._next[1] if self._next and ready else self._thread.submit(collation)
         self._next = None if following is None else (following, self._thread.submit(following))
@@ -277,8 +265,8 @@ class Ahead:
 
 @functools.cache
 def _thread(device: torch.device) -> ThreadPoolExecutor:
-    """One for training and all evaluations, started before memory is scarce."""
-    # a new thread uses the first device, where pinned memory would open a context for every process
+    """One for training and all evaluations, started while memory is available."""
+    # a new thread's default device is the first, where pinned memory would open a context for every process
     on_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
     thread = ThreadPoolExecutor(1, "collate", initializer=on_device)
     thread.submit(int).result()

@@ -1,10 +1,10 @@
-"""Chinese words first: the tokenizer of checkpoints whose WordPiece vocabulary holds jieba's words.
+"""The tokenizer of checkpoints whose WordPiece vocabulary contains jieba's Chinese words.
 
-`Lowin/chinese-bigbird-*`, T5-PEGASUS and their kin segment a text with `jieba.cut(text, HMM=False)`; a word of the
-vocabulary is one token, any other goes through BERT's own tokenization. Their published class overrides `_tokenize` of
-the tokenizer written in Python, which transformers 5 ignores without a word. Here the fast tokenizer makes the same
-tokens, but for what the fast and the Python one differ in, inside a word that is not in the vocabulary: some hundred
-combining marks of rare scripts, and, where letter case is kept, characters that NFC replaces.
+`Lowin/chinese-bigbird-*`, T5-PEGASUS and similar models segment a text with `jieba.cut(text, HMM=False)`; a word of the
+vocabulary is one token, others go through BERT's tokenization. Their published class overrides `_tokenize` of the slow
+tokenizer, which transformers 5 silently ignores. Here the fast tokenizer makes the same tokens, except where fast and
+slow tokenizers differ within a word outside the vocabulary: about a hundred combining marks of rare scripts, and, in
+cased models, characters that NFC replaces.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 
 MARK = "words_first"
-"""The key in tokenizer_config.json: transformers saves and loads it, and does not interpret it."""
+"""The key in tokenizer_config.json, which transformers saves, loads and does not interpret."""
 
 
 class Jieba(NamedTuple):
-    """A segmenter of our own: words that someone adds to `jieba.dt` do not change it."""
+    """A separate segmenter: words added to `jieba.dt` do not change it."""
 
     cutter: Any
-    """Has `cut` and `lcut`."""
+    """A `jieba.Tokenizer`."""
     name: str
-    """`jieba VERSION DICTIONARY`: equal names segment texts alike."""
+    """`jieba VERSION DICTIONARY_DIGEST`: segmenters of one name return the same words."""
 
 
 @lru_cache(maxsize=1)
 def load_jieba() -> Jieba:
-    """jieba with its own dictionary; half a second at the first call. Raises UserError when it is missing.
+    """jieba with its default dictionary; the first call takes half a second. Raises UserError when it is missing.
 
-    It neither reads nor writes jieba's cache file, which has one name for every version and user of a machine, and
-    would be trusted whatever it holds. So nothing is printed, and any number of processes may start at once.
+    It does not use jieba's cache file, which all versions and users of a machine share and jieba does not verify. It
+    prints nothing, and several processes may call it at the same time.
     """
     require_extra("segmenting Chinese text into words", "titles", "jieba")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its escapes in strings, and of pkg_resources
+        warnings.simplefilter("ignore")  # of invalid escapes, and of pkg_resources
         import jieba
     cutter = jieba.Tokenizer()
     with cutter.get_dict_file() as file:
@@ -61,11 +61,11 @@ def load_jieba() -> Jieba:
 
 
 def words_first(tokenizer: Any) -> Any:
-    """A copy of a fast WordPiece tokenizer that segments texts into jieba's words first (`WordBackend`).
+    """A copy of a fast WordPiece tokenizer that first segments texts into jieba's words (`WordBackend`).
 
-    `save_pretrained` writes the tokenizer without jieba, and the key `words_first`: `AutoTokenizer` loads it, but
-    tokenizes differently until this function is called on the result again. Raises UserError when jieba is missing,
-    when the tokenizer is not a fast WordPiece one, and when the jieba it was saved with segments differently.
+    `save_pretrained` writes the tokenizer without jieba, and the key `words_first`. `AutoTokenizer` loads it, but
+    tokenizes differently until this function is called on it. Raises UserError when jieba is missing, when the
+    tokenizer is not a fast WordPiece one, or was saved with another jieba.
     """
     if isinstance(getattr(tokenizer, "backend_tokenizer", None), WordBackend):
         return tokenizer
@@ -88,11 +88,10 @@ def words_first(tokenizer: Any) -> Any:
 
 
 def load_words_first(name: str) -> Any:
-    """`words_first` of the tokenizer of a folder or hub name, as these checkpoints are published: BERT's vocab.txt.
+    """`words_first` of the tokenizer of a folder or hub name that may have only BERT's vocab.txt.
 
-    `AutoTokenizer` goes by `tokenizer_class`, which may be one that nobody has, then by `model_type`: for a BigBird
-    with a vocab.txt it makes an empty sentencepiece tokenizer. Raises UserError as `words_first` does, and what
-    transformers raises where there is no such folder.
+    `AutoTokenizer` reads `tokenizer_class`, which may not exist, then `model_type`: for a BigBird with a vocab.txt it
+    makes an empty sentencepiece tokenizer. Raises UserError as `words_first` does, and transformers' errors.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -100,7 +99,7 @@ def load_words_first(name: str) -> Any:
         tokenizer = None
     if not _is_wordpiece(tokenizer):
         bert = BertTokenizerFast.from_pretrained(name)
-        # without a vocabulary it is made too, of the special tokens
+        # which without a vocabulary has only the special tokens
         tokenizer = bert if tokenizer is None or len(bert) > len(bert.all_special_tokens) else tokenizer
     return words_first(tokenizer)
 
@@ -110,8 +109,8 @@ def _is_wordpiece(tokenizer: Any) -> bool:
 
 
 def is_jieba(source: Any) -> bool:
-    """Whether a tokenizer, or the one saved in a folder, has `words_first`'s mark; also true of the ordinary tokenizer
-    that `AutoTokenizer` makes of such a folder or hub name: call `words_first` on that one."""
+    """Whether a tokenizer, or the one in a folder, has the key `words_first`; also true for the plain tokenizer that
+    `AutoTokenizer` loads from such a folder: call `words_first` on it."""
     if isinstance(source, str | Path):
         path = Path(source) / "tokenizer_config.json"
         marks = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -121,8 +120,8 @@ def is_jieba(source: Any) -> bool:
 
 
 class WordBackend:
-    """In the place of a `tokenizers.Tokenizer`: a copy of it with a pre-tokenizer of ours makes the tokens, as one that
-    has such a part can be neither saved nor copied. Added tokens are matched as they are written."""
+    """Wraps a `tokenizers.Tokenizer`. A copy of it with a custom pre-tokenizer, which can be neither saved nor copied,
+    makes the tokens. Added tokens are matched literally."""
 
     def __init__(self, backend: Tokenizer) -> None:
         vars(self).update(_backend=backend, segmenter=load_jieba().name, _settings=[])
@@ -137,15 +136,14 @@ class WordBackend:
         return WordBackend, (self._backend,)
 
     def encode_batch_fast(self, texts: Sequence[Any]) -> Any:
-        """Encodings without offsets. Of a single text that is cut, not all that overflows is in them: the rest is not
-        segmented, which is what takes the time."""
+        """Encodings without offsets. The overflow of a truncated text is incomplete: segmenting it would take time."""
         cut = self.truncation if all(isinstance(text, str) for text in texts) else None
         return self._encoder(cut["max_length"] if cut and cut["direction"] == "right" else None).encode_batch_fast(
             texts
         )
 
     def _encoder(self, max_length: int | None = None) -> Tokenizer:
-        """Made anew where tokens were added or the settings changed."""
+        """The copy, made again after tokens were added or settings changed."""
         backend = self._backend
         settings = [max_length, backend.get_vocab_size(), backend.truncation, backend.padding]
         settings += [backend.encode_special_tokens, backend.post_processor and backend.post_processor.__getstate__()]
@@ -153,22 +151,22 @@ class WordBackend:
             encoder = copy.deepcopy(backend)
             encoder.pre_tokenizer = PreTokenizer.custom(_Words(backend, max_length))
             encoder.normalizer = normalizers.Sequence([])
-            encoder.encode_special_tokens = backend.encode_special_tokens  # which a copy does not have
+            encoder.encode_special_tokens = backend.encode_special_tokens  # not in the copy
             vars(self).update(_settings=settings, _encodes=encoder)
         return self._encodes
 
 
 class _Words:
-    """Splits a text into jieba's words, and those that are not in the vocabulary as the tokenizer itself does."""
+    """Splits a text into jieba's words, and words outside the vocabulary as the tokenizer does."""
 
     def __init__(self, backend: Tokenizer, max_length: int | None) -> None:
-        """`max_length`: what follows so many pieces and one more, each a token at least, is left out."""
+        """`max_length`: stop after this many pieces and one more; each is at least one token."""
         self.words, self.max_length = backend.get_vocab(with_added_tokens=False), max_length
         self.normalizer = backend.normalizer or normalizers.Sequence([])
         self.pre_tokenizer = backend.pre_tokenizer or BertPreTokenizer()
 
     def pre_tokenize(self, text: PreTokenizedString) -> None:
-        """As `PreTokenizer.custom` calls it."""
+        """Called by `PreTokenizer.custom`."""
         text.split(self._split)
 
     def _split(self, _: int, text: NormalizedString) -> list[NormalizedString]:

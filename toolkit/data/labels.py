@@ -198,12 +198,18 @@ def find_labels(
     else:
         classes = set(map(_name, values))
     names, cell_values = natural_order(classes), tuple[str, ...]()
+    # nearly as many values as rows are names, numbers or texts, not classes
+    most_classes = _MAX_CLASSES if problem_type else min(_MAX_CLASSES, max(_FEW_CLASSES, len(rows) / 2))
     if feature is not None:
         names = tuple(feature.names)
     elif class_names:
         names, cell_values = _names_from_file(table, column, class_names, classes, multi_hot)
-    elif not multi_hot:
-        _refuse_too_many(names, len(rows), problem_type, table, column)
+    elif not multi_hot and len(names) > most_classes:
+        raise UserError(
+            f"{table.name}: column {column!r} holds {len(names)} different values in {len(rows)} rows: is it the "
+            "label? Name another with --label_column, or say with --problem_type what it is (regression, "
+            "single_label_classification or multi_label_classification)"
+        )
     if len(names) < 2:
         content = f"one class only ({names[0]})" if names else "no class at all"
         raise UserError(f"{table.name}: column {column!r} holds {content}: at least two are needed")
@@ -250,18 +256,6 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 def problem_of(value: str | None) -> ProblemType:
     """A model config's problem type; single-label classification by default."""
     return cast(ProblemType, value or "single_label_classification")
-
-
-def _refuse_too_many(
-    names: Sequence[str], count: int, problem_type: ProblemType | None, table: Table, column: str
-) -> None:
-    """Raises UserError where a column has almost as many values as rows: names, numbers or texts, not classes."""
-    if len(names) > _MAX_CLASSES or (problem_type is None and len(names) > max(_FEW_CLASSES, count / 2)):
-        raise UserError(
-            f"{table.name}: column {column!r} holds {len(names)} different values in {count} rows: is it the label? "
-            "Name another with --label_column, or say with --problem_type what it is (regression, "
-            "single_label_classification or multi_label_classification)"
-        )
 
 
 # --- cells ---

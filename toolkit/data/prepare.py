@@ -63,9 +63,8 @@ class Prepared:
         return cast(Labels, self.targets)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Samples of each split."""
-        return {split.name: len(split) for split in (self.train, self.validation, self.test) if split is not None}
+    def splits(self) -> dict[str, Split]:
+        return {split.name: split for split in (self.train, self.validation, self.test) if split is not None}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -156,8 +155,7 @@ def _facts(
 def _add_class_weights(data: Prepared, objective: ObjectiveSettings, device: torch.device) -> Prepared:
     """Adds the weights and sampling probabilities for uneven classes."""
     balance.check_objective(data.labels, objective)
-    splits: Any = {split.name: split for split in (data.train, data.validation, data.test) if split}
-    splits = balance.add_weights(splits, data.labels, objective)
+    splits: Any = balance.add_weights(data.splits, data.labels, objective)
     weights = balance.positive_weights(data.train, data.labels, objective)
     pos_weight = None if weights is None else torch.from_numpy(weights).to(device)
     lines, advice = balance.describe(splits["train"], data.labels, objective)
@@ -169,8 +167,8 @@ def add_collator(settings: Any, data: Prepared) -> Prepared:
     collator = first(feature.collator(settings) for feature in features())
     if collator is None:
         return data
-    splits: Any = {split.name: split for split in (data.train, data.validation, data.test) if split}
-    return replace(data, **{name: replace(split, collator=collator) for name, split in splits.items()})
+    splits: Any = {name: replace(split, collator=collator) for name, split in data.splits.items()}
+    return replace(data, **splits)
 
 
 @contextlib.contextmanager
