@@ -117,8 +117,7 @@ class TextSettings:
     """Where the texts are."""
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz); several by a pattern, 'part-*.csv'; .txt
-    where the recipe needs only texts."""
+    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; several by a pattern, 'part-*.csv'; .txt for texts alone."""
     validation_file: str | None = None
     """Evaluated during training; when not given, a part of the training rows is held back."""
     test_file: str | None = None
@@ -261,8 +260,7 @@ class TrainingSettings:
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations without a better metric."""
     report_to: str = "auto"
-    """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none; auto: tensorboard if it is
-    installed."""
+    """Trackers: tensorboard, wandb, mlflow, swanlab, trackio (several: a,b) or none; auto: tensorboard if installed."""
     run_name: str | None = None
     """The run's name in trackers; that of its folder when not given."""
     project: str | None = None

@@ -46,8 +46,7 @@ def class_counts(labels: Labels, split: Split) -> np.ndarray:
 
 
 def add_weights(splits: dict[str, Split], labels: Labels, objective: ObjectiveSettings) -> dict[str, Split]:
-    """Sets `weights` in all splits (`--class_weights`) and `chances` in the training split (`--sampling`); both follow
-    from the training rows."""
+    """Sets `weights` in all splits (`--class_weights`) and `chances` in the training split (`--sampling`)."""
     counts = class_counts(labels, splits["train"])
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names).astype(np.float32)

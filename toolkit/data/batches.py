@@ -33,8 +33,7 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """(B, S) int64: `input_ids`; `attention_mask`, if anything is padded; `token_type_ids` of pairs, if the tokenizer
-    has them."""
+    """(B, S) int64: `input_ids`; `attention_mask` where anything is padded; `token_type_ids` of pairs."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
@@ -216,8 +215,7 @@ class Collator:
         return self.split.loss_denominators(indices)
 
     def at(self, epoch: int, progress: float) -> Collator:
-        """The collator for a step: itself, unless its batches depend on the epoch (from 0) or on the run's progress (0
-        to 1)."""
+        """The collator for a step: another where its batches depend on the epoch (from 0) or the progress (0 to 1)."""
         return self
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:

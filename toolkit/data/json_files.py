@@ -72,8 +72,7 @@ def _json(path: Path, encoding: str) -> Iterator[Any]:
 
 
 def _stream_items(file: IO[str]) -> Iterator[Any]:
-    """The items of a JSON list, read as they are consumed. Raises ValueError, IndexError or RecursionError where the
-    file is not a list."""
+    """Reads the items of a JSON list lazily. Raises ValueError, IndexError or RecursionError for other files."""
     text, place = file.read(_JSON_CHARACTERS).lstrip(), 0
     if not text.startswith("["):
         raise ValueError

@@ -173,8 +173,7 @@ def add_collator(settings: Any, data: Prepared) -> Prepared:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The collector would scan all rows in memory again and again: without it reading takes two thirds of the time, and
-    tokenizing 5 % less."""
+    """The collector would scan all rows again and again: reading takes 1.5 times as long, tokenizing 1.05 times."""
     enabled = gc.isenabled()
     gc.disable()
     try:

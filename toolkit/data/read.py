@@ -300,10 +300,8 @@ def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, di
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
-    """A hub data set, or a folder `datasets` reads -> its splits by name. Raises UserError.
-
-    A folder's cache is named by its content: `datasets` alone compares only the times of files.
-    """
+    """The splits of a hub data set or of a folder. A folder's cache is named by its content: `datasets` alone compares
+    only the times of files. Raises UserError."""
     import datasets
 
     folder, content, cache, limit = Path(name), "", None, sys.maxsize

@@ -61,8 +61,7 @@ class Targets:
         raise NotImplementedError
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples, ...): the targets of those rows; unused zeros where `save` computes them. Raises UserError naming a
-        row without one."""
+        """(samples, ...): the targets of those rows; zeros if `save` computes them. Raises UserError naming a row."""
         return np.zeros(len(rows), np.int64)
 
     def all_missing(self, table: Table) -> bool:
@@ -134,8 +133,7 @@ def select_rows(
     tables: Mapping[str, Table],
     column: str,
 ) -> tuple[Targets, dict[str, Rows], list[str]]:
-    """(the targets, the rows of each split, notes); `column`: of the texts. Raises UserError for the first row without
-    a text or a target."""
+    """(the targets, the rows of each split, notes); `column`: of the texts. Raises UserError for unusable rows."""
     data, train, seed, notes = settings.data, tables["train"], data_seed(settings), list[str]()
     pair = pair_column(train, getattr(data, "text_pair", None), column)
     texts = {"text_column": column} | ({"text_pair": pair} if pair else {})
@@ -226,8 +224,7 @@ def limit_rows(rows: Rows, split: str, limit: int | None, seed: int) -> tuple[Ro
 
 
 def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[dict[str, Rows], list[str]]:
-    """({"train": rows, "validation": rows}, notes): stratified where there are classes. Raises UserError where the rows
-    are too few."""
+    """({"train": rows, "validation": rows}, notes), stratified by class. Raises UserError for too few rows."""
     name, places, notes = rows.table.name, np.arange(len(rows)), list[str]()
     strata = targets.strata(rows.targets)
     if strata is not None:
@@ -268,8 +265,7 @@ def _stratified_sample(strata: np.ndarray | None, count: int, held_back: int, se
 
 
 def _proportional(counts: np.ndarray, draws: int, random: np.random.RandomState) -> np.ndarray:
-    """The draws of each class, in proportion to `counts`, by the largest remainder method; ties are drawn at random as
-    scikit-learn does."""
+    """The draws of each class by the largest remainder method, ties drawn at random as in scikit-learn."""
     shares = counts / counts.sum() * draws
     sizes = np.floor(shares)
     missing, remainders = int(draws - sizes.sum()), shares - sizes

@@ -61,10 +61,7 @@ class Table:
         return f"{name}, row {row - start + 1}"
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """All rows in order, as record batches or tables of pyarrow.
-
-        They are read, not memory-mapped: mapped pages would count as this process's memory.
-        """
+        """All rows in order, as record batches or tables of pyarrow; not memory-mapped, which would count as memory."""
         import pyarrow
 
         if not self.rows.cache_files:
@@ -78,8 +75,7 @@ class Table:
     def cells(
         self, columns: Sequence[str], rows: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
-        """Batches of (row numbers, the cells of each column): of all rows, or of `rows`, which ascend. Raises UserError
-        for a missing column."""
+        """Batches of (row numbers, the cells of each column) of all rows, or of ascending `rows`. Raises UserError."""
         for name in columns:
             if name not in self.rows.column_names:
                 raise UserError(f"{self.name} has no column {name!r}: it has {listing(self.rows.column_names)}")

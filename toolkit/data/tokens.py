@@ -289,12 +289,8 @@ def encode_blocks(
     total: int,
     what: str = "tokens",
 ) -> Iterator[Block]:
-    """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; of a pair, the longer text is
-    truncated first.
-
-    The tokenizer's threads work on the next texts while the caller writes these tokens. `what` and `total` (texts) are
-    for the progress line.
-    """
+    """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; the longer text of a pair is
+    truncated first. Tokenizes the next texts while the caller writes these. `what`, `total` (texts): for progress."""
     # a copy: its truncation setting would be saved with the model by the process that tokenized
     tokenizer = copy.deepcopy(tokenizer)
     bar, done = Progress(what, total, "texts"), 0
@@ -341,8 +337,7 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
 def encode_texts(
     tokenizer: Any, texts: Sequence[str], max_length: int, what: str = "tokens", pairs: Sequence[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Texts (and second texts of pairs) in memory -> `input_ids`, `offsets`, and `token_types` of pairs where the
-    tokenizer has them."""
+    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs where there are any."""
     parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
     pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
     blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts), what))

@@ -11,34 +11,35 @@ FIRST_SECONDS, LINE_SECONDS, SCREEN_SECONDS = 5.0, 15.0, 0.5
 
 
 class Progress:
-    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`: a line that renews itself in a terminal, and one every
-    15 seconds where stderr is a file."""
+    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`, rewritten in a terminal, every 15 seconds in a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
         self.what, self.total, self.unit = what, total, unit
         self.started = time.monotonic()
         self.due = self.started + FIRST_SECONDS
-        self.renews, self.shown = sys.stderr.isatty(), False
+        self.terminal, self.shown = sys.stderr.isatty(), False
 
     def update(self, done: int, part: float | None = None) -> None:
-        """`part` of the work is done, where that is not the part of the rows."""
+        """`part`: the share of the work that is done, where it is not that of the rows."""
         now, part = time.monotonic(), done / max(1, self.total) if part is None else part
         if now < self.due or not part:
             return
-        self.due, self.shown = now + (SCREEN_SECONDS if self.renews else LINE_SECONDS), True
+        self.due, self.shown = now + (SCREEN_SECONDS if self.terminal else LINE_SECONDS), True
         seconds = now - self.started
         remaining = tqdm.format_interval(seconds * (1 - part) / part)
         line = f"{self.what}: {done} of {self.total} {self.unit}, {done / seconds:.0f} {self.unit}/s, {remaining} left"
-        print(f"\r{line}\x1b[K" if self.renews else line, end="" if self.renews else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
+        )
 
     def close(self) -> None:
-        """Removes the line that renews itself."""
-        if self.shown and self.renews:
+        """Removes the line from a terminal."""
+        if self.shown and self.terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class PartOfProgress:
-    """Reports the progress of a whole from that of a part of `size` rows, after `before` others."""
+    """Reports the progress of a part of `size` rows, after `before` others, as that of the whole."""
 
     def __init__(self, whole: Progress, before: int, size: int) -> None:
         self.whole, self.before, self.size = whole, before, size
@@ -48,4 +49,4 @@ class PartOfProgress:
         self.whole.update(round(rows), rows / self.whole.total)
 
     def close(self) -> None:
-        """The whole is not finished yet."""
+        """Does nothing: the whole continues."""
