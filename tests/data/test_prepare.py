@@ -274,7 +274,7 @@ def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Pat
     given = {"train_file": str(path), "column_names": "text,label"}
     data = prepare_data(build(TaskSettings, given | {"delimiter": "|"}), tokenizer, MODEL)
     assert data.notes[0] == f"{path}: read with --delimiter |, --column_names text,label"
-    assert {name: len(split) for name, split in data.splits.items()} == {"train": 18, "validation": 2}
+    assert data.sizes == {"train": 18, "validation": 2}
     with pytest.raises(UserError, match=r"a\.txt: texts alone, without labels.* --delimiter"):
         prepare_data(build(TaskSettings, given), tokenizer, MODEL)
 
@@ -323,7 +323,7 @@ def test_texts_that_are_too_short(prepared: Prepare) -> None:
 def test_each_split_has_its_own_limit(prepared: Prepare, seed: int) -> None:
     files = {"validation_file": growing(12), "test_file": growing(15)}
     data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
-    assert {name: len(split) for name, split in data.splits.items()} == {"train": 9, "validation": 4, "test": 4}
+    assert data.sizes == {"train": 9, "validation": 4, "test": 4}
     for split in (data.train, data.validation, data.test):
         assert split.lengths.tolist() == [row + 3 for row in split.rows]  # the tokens are the row's own
         assert split.labels.tolist() == [row % 2 for row in split.rows]
@@ -340,7 +340,7 @@ def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Prepa
     assert both.train.rows.tolist() == less.train.rows.tolist()
     assert set(less.train.rows) < set(whole.train.rows)
     assert set(both.validation.rows) < set(whole.validation.rows)
-    assert {name: len(split) for name, split in both.splits.items()} == {"train": 6, "validation": 3}
+    assert both.sizes == {"train": 6, "validation": 3}
 
 
 @pytest.mark.parametrize("classes", [None, 2, 3, 17])

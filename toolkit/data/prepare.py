@@ -67,6 +67,10 @@ class Prepared:
         return {split.name: split for split in (self.train, self.validation, self.test) if split is not None}
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {name: len(split) for name, split in self.splits.items()}
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The task, which must be equal in a checkpoint and the run that resumes from it. JSON."""
         return self.targets.facts() | ({"text_pair": self.text_pair} if self.text_pair else {})

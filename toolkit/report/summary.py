@@ -50,7 +50,7 @@ class RunSummary:
             f"run folder: {self.folder}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             f"machines: {', '.join(machines)}" if machines else "",
-            ", ".join(f"{name}: {len(split)} samples" for name, split in data.splits.items())
+            ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
             + f"; {data.targets.describe()}",
             f"texts: column {data.text_column}, at most {data.max_length} tokens",
             *data.notes,
