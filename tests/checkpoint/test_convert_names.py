@@ -49,17 +49,16 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     assert faults(SHAPES) == ""
     assert faults({"x": (1,)}, model_type="mamba", architectures=["MambaModel"]) == ""  # not judged by BERT's rules
     whole = without(*(name for name in SHAPES if ".layer.1." in name))
-    assert "holds the layers 0, and c/config.json has num_hidden_layers = 2" in faults(whole)
+    assert "has the layers 0, and c/config.json has num_hidden_layers = 2" in faults(whole)
     assert faults(SHAPES, num_hidden_layers=None) == ""
-    assert "holds the layers 0, 1, and c/config.json has num_hidden_layers = 1" in faults(SHAPES, num_hidden_layers=1)
+    assert "has the layers 0, 1, and c/config.json has num_hidden_layers = 1" in faults(SHAPES, num_hidden_layers=1)
     assert "lacks embeddings.word_embeddings.weight" in faults(without("bert.embeddings.word_embeddings.weight"))
     assert "lacks classifier.weight" in faults(without("classifier.weight"))
 
     rows = faults(SHAPES, max_position_embeddings=512)
     assert "position_embeddings.weight of shape [8, 4], and c/config.json has max_position_embeddings = 512" in rows
-    assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in faults(
-        SHAPES, id2label={"0": 1, "1": 2, "2": 3}
-    )
+    labels = faults(SHAPES, id2label={"0": 1, "1": 2, "2": 3})
+    assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in labels
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])

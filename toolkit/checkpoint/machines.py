@@ -25,8 +25,7 @@ from toolkit.launch.network import node_id
 from toolkit.utils.files import flush_path
 from toolkit.utils.units import size_text
 
-_CHUNK = 16 << 20
-"""Bytes sent at a time."""
+_CHUNK = 16 << 20  # bytes
 
 
 def remote_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Restores a checkpoint into a prepared model and optimizer, whatever strategy and world size saved it.
 
-Each rank reads only its own elements, block by block: beside its shard it needs memory for one block. What cannot be
+Each rank reads only its own elements, block by block: it needs memory for one block. What cannot be
 restored raises before anything is changed.
 """
 

@@ -51,7 +51,7 @@ def _read_exactly(opened: IO[bytes], file: Path, start: int, view: memoryview) -
     while len(view):
         count = os.preadv(opened.fileno(), [view], start)
         if count == 0:
-            raise UserError(f"{file} ends at byte {start} and should hold {start + len(view)}: truncated")
+            raise UserError(f"{file} ends at byte {start} and should have {start + len(view)} bytes: truncated")
         view, start = view[count:], start + count
 
 

@@ -111,11 +111,8 @@ class Checkpoints:
         size += sum(entry["bytes"] for entries in written for entry in entries.values())
         return int(broadcast_object_list([size])[0])
 
-    def _write(
-        self, folder: Path, metrics: StepMetrics
-    ) -> tuple[dict[str, Any], list[dict[str, dict[str, Any]]], list[Draft]]:
-        """(the manifest, by rank the entries of the files it has written, the files that this rank has yet to
-        write)."""
+    def _write(self, folder: Path, metrics: StepMetrics) -> tuple[dict[str, Any], list[dict[str, Any]], list[Draft]]:
+        """(the manifest; by rank the entries of its written files; the files that this rank has yet to write)."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
         if rank in (0, self._remote_ranks.get(rank)):
             folders.create_empty(folder)
@@ -123,7 +120,7 @@ class Checkpoints:
         state = self.live()
         manifest = self._manifest(state, metrics)
         drafts: list[Draft] = []
-        entries: dict[str, dict[str, Any]] = {}
+        entries: dict[str, Any] = {}
         if state.file_format == "deepspeed":
             engine: Any = self.model  # writes `latest` too, for DeepSpeed's tools
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
@@ -136,9 +133,7 @@ class Checkpoints:
         write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
-        entries |= folders.manifest_entries(
-            folder, [name for name in files_of_rank(folder, rank) if name not in entries]
-        )
+        entries |= folders.manifest_entries(folder, sorted(set(files_of_rank(folder, rank)) - set(entries)))
         return manifest, gather_object([entries]), drafts
 
     def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:

@@ -20,7 +20,7 @@ CONFIG = "config.json"
 DECISIONS = "decisions.json"
 """Thresholds and temperature of the model; they belong to the weights of one step."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# The files of a model folder to copy, beside the weights.
+# The files to copy from a model folder.
 _COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*", DECISIONS,
@@ -119,7 +119,7 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
         key = "n_layers" if family == "distilbert" else "num_hidden_layers"
         layers = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
         if (count := config.get(key)) is not None and layers != list(range(count)):
-            faults.add(f"{where} holds the layers {listing(layers) or 'none'}, and {path} has {key} = {count}")
+            faults.add(f"{where} has the layers {listing(layers) or 'none'}, and {path} has {key} = {count}")
     if any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ()):
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
@@ -132,11 +132,11 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
         faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} requires")
     if rows and heads and not any(head in shapes for head in _HEADS):
         prefix = next((name.removesuffix(head) for name in shapes for head in _HEADS if name.endswith(f".{head}")), "")
-        hint = f"; those under {prefix} alone: --prefix {prefix}" if prefix else ""
+        hint = f"; to convert only those under {prefix}: --prefix {prefix}" if prefix else ""
         faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has{hint}")
     elif rows and (others := sorted(name for name in shapes if name.startswith(MODULE_ATTRIBUTES))):
         prefix = others[0].partition(".")[0]
-        faults.add(f"{where} has {others[0]}, which no {family} of {path} has; those alone: --prefix {prefix}")
+        faults.add(f"{where} has {others[0]}, which no {family} has; to convert only those: --prefix {prefix}")
     faults.raise_if_any()
 
 

@@ -1,1 +1,1 @@
-"""Opening what others and we have saved: structure only, nothing executed, no torch."""
+"""Opens checkpoints of any format: reads their structure, executes nothing, imports no torch."""

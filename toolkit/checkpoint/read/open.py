@@ -211,8 +211,9 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
                 raise UserError(f"{file}: {name} has another shape than in the other files")
             if shape or not others:
                 others.append((int(place["start"]), tensor))
-            else:  # the same on all ranks
-                _compare_scalars(name, others[0][1], tensor)
+            elif (one := tensor.number()) != (two := others[0][1].number()):
+                what = "the optimizer step" if key == "step" else name
+                raise mixed_saves(file, others[0][1].spans[0].member.file, f"{what} ({one} and {two})")
     tensors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
     for (key, parameter), parts in shards.items():
         tensors[key][parameter] = join_shards(path, parameter, shapes[key, parameter], parts)
@@ -235,10 +236,3 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
         optimizer_scalars=dict(scalars),
         engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
     )
-
-
-def _compare_scalars(name: str, first: TensorIndex, other: TensorIndex) -> None:
-    one, two = other.number(), first.number()
-    if one != two:
-        key = "the optimizer step" if name.startswith("step.") else name
-        raise mixed_saves(other.spans[0].member.file, first.spans[0].member.file, f"{key} ({one} and {two})")

@@ -235,7 +235,7 @@ _STORAGE_DTYPES = {f"torch.{place}{name}Storage": dtype for place in ("", "cuda.
 
 def _count(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 1 << 62:
-        raise MalformedError("a size that is not a whole number")
+        raise MalformedError("a size that is not an integer")
     return number
 
 

@@ -24,7 +24,7 @@ from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorInde
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
-# In the order in which transformers looks for them. An adapter's come last: a folder may hold both.
+# In the order in which transformers looks for them; an adapter last, since a folder may have both.
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", ".metadata"
