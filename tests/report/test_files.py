@@ -1,8 +1,7 @@
-"""toolkit/report/files.py: files that are whole or not there, and read as a killed run left them."""
+"""toolkit/report/files.py: files are written atomically, and read as a killed run left them."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import resource
@@ -44,9 +43,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
-    name: str, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path, fault: Fault) -> None:
     run = tmp_path / "run"
     make_run(run, LABELS, [], {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7})
     before = {path.name: path.read_bytes() for path in run.iterdir()}
@@ -66,7 +63,7 @@ def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
 
 
 def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As a killed run leaves them, and a power cut: blocks of NULs, in the place of lines or before one."""
+    """After a kill, and after a power cut, which leaves blocks of NULs."""
     path = tmp_path / "lines.jsonl"
     assert list(read_lines(path)) == []
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
@@ -80,16 +77,13 @@ def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:
-    """JSON knows no others."""
     line = {"loss": 0.5, "grad_norm": math.inf, "per_class": [{"f1": math.nan}], "path": Path("a")}
     assert dumps(line) == '{"loss": 0.5, "grad_norm": null, "per_class": [{"f1": null}], "path": "a"}'
 
 
-def test_steps_done_again_count_once(tmp_path: Path) -> None:
-    """A run resumed at step 30 writes the steps from there again."""
-    path = tmp_path / "metrics.jsonl"
+def test_repeated_steps_count_once() -> None:
+    """A run that resumes at step 30 repeats the steps after it."""
     lines = [{"step": step, "again": again} for again, first in ((False, 1), (True, 31)) for step in range(first, 41)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    metrics = latest_per_step(read_lines(path))
+    metrics = latest_per_step(lines)
     assert [line["step"] for line in metrics] == list(range(1, 41))
     assert [line["again"] for line in metrics] == [False] * 30 + [True] * 10

@@ -1,4 +1,4 @@
-"""toolkit/report/html.py: one page that needs nothing else, for every kind of task."""
+"""toolkit/report/html.py: one self-contained page, for every kind of task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 
 
 class Page(HTMLParser):
-    """The page's tags, its tables by section, and what it would load."""
+    """Parses a page: its tags, texts, tables by section, and the URLs that it would load."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.section = ""
         self.rows: dict[str, list[list[str]]] = {}
-        """Of each section, the cells of all rows of its tables."""
+        """Section -> the cells of all rows of its tables."""
         self.texts: list[str] = []
         self.feed(self.source)
         self.close()
@@ -52,9 +52,6 @@ class Page(HTMLParser):
             self.rows[self.section][-1].append("")
         if tag not in VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -73,16 +70,11 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
     def loads(self) -> list[str]:
-        """Everything outside the page that a browser would fetch for it."""
-        places = [
-            value
-            for tag, attributes in self.tags
-            for name, value in attributes.items()
-            if name in ("src", "srcset", "href", "xlink:href", "data", "poster", "action") and value and tag != "a"
-        ]
-        places += re.findall(r"url\(\s*['\"]?([^)'\"]*)", self.source)
-        places += re.findall(r"@import[^;]*", self.source)
-        return [place for place in places if not place.startswith(("#", "data:"))]
+        """The URLs outside the page that a browser would fetch."""
+        names = {"src", "srcset", "href", "xlink:href", "data", "poster", "action"}
+        urls = [attributes[name] or "" for tag, attributes in self.tags if tag != "a" for name in names & {*attributes}]
+        urls += re.findall(r"url\(\s*['\"]?([^)'\"]*)|(@import[^;]*)", self.source)
+        return [url for url in map("".join, urls) if url and not url.startswith(("#", "data:"))]
 
 
 def single(names: Sequence[str], chances: np.ndarray, truths: Sequence[int]) -> tuple[list[dict[str, Any]], dict]:
@@ -117,7 +109,7 @@ def page_of(folder: Path) -> Page:
     return Page(write_report_of_folder(folder))
 
 
-def test_one_file_and_nothing_loaded(three: Run) -> None:
+def test_the_page_loads_nothing(three: Run) -> None:
     page = written(three)
     assert page.open == page.loads() == []
     assert "http://" not in page.source
@@ -131,7 +123,7 @@ def test_one_file_and_nothing_loaded(three: Run) -> None:
     ]  # fmt: skip
 
 
-def test_a_features_template_without_its_variable_ends_with_a_line(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(Feature):
         def page(self, page: Any) -> PagePart:
             return PagePart("{% block section %}{{ worst_of_all }}{% endblock %}", {})
@@ -146,10 +138,10 @@ def test_summary(three: Run) -> None:
                   "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in text
-    assert "F1 (micro)" not in text  # the accuracy once more
+    assert "F1 (micro)" not in text  # it equals the accuracy
 
 
-def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     path = three[0] / "config.json"
     path.write_text(path.read_text().replace("recipes/cls.py --seed", "/home/somebody/cls.py --seed"))
@@ -158,29 +150,27 @@ def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.Monkey
     assert "somebody" not in source
 
 
-def test_worst_mistakes_are_the_surest_and_all_are_counted_in_the_confusion_matrix(three: Run) -> None:
+def test_worst_mistakes_and_confusion_matrix(three: Run) -> None:
     page = written(three)
-    rows = page.rows["mistakes"]
     predictions = lines_of(three[0] / "predictions.jsonl")
     wrong = [line for line in predictions if line["label"] != line["prediction"]]
     surest = sorted(wrong, key=lambda line: -max(line["probabilities"]))[:20]
-    assert rows[0] == ["row", "text", "true", "predicted"]
-    assert [int(row[0]) for row in rows[1:]] == [line["id"] + 1 for line in surest]
-    for row, line in zip(rows[1:], surest, strict=True):
-        assert row[2] == f"{line['label']}{line['probabilities'][CHINESE.index(line['label'])]:.3f}"
-        assert row[3] == f"{line['prediction']}{max(line['probabilities']):.3f}"
+    head, *rows = page.rows["mistakes"]
+    assert head == ["row", "text", "true", "predicted"]
+    assert [[int(row[0]), *row[2:]] for row in rows] == [
+        [line["id"] + 1, f"{line['label']}{line['probabilities'][CHINESE.index(line['label'])]:.3f}",
+         f"{line['prediction']}{max(line['probabilities']):.3f}"] for line in surest
+    ]  # fmt: skip
     head, *rows = page.rows["confusion"]
     assert head == ["", *CHINESE, "samples"]
     for name, row in zip(CHINESE, rows, strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
-        assert row[0] == name
-        for cell, guess in zip(row[1:-1], CHINESE, strict=True):
-            count = guesses.count(guess)
-            assert cell == (f"{count}{100 * count / len(guesses):.0f} %" if count else "·")
-        assert row[-1] == str(len(guesses))
+        counts = [guesses.count(guess) for guess in CHINESE]
+        cells = [f"{count}{100 * count / len(guesses):.0f} %" if count else "·" for count in counts]
+        assert row == [name, *cells, str(len(guesses))]
 
 
-def test_other_number_of_texts_is_an_error(three: Run) -> None:
+def test_another_number_of_texts_is_an_error(three: Run) -> None:
     folder, last, texts = three
     with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
         write_report(folder, last, texts[1:])
@@ -246,25 +236,19 @@ def test_multi_label(tmp_path: Path) -> None:
     assert "confusion" not in page.rows
 
 
-def test_reading_less_is_compared(three: Run) -> None:
-    add_comparison(three[0])
-    page = written(three)
+@pytest.mark.parametrize("split", ["validation_first_16", "validation"])
+def test_an_evaluation_on_truncated_texts_has_a_table_and_nothing_else(three: Run, split: str) -> None:
+    """It is not the last evaluation, nor the best, nor a point of a curve."""
+    before = page_of(three[0])
+    add_comparison(three[0], split=split)
+    page = page_of(three[0])
     assert page.rows[""][:3] == [
         ["input", "Accuracy", "F1 (macro)", "Loss"],
         ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
         ["the first 16 tokens", "0.6250", "0.9900", "0.2500"],
     ]
-
-
-@pytest.mark.parametrize("split", ["validation_first_16", "validation"])
-def test_a_comparison_is_no_evaluation_of_the_run(three: Run, split: str) -> None:
-    """Neither the last, nor the best, nor a point of a curve."""
-    before = page_of(three[0])
-    add_comparison(three[0], split=split)
-    page = page_of(three[0])
-    assert "Accuracy 0.7500" in page.text
-    assert "The saved model, step 40, on the 60 samples of validation" in page.text
-    assert "All 4 evaluations" in page.text
+    for shown in ("Accuracy 0.7500", "The saved model, step 40, on the 60 samples of validation", "All 4 evaluations"):
+        assert shown in page.text
     assert page.rows["mistakes"] == before.rows["mistakes"]
     charts = [source[source.index('id="curves"') :].split("</section>")[0] for source in (before.source, page.source)]
     assert charts[0] == charts[1]
@@ -274,7 +258,7 @@ ARABIC = "الذكاء الاصطناعي"
 
 
 def title_lines(count: int) -> list[dict[str, Any]]:
-    """ROUGE-L grows with the row; row 1 has an empty title, the last an exact one."""
+    """ROUGE-L grows with the row; row 1 has an empty title, the last one equals its reference."""
     lines = [
         {"id": 2 * place, "title": f"标题{place}", "reference": f"第{place}条 新闻",
          "scores": {"rouge1": 0.5, "rouge2": 0.25, "rougeL": place / (count - 1)}}
@@ -288,7 +272,7 @@ def title_lines(count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def titles(tmp_path: Path) -> Run:
-    """60 titles, mostly Chinese, one Arabic, one against markup."""
+    """60 titles, mostly Chinese, one Arabic, one with markup."""
     texts = [NASTY if place % 3 == 0 else f"正文{place} " + "很长" * 400 for place in range(60)]
     texts[7] = f"标\n题{7}在正文里"
     return tmp_path / "run", make_run(tmp_path / "run", None, title_lines(60), TITLES), texts
@@ -335,7 +319,6 @@ def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written_as", ["NaN", "null"])
 def test_diverged_run(three: Run, written_as: str) -> None:
-    """What is no number is no reason to have no report."""
     folder, last, _ = three
     lines = lines_of(folder / "metrics.jsonl")
     for line in lines[10:]:
@@ -347,18 +330,19 @@ def test_diverged_run(three: Run, written_as: str) -> None:
     assert f"Loss {'nan' if written_as == 'NaN' else '–'}" in written(three).text
 
 
-def test_of_folder(three: Run) -> None:
+def test_the_report_of_a_folder(three: Run) -> None:
     folder, last, _ = three
     before = written((folder, last, [])).source
     (folder / "report.html").unlink()
     assert page_of(folder).source == before
     refusal(write_report_of_folder, folder / "nothing", match="is not a run folder")
-
-
-def test_of_folder_while_it_runs(three: Run) -> None:
-    """Killed before the first evaluation, in the middle of a line."""
-    folder, *_ = three
-    (folder / "eval.jsonl").unlink()
+    lines = lines_of(folder / "eval.jsonl")  # a killed run, whose last evaluation is not of the saved model
+    lines[1]["f1_macro"] = 0.9
+    write_lines(folder / "eval.jsonl", lines)
+    text = page_of(folder).text
+    assert "The model at step 40, on the 60 samples of validation" in text
+    assert "The saved model is that of step 20." in text
+    (folder / "eval.jsonl").unlink()  # one killed before its first evaluation, in the middle of a line
     (folder / "predictions.jsonl").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
@@ -367,18 +351,7 @@ def test_of_folder_while_it_runs(three: Run) -> None:
     assert [tag for tag, _ in page.tags].count("svg") == 5
 
 
-def test_of_folder_of_a_killed_run(three: Run) -> None:
-    """Its last evaluation need not be of the model that was saved."""
-    folder, *_ = three
-    lines = lines_of(folder / "eval.jsonl")
-    lines[1]["f1_macro"] = 0.9
-    write_lines(folder / "eval.jsonl", lines)
-    text = page_of(folder).text
-    assert "The model at step 40, on the 60 samples of validation" in text
-    assert "The saved model is that of step 20." in text
-
-
-def test_slices_that_are_worse_than_chance_are_shown(three: Run) -> None:
+def test_slices_with_significantly_more_errors(three: Run) -> None:
     folder, last, texts = three
     predictions = lines_of(folder / "predictions.jsonl")
     wrong = [line["label"] != line["prediction"] for line in predictions]
@@ -388,7 +361,7 @@ def test_slices_that_are_worse_than_chance_are_shown(three: Run) -> None:
     assert rows == [["来源", NASTY, str(sum(wrong)), "100.0 %"]]
 
 
-def test_tuned_decisions_are_drawn_and_rows_without_an_answer_are_no_mistakes(three: Run) -> None:
+def test_tuned_decisions_are_drawn_and_abstained_rows_are_not_mistakes(three: Run) -> None:
     folder, last, texts = three
     lines = lines_of(folder / "predictions.jsonl")
     write_lines(folder / "predictions.jsonl", [line | {"prediction": None} for line in lines[:50]] + lines[50:])

@@ -1,4 +1,4 @@
-"""toolkit/report/log.py: trackers get the run's name, project and folder."""
+"""toolkit/report/log.py: how trackers are started, and closed after a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.report.log import TRACKERS, _mark_failed, start_trackers
 
 
 class Tracker:
-    """Keeps what it is started with."""
+    """Records its arguments."""
 
     def __init__(self, **options: Any) -> None:
         self.options, self.stored = options, None
@@ -34,7 +34,7 @@ class Tracker:
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for name in TRACKERS:
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
     stores: list[str] = []
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(set_tracking_uri=stores.append))  # type: ignore[arg-type]
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -50,9 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"run_name": "first try", "project": "reviews"}])
-def test_every_tracker_gets_the_run_its_project_and_a_folder_of_the_run(
-    settings: dict[str, str], started: Any, tmp_path: Path
-) -> None:
+def test_each_tracker_gets_the_run_project_and_folder(settings: dict[str, str], started: Any, tmp_path: Path) -> None:
     run, project = settings.get("run_name", tmp_path.name), settings.get("project", "cls")
     options, stored, stores = started(**settings)
     assert options["wandb"] == {"run_name": project, "name": run, "dir": str(tmp_path)}
@@ -68,19 +66,19 @@ def test_every_tracker_gets_the_run_its_project_and_a_folder_of_the_run(
     assert started(step=7)[0]["tensorboard"]["purge_step"] == 8
 
 
-def test_a_store_of_ones_own_is_left_alone(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_mlflow_store_is_used(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
     options, _, stores = started()
     assert (options["mlflow"]["logging_dir"], stores) == (None, [])
 
 
-def test_one_that_cannot_start_is_an_error_in_a_line(started: Any) -> None:
+def test_a_tracker_that_cannot_start_is_an_error(started: Any) -> None:
     with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
         started(project="refused")
 
 
-def test_a_bad_end_is_no_success_to_any_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the signatures of wandb 0.31, mlflow 3.17, swanlab 0.10; one that fails keeps no other from its end."""
+def test_a_failed_run_is_marked_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the signatures of wandb 0.31, mlflow 3.17, swanlab 0.10; a tracker that raises does not stop the others."""
     ends: list[Any] = []
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(end_run=ends.append))  # type: ignore[arg-type]
     wandb = SimpleNamespace(name="wandb", run=SimpleNamespace(finish=lambda exit_code: ends.append(exit_code)))
