@@ -30,7 +30,7 @@ from tests.runs import Finished, Process, begin
 
 HOSTS = ("a", "b")
 NAMES = {"a": "hostA", "b": "hostB"}
-"""What `hostname` says there."""
+"""Their host names."""
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 INTERFACE = "eth0"
 NOBODY = "10.77.0.77"
@@ -42,7 +42,7 @@ _ETC = Path("/etc/netns")
 
 
 class TwoHosts:
-    """Hosts "a" and "b". Each host's own name means 127.0.1.1 there, as Debian installs it."""
+    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1."""
 
     def __init__(self) -> None:
         stem = f"{_PREFIX}{os.getpid()}x{next(_COUNTER)}"
@@ -72,7 +72,7 @@ class TwoHosts:
         for host, space in self._spaces.items():
             _ip("netns", "add", space)
             (_ETC / space).mkdir(parents=True, exist_ok=True)
-            (_ETC / space / "hosts").write_text(self._names_known_at(host), encoding="utf-8")
+            (_ETC / space / "hosts").write_text(self._etc_hosts(host), encoding="utf-8")
             (self._folder / host).mkdir()
         first, second = self._spaces.values()
         _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
@@ -81,7 +81,7 @@ class TwoHosts:
             self.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
             self.ip(host, "link", "set", INTERFACE, "up")
 
-    def _names_known_at(self, host: str) -> str:
+    def _etc_hosts(self, host: str) -> str:
         lines = ["127.0.0.1 localhost"]
         for other in HOSTS:
             address = "127.0.1.1" if other == host else ADDRESSES[other]
@@ -97,7 +97,7 @@ class TwoHosts:
         env: Mapping[str, str] | None = None,
         binds: Mapping[str | Path, str | Path] | None = None,
     ) -> Process:
-        """Starts a program on a host. `binds`: path -> what is seen there instead, by this program alone."""
+        """Starts a program on a host. `binds`: path -> file to mount there, for this program only."""
         mounts = [shlex.join(["mount", "--bind", str(seen), str(path)]) for path, seen in (binds or {}).items()]
         prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
         inside = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
@@ -110,7 +110,7 @@ class TwoHosts:
         return self.start(host, command, **options).finish(seconds)
 
     def start_both(self, commands: Mapping[str, Sequence[str | Path]], **options: Any) -> dict[str, Any]:
-        """Host -> command; each of `options` may be a mapping as well: host -> what it is there."""
+        """Starts a command on each host; each of `options` is a mapping by host."""
         return {host: self.start(host, command, **{name: value.get(host) for name, value in options.items()})
                 for host, command in commands.items()}  # fmt: skip
 
@@ -124,11 +124,11 @@ class TwoHosts:
         return self.finish_both(self.start_both(commands, **options), seconds)
 
     def processes(self, host: str) -> list[psutil.Process]:
-        """Whatever runs on a host now."""
+        """The processes on a host."""
         return _processes_in(self._spaces[host])
 
     def shell_on(self, host: str) -> str:
-        """The beginning of a shell command whose next word is a script to be run on a host."""
+        """A shell command prefix that runs the next argument, a script, on a host."""
         prepare = f'echo {NAMES[host]} > /proc/sys/kernel/hostname; exec sh -c "$1"'
         return f"exec ip netns exec {self._spaces[host]} unshare --uts -- sh -c {shlex.quote(prepare)} sh"
 
@@ -139,23 +139,23 @@ class TwoHosts:
         return _ip("-n", self._spaces[host], *words)
 
     def cut(self) -> None:
-        """Pulls the cable: host a's interface is down, host b's has no carrier. Sending on a fails at once."""
+        """Pulls the cable: host a's interface is down, host b's has no carrier. Sending from a fails at once."""
         self.ip("a", "link", "set", INTERFACE, "down")
 
     def silence(self) -> None:
-        """Both interfaces stay up and every packet is lost on the way, as where a machine or a switch has died."""
+        """Both interfaces stay up, but every packet is lost, as when a machine or a switch has died."""
         for host, other in (("a", "b"), ("b", "a")):
             way = (ADDRESSES[other], "lladdr", _WRONG_HARDWARE_ADDRESS, "nud", "permanent", "dev", INTERFACE)
             self.ip(host, "neigh", "replace", *way)
 
     def block(self, host: str, port: int) -> None:
-        """A firewall on `host`: who connects to this port of it from elsewhere gets no answer."""
+        """A firewall on `host` that drops connections from other hosts to this port."""
         rule = ("ipproto", "tcp", "sport", str(port), "blackhole")
         self.ip(host, "rule", "add", *rule)
         self._rules.append((host, rule))
 
     def heal(self) -> None:
-        """Takes back `cut`, `silence` and `block`."""
+        """Undoes `cut`, `silence` and `block`."""
         while self._rules:
             host, rule = self._rules.pop()
             self.ip(host, "rule", "del", *rule)
@@ -166,8 +166,8 @@ class TwoHosts:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[TwoHosts]:
-    """Skips where there can be none, but never on a CI machine."""
-    if fault := _reason_against():
+    """Skips if network namespaces are not available, but never in CI."""
+    if fault := _why_unavailable():
         if os.environ.get("CI"):
             pytest.fail(f"two hosts are needed here: {fault}")
         pytest.skip(f"two hosts: {fault}")
@@ -175,8 +175,8 @@ def hosts() -> Iterator[TwoHosts]:
         yield hosts
 
 
-def _reason_against() -> str | None:
-    """Why there can be no two hosts here, or None."""
+def _why_unavailable() -> str | None:
+    """Why network namespaces are not available, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
@@ -208,7 +208,7 @@ def _processes_in(space: str) -> list[psutil.Process]:
 
 
 def _remove(space: str) -> None:
-    for _ in range(5):  # a process may start another while it is being ended
+    for _ in range(5):  # a process may start another while it is being killed
         running = _processes_in(space)
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -220,11 +220,11 @@ def _remove(space: str) -> None:
         _ip("netns", "del", space)
     shutil.rmtree(_ETC / space, ignore_errors=True)
     with contextlib.suppress(OSError):
-        _ETC.rmdir()  # where nobody else uses it
+        _ETC.rmdir()  # if it is empty
 
 
 def _remove_leftovers() -> None:
-    """Hosts of a test session that was killed: their names tell its process id."""
+    """Removes hosts of killed test sessions, whose process id is in their names."""
     listed = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip()]
     for space in listed:
         owner = space.removeprefix(_PREFIX).partition("x")[0]

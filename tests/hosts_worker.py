@@ -1,4 +1,4 @@
-"""A script of a user's, started on several hosts: the processes meet, and each says who it is.
+"""A user's script on several hosts: the ranks join, and each prints its rank and environment.
 
 python tests/hosts_worker.py [--launch options]
 """
@@ -13,7 +13,7 @@ from typing import Any
 from toolkit import launch
 from toolkit.launch.rendezvous import Rendezvous
 
-if seconds := os.environ.get("CLAIMS_LATE"):  # the store is up, and another rank 0 may be the first to use it
+if seconds := os.environ.get("CLAIMS_LATE"):  # a second rank 0 may claim the store first
     opened = Rendezvous._open_store
 
     def open_slowly(joining: Any) -> Any:

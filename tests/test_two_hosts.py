@@ -1,4 +1,4 @@
-"""Two real hosts (network namespaces): every way to start them, and what they say when something is wrong."""
+"""Two hosts (network namespaces): every way to start a run on both, and their errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 
 def on_both(*command: str | Path) -> dict[str, list[str]]:
-    """The same line, typed on both."""
+    """The same command on both."""
     return {host: [str(word) for word in command] for host in ("a", "b")}
 
 
@@ -60,7 +60,7 @@ def test_the_literal_command_with_the_address_in_the_file(
 
 
 WORKER = ["accelerate", "launch", "tests/hosts_worker.py", "--config_file", "accelerate_configs/2node.yaml"]
-# how each host learns which machine it is: words behind the script, environment
+# source of each host's rank -> (arguments, environment)
 RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
     "--machine_rank": ({"a": [*FIRST, "--machine_rank", "0"], "b": [*FIRST, "--machine_rank", "1"]}, {}),
     "NODE_RANK": (on_both(*FIRST), {"a": {"NODE_RANK": "0"}, "b": {"NODE_RANK": "1"}}),
@@ -99,14 +99,13 @@ def _deepspeed(host: str, folder: Path) -> list[str]:
 
 
 def _torchrun(host: str, folder: Path) -> list[str]:
-    """By name: torchrun finds out who keeps the meeting by looking its own host's name up, which Debian answers
-    with 127.0.1.1."""
+    """By name: torchrun finds out which host serves the rendezvous by resolving its own name, on Debian 127.0.1.1."""
     return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
             "hostA:29700", "--rdzv_id", folder.name]  # fmt: skip
 
 
 def _srun(host: str, folder: Path) -> list[str]:
-    """What `srun --nodes 2 --ntasks 2` gives each task, as its documentation has it."""
+    """The variables that `srun --nodes 2 --ntasks 2` sets for each task, by its documentation."""
     number = "0" if host == "a" else "1"
     return ["env", f"SLURM_PROCID={number}", "SLURM_STEP_NUM_TASKS=2", "SLURM_LOCALID=0", f"SLURM_NODEID={number}",
             "SLURM_STEP_TASKS_PER_NODE=1(x2)", "SLURM_STEP_NODELIST=hostA,hostB", "SLURM_JOB_ID=77", "SLURM_STEP_ID=0",
@@ -159,14 +158,14 @@ def test_hosts_that_have_ipv6_alone(words: list[str], hosts: TwoHosts) -> None:
         assert "16 MB summed over 2 machines" in doctors[host].succeeded().out
 
 
-# --- what does not come together
+# --- hosts that do not join
 
 
 SHORT = ["--rendezvous_timeout", "6"]
 
 
 def error_of(finished: Finished) -> str:
-    """The one line of error; launchers that were typed add a traceback of their own behind it."""
+    """The one error line; `accelerate launch` adds a traceback after it."""
     (line,) = finished.error_lines
     assert finished.code != 0
     return line.partition("error: ")[2]
@@ -178,7 +177,7 @@ def both_within(
     commands: Mapping[str, Sequence[str]],
     env: Mapping[str, dict[str, str]] | None = None,
 ) -> dict[str, Finished]:
-    """What they left, so many seconds after their launchers began."""
+    """The results; each host must end within `seconds` after its launcher has started."""
     started = hosts.start_both(commands, env=env or {})
     for process in started.values():
         while not (line := process.line("err")).startswith("this is machine"):
@@ -187,7 +186,7 @@ def both_within(
 
 
 def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
-    """Two runs, of which each has one machine."""
+    """Each host starts a run on another port."""
     command = [*WORKER, *FIRST, *SHORT, "--main_process_port"]
     done = both_within(60, hosts, {"a": [*command, "29600"], "b": [*command, "29700"]})
     first, second = error_of(done["a"]), error_of(done["b"])
@@ -207,7 +206,7 @@ BOTH = ["--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}", "--machine_rank", "0
 @pytest.mark.parametrize("late", slow_but("ab", "a"))
 @pytest.mark.parametrize("words", [[*FIRST, "--machine_rank", "0"], pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_two_first_machines(words: list[str], late: str, hosts: TwoHosts, fault: Fault) -> None:
-    """Whichever of them is the first to claim it."""
+    """Whichever claims rank 0 first."""
     claims = {late: {"CLAIMS_LATE": "5"}}
     done = both_within(55, hosts, on_both(*WORKER, *words), claims)  # not the 60 s of a machine that does not come
     for host in ("a", "b"):
@@ -231,7 +230,7 @@ def test_different_data_and_settings(hosts: TwoHosts, settings: list[str], revie
     assert not (tmp_path / "run").exists()  # before anything was written
 
 
-# --- what breaks on the way
+# --- failures during a run
 
 
 def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> list[str]:
@@ -239,7 +238,7 @@ def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> li
 
 
 def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int) -> dict[str, Process]:
-    """Both hosts at work, at least `steps` of them done."""
+    """Starts a run on both hosts and waits for `steps` steps."""
     started = hosts.start_both(on_both(*command))
     wait_for_steps(folder, steps, started.values(), SECONDS)
     return started
@@ -255,7 +254,7 @@ def _worker(hosts: TwoHosts, host: str) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def long_settings(settings: list[str]) -> list[str]:
-    """Steps enough to break something between them; a checkpoint every tenth."""
+    """Enough steps to break something; a checkpoint every tenth."""
     return [*settings, "--max_steps", "400", "--eval_every", "1000", "--checkpoint_every", "10",
             "--lr_scheduler_type", "constant"]  # fmt: skip
 
@@ -325,8 +324,8 @@ def test_late_rank_on_the_other_host(hosts: TwoHosts, long_settings: list[str], 
 def test_launchers_survive(
     what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
 ) -> None:
-    """After a killed rank by `--max_restarts`; a silence shorter than the timeout, as where a switch fails over, ends
-    nothing (on GPUs `--peer_timeout` is 120 by default)."""
+    """A killed rank by `--max_restarts`; a silence shorter than `--peer_timeout` (on GPUs 120 s), as when a switch
+    fails over, without a restart."""
     more = ["--max_restarts", "1"] if "killed" in what else ["--peer_timeout", "120"]
     command = _command("2node", long_settings, tmp_path / "run", "--max_steps", "40", *more)
     started = _training(hosts, command, tmp_path / "run", 12 if "killed" in what else 3)
@@ -361,13 +360,13 @@ def test_permanent_failure_is_not_restarted(hosts: TwoHosts, settings: list[str]
 def test_sigterm_of_accelerate_launch_stops_both_hosts(
     hosts: TwoHosts, long_settings: list[str], tmp_path: Path
 ) -> None:
-    """`accelerate launch` hands nothing on; and the other machine's launcher would wait for this one's."""
+    """`accelerate launch` forwards no signal; and the other machine's launcher would wait for this one."""
     folder = tmp_path / "run"
     started = _training(hosts, _command("2node", long_settings, folder), folder, 3)
-    told = time.monotonic()
+    signalled = time.monotonic()
     started["b"].send_signal(signal.SIGTERM)
     done = hosts.finish_both(started)
-    assert time.monotonic() - told < 40
+    assert time.monotonic() - signalled < 40
     assert done["a"].code == -signal.SIGTERM, done["a"].err[-3000:]
     assert "Traceback" not in done["a"].err
     assert "stopped by SIGTERM after step" in done["a"].err

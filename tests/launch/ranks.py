@@ -1,10 +1,10 @@
-"""Processes with RANK, WORLD_SIZE and MASTER_* of their own, for tests of what they know of each other.
+"""Ranks with RANK, WORLD_SIZE and MASTER_* set by hand, for tests of the rendezvous and the failure detector.
 
     with group("wait_for_line()", "raise ValueError('x')", hosts=["A", "B"]) as started:
         started.await_line()
         ended = started.end()
 
-All begin in forks of tests/fork_server.py.
+All are forks of tests/fork_server.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.runs import Finished, Process, fork
 from toolkit.launch.network import free_port
 
 HERE = "127.0.0.1"
-# Of what ends by itself; a test that comes near it has failed.
+# For groups that end by themselves; a test that comes near it has failed.
 BOUND_SECONDS = 60.0
 
 _RANK = """
@@ -33,11 +33,11 @@ from toolkit.launch.environment import timeout_seconds, set_torch_variables
 from toolkit.utils import versions
 
 def wait_for_line():
-    if not sys.stdin.readline():  # the tests are gone
+    if not sys.stdin.readline():  # the tests have exited
         os._exit(99)
 
 versions.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
-if "PRETENDED_HOST" in os.environ:  # a machine of its own
+if "PRETENDED_HOST" in os.environ:
     socket.gethostname = lambda: os.environ["PRETENDED_HOST"]
     rendezvous.network.node_id = lambda: os.environ["PRETENDED_HOST"]
 {before}
@@ -51,10 +51,10 @@ launch.run(main)
 
 
 class Group:
-    """The processes of a run, started by hand: one for each of `bodies`, which is what a rank does after the roll.
+    """The ranks of a run; each prints `here` after the rendezvous and then executes its body.
 
-    `hosts`: a word for each rank; those of one word are a machine of that name. `env` is for all of them, or one for
-    each rank; `before` holds lines that come before everything, by rank. Each prints `here` after the roll.
+    `hosts`: the host name of each rank. `env`: variables for all, or for each rank. `before`: code by rank that is
+    executed first.
     """
 
     def __init__(
@@ -92,23 +92,23 @@ class Group:
         }
 
     def await_line(self, word: str = "here") -> None:
-        """Until each rank has printed a line that is this word."""
+        """Waits until each rank has printed this line."""
         for rank, process in enumerate(self.ranks):
             line = process.line().strip()
             if line != word:
-                raise AssertionError(f"rank {rank} said {line!r}, not {word!r}: {self._said()}")
+                raise AssertionError(f"rank {rank} printed {line!r}, not {word!r}: {self._errors()}")
 
-    def tell(self, *ranks: int) -> None:
-        """A line for `wait_for_line`."""
+    def release(self, *ranks: int) -> None:
+        """Writes the line that `wait_for_line` waits for."""
         for rank in ranks:
             self.ranks[rank].write_line()
 
     def end(self, seconds: float = BOUND_SECONDS) -> list[Finished]:
-        """What each left behind, in the order of ranks. AssertionError where one does not end by itself."""
+        """The results by rank. AssertionError if one does not end by itself."""
         deadline = time.monotonic() + seconds
         return [process.finish(max(0.0, deadline - time.monotonic())) for process in self.ranks]
 
-    def _said(self) -> list[str]:
+    def _errors(self) -> list[str]:
         for process in self.ranks:
             process.kill_session()
         return [process.left().err[-2000:] for process in self.ranks]
@@ -116,7 +116,7 @@ class Group:
 
 @contextmanager
 def group(*bodies: str, **options: Any) -> Iterator[Group]:
-    """Whatever still runs when the block is left is killed."""
+    """Kills the ranks that still run at the end of the block."""
     started = Group(bodies, **options)
     try:
         yield started
@@ -125,16 +125,16 @@ def group(*bodies: str, **options: Any) -> Iterator[Group]:
             process.__exit__()
 
 
-def told(*bodies: str, ranks: Sequence[int] | None = None, **options: Any) -> list[Finished]:
-    """What a group leaves behind in which, when all are there, these ranks (or all) are told a line."""
+def run_group(*bodies: str, ranks: Sequence[int] | None = None, **options: Any) -> list[Finished]:
+    """Starts a group, releases these ranks (or all) when all have joined, and returns the results."""
     with group(*bodies, **options) as started:
         started.await_line()
-        started.tell(*(range(len(bodies)) if ranks is None else ranks))
+        started.release(*(range(len(bodies)) if ranks is None else ranks))
         return started.end()
 
 
 def errors(ended: Iterable[Finished]) -> list[str]:
-    """The lines that say `error:`, of all of them."""
+    """The error lines of all ranks."""
     return [line for one in ended for line in one.error_lines]
 
 

@@ -1,4 +1,4 @@
-"""Whatever befalls one process of a run, all of them end, and each machine says why once."""
+"""toolkit/launch/failure_detector.py: if one rank fails, all end, and each machine reports it once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from tests.launch.ranks import Group, codes, errors, group, told
+from tests.launch.ranks import Group, codes, errors, group, run_group
 from tests.runs import Finished
 from toolkit.launch.failure_detector import Failure, FailureDetector
 from toolkit.launch.interrupted import EXIT_CODE_FILE
@@ -30,7 +30,7 @@ dist.init_process_group("gloo")
 print("joined", flush=True)
 """
 REDUCE = f"{JOIN}dist.all_reduce(torch.ones(1))"
-# Two of the processes have a group of their own, and one collective more than the others.
+# Ranks 0 and 1 have a group with one more collective.
 PART = f"""{JOIN}
 part = dist.new_group([0, 1])
 if dist.get_rank() < 2:
@@ -38,21 +38,21 @@ if dist.get_rank() < 2:
 wait_for_line()
 """
 READ = "def reads_slowly():\n    wait_for_line()\nreads_slowly()"
-# "Within seconds", on a machine that has other things to do; without the watch it would be half an hour.
+# For "within seconds" on a busy machine; without the failure detector it would be half an hour.
 SOON = 30.0
 
 
-def of_machine(ended: list[Finished], ranks: range | list[int]) -> list[str]:
-    """What these said altogether: every line."""
+def lines_of(ended: list[Finished], ranks: range | list[int]) -> list[str]:
+    """All lines of these ranks."""
     return [line for rank in ranks for line in ended[rank].err.splitlines()]
 
 
-# --- who does not arrive: it takes a while to be sure, so that these are started before all others
+# --- late ranks: detecting them takes a while, so these groups are started before all others
 
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[dict[str, Group]]:
-    """Groups that wait for somebody in vain, or for nobody, while the other tests run."""
+    """Groups with a late rank, or with none, that run during the other tests."""
     short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
     with ExitStack() as stack:
         late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
@@ -74,23 +74,34 @@ def several_processes(test: Callable[..., None]) -> Callable[..., None]:
 # --- one ends
 
 
-@several_processes
-def test_killed_rank_is_reported_once() -> None:
-    with group(REDUCE, JOIN + WAIT, REDUCE) as started:
+def kill_rank_1(*bodies: str, **options: Any) -> list[Finished]:
+    with group(*bodies, **options) as started:
         started.await_line("here")
         started.await_line("joined")
         started.ranks[1].kill()
-        ended = started.end(SOON)
+        return started.end(SOON)
+
+
+@several_processes
+def test_killed_rank_is_reported_once() -> None:
+    ended = kill_rank_1(REDUCE, JOIN + WAIT, REDUCE)
     assert codes(ended) == [1, -signal.SIGKILL, 1]
     (line,) = errors(ended)
     assert f"rank 1 on {HOST} exited without an error message" in line
-    assert "killed" in line
     assert "Traceback" not in "".join(one.err for one in ended)
 
 
 @several_processes
+def test_failure_detector_off() -> None:
+    """On one rank is off on all: torch notices."""
+    ended = kill_rank_1(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}])
+    assert codes(ended) == [1, -signal.SIGKILL]
+    assert "lost the connection to another process" in ended[0].error_lines[-1]
+
+
+@several_processes
 def test_killed_rank_with_a_living_fork() -> None:
-    """As the workers of a data loader do for a while: they hold copies of its connections."""
+    """Like a data loader's workers, which hold copies of its connections."""
     fork = """
 helper = os.fork()
 if helper == 0:
@@ -118,36 +129,35 @@ wait_for_line()
 @several_processes
 def test_failed_rank_is_reported_once_per_machine() -> None:
     fail = f"{WAIT}\nraise ValueError('a broken thing')"
-    ended = told(WAIT, fail, WAIT, hosts=["A", "A", "B"], ranks=[1])
+    ended = run_group(WAIT, fail, WAIT, hosts=["A", "A", "B"], ranks=[1])
     assert codes(ended) == [1, 1, 1]
     assert ended[0].err == ""
     assert ended[1].err.count("ValueError: a broken thing") == 1
     assert ended[1].err.startswith("[rank 1 on A] Traceback")
-    (line,) = of_machine(ended, [2])
+    (line,) = lines_of(ended, [2])
     assert line == "[rank 2 on B] error: rank 1 on A failed: ValueError: a broken thing"
 
 
 @several_processes
 def test_same_failure_of_all_ranks_is_reported_once_per_machine() -> None:
     fail = f"from toolkit.errors import UserError\n{WAIT}\nraise UserError('there is no file train.csv')"
-    ended = told(fail, fail, fail, hosts=["A", "A", "B"])
+    ended = run_group(fail, fail, fail, hosts=["A", "A", "B"])
     assert codes(ended) == [1, 1, 1]
     for machine in ([0, 1], [2]):
-        (line,) = of_machine(ended, machine)
+        (line,) = lines_of(ended, machine)
         assert "there is no file train.csv" in line
 
 
 @several_processes
 @pytest.mark.parametrize(("rank", "hosts"), [(0, "AB"), (1, "AA")])
 def test_sys_exit_with_a_code_ends_all_ranks(rank: int, hosts: str) -> None:
-    """The others would wait for it in their next collective."""
     bodies = [WAIT, WAIT]
     bodies[rank] = f"{WAIT}\nsys.exit(3)"
-    ended = told(*bodies, hosts=list(hosts), ranks=[rank])
+    ended = run_group(*bodies, hosts=list(hosts), ranks=[rank])
     assert ended[rank].code == 3
     assert ended[1 - rank].code == 1
     of_the_other = [0, 1] if hosts == "AA" else [1 - rank]
-    (line,) = [line for line in of_machine(ended, of_the_other) if "error:" in line]
+    (line,) = [line for line in lines_of(ended, of_the_other) if "error:" in line]
     assert f"rank {rank} on {hosts[rank]}" in line
 
 
@@ -155,61 +165,49 @@ def test_sys_exit_with_a_code_ends_all_ranks(rank: int, hosts: str) -> None:
 def test_interrupt_of_all_ranks() -> None:
     with group(WAIT, WAIT) as started:
         started.await_line()
-        for rank in started.ranks[::-1]:  # Ctrl-C reaches them all, and not rank 0 first
+        for rank in started.ranks[::-1]:  # Ctrl-C reaches them all, rank 0 last
             rank.send_signal(signal.SIGINT)
             time.sleep(0.2)
         ended = started.end(SOON)
     assert codes(ended) == [130, 130]
-    (line,) = of_machine(ended, range(2))
+    (line,) = lines_of(ended, range(2))
     assert "interrupted" in line
 
 
 @several_processes
-def test_failure_detector_off() -> None:
-    """Also where one rank alone has it off."""
-    with group(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}]) as started:
-        started.await_line("here")
-        started.await_line("joined")
-        started.ranks[1].kill()
-        ended = started.end(SOON)
-    assert codes(ended) == [1, -signal.SIGKILL]
-    assert "lost the connection to another process" in ended[0].error_lines[-1]
-
-
-@several_processes
 def test_first_cause_is_reported_though_rank_0_polls_late() -> None:
-    """However late rank 0 looks: a machine may be busy."""
+    """Rank 0's machine may be busy."""
     busy = "failure_detector.FailureDetector._receive = lambda self, rank: (time.sleep(4), receive(self, rank))[1]"
     busy = f"import time\nreceive = failure_detector.FailureDetector._receive\n{busy}"
     fail = f"{WAIT}\nraise ValueError('a consequence')"
     with group(WAIT, WAIT, fail, before={0: busy}) as started:
         started.await_line("here")
         started.ranks[1].kill()
-        started.tell(2)
+        started.release(2)
         ended = started.end(SOON)
     assert codes(ended) == [1, -signal.SIGKILL, 1]
-    (line,) = of_machine(ended, range(3))
+    (line,) = lines_of(ended, range(3))
     assert f"rank 1 on {HOST} exited without an error message" in line
 
 
-# --- a good end
+# --- normal end
 
 
 @several_processes
 @pytest.mark.parametrize("kind", ["idle", "partly"])
 def test_long_work_without_collectives_is_no_failure(kind: str, slow: dict[str, Group]) -> None:
-    """By now it has taken longer than `--ddp_timeout`. Without a collective (one leaves by `sys.exit()`), or with one
-    of a part of the processes: rank 0 may write for an hour while the others wait for it outside of any."""
+    """Longer than `--ddp_timeout`, without a collective (one rank exits by `sys.exit()`) or with one of a part of the
+    ranks: rank 0 may write for an hour while the others wait for it outside of any."""
     started = slow[kind]
     time.sleep(max(0.0, started.started_at + 10 - time.monotonic()))
     assert [rank.poll() for rank in started.ranks] == [None] * 3
-    started.tell(0, 1, 2)
+    started.release(0, 1, 2)
     ended = started.end()
     assert codes(ended) == [0, 0, 0]
-    assert (errors(ended) if kind == "partly" else of_machine(ended, range(3))) == []
+    assert (errors(ended) if kind == "partly" else lines_of(ended, range(3))) == []
 
 
-# --- who does not arrive
+# --- late ranks
 
 
 @several_processes
@@ -217,7 +215,7 @@ def test_late_ranks_are_named_with_their_position(slow: dict[str, Group]) -> Non
     late = slow["late"]
     late.ranks[0].wait(60)
     stopped = late.ranks[2]
-    stopped.kill()  # it could not end: it is stopped
+    stopped.kill()  # a stopped process cannot exit
     ended = late.end(SOON)
     assert codes(ended) == [1, 1, -signal.SIGKILL]
     (line,) = errors(ended)
@@ -233,7 +231,7 @@ def test_late_ranks_are_named_with_their_position(slow: dict[str, Group]) -> Non
 @several_processes
 def test_stopped_rank_0_is_named(slow: dict[str, Group]) -> None:
     slow["rank 0"].ranks[1].wait(60)
-    slow["rank 0"].ranks[0].kill()  # it could not end: it is stopped
+    slow["rank 0"].ranks[0].kill()  # a stopped process cannot exit
     ended = slow["rank 0"].end()
     assert codes(ended) == [-signal.SIGKILL, 1]
     (line,) = errors(ended)
@@ -241,11 +239,11 @@ def test_stopped_rank_0_is_named(slow: dict[str, Group]) -> None:
     assert "does not answer" in line
 
 
-# --- in this process: who says what
+# --- in this process: who reports what
 
 
-def found(machines: str, rank: int, restarts_left: int = 0) -> Any:
-    """`AAB`: ranks 0 and 1 on A, rank 2 on B, with a store of their own."""
+def fake_rendezvous(machines: str, rank: int, restarts_left: int = 0) -> Any:
+    """`AAB`: ranks 0 and 1 on A, rank 2 on B."""
     peers = [
         Peer("", number, len(machines), machines[:number].count(machine), machines.count(machine), host=machine,
              node=f"id of {machine}", pid=100 + number, number=str(number), restarts_left=restarts_left)
@@ -258,9 +256,9 @@ def found(machines: str, rank: int, restarts_left: int = 0) -> Any:
 @pytest.mark.parametrize(
     ("kind", "culprit", "any_launcher", "our_launcher"),
     [
-        ("failed", 1, [2], [2]),  # it spoke itself; the other machine's first says it there
+        ("failed", 1, [2], [2]),  # it reports itself; the other machine's first rank reports it there
         ("failed", 2, [0], [0]),
-        ("gone", 0, [1, 2], [2]),  # our launcher says on its machine by which signal
+        ("gone", 0, [1, 2], [2]),  # on its machine our launcher reports the signal
         ("gone", 1, [0, 2], [2]),
         ("gone", 2, [0, 3], [0]),
         ("late", 0, [1, 2], [1, 2]),
@@ -269,25 +267,19 @@ def found(machines: str, rank: int, restarts_left: int = 0) -> Any:
     ],
 )
 def test_one_process_per_machine_reports(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: Any,
-    culprit: int,
-    any_launcher: list[int],
-    our_launcher: list[int],
+    monkeypatch: pytest.MonkeyPatch, kind: Any, culprit: int, any_launcher: list[int], our_launcher: list[int],
     launcher: bool,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv(EXIT_CODE_FILE, "x")
     if not launcher:
         monkeypatch.delenv(EXIT_CODE_FILE)
-    others = [rank for rank in range(4) if rank != culprit]
-    speak = [
-        rank for rank in others if FailureDetector(found("AABB", rank)).reports_for_node(Failure(culprit, kind, ""))
-    ]
-    assert speak == (our_launcher if launcher else any_launcher)
+    detectors = [FailureDetector(fake_rendezvous("AABB", rank)) for rank in range(4) if rank != culprit]
+    reporting = [each.me.rank for each in detectors if each.reports_for_node(Failure(culprit, kind, ""))]
+    assert reporting == (our_launcher if launcher else any_launcher)
 
 
 def test_first_written_failure_is_the_runs() -> None:
-    ranks = found("AABB", 0)
+    ranks = fake_rendezvous("AABB", 0)
     one, other = FailureDetector(ranks), FailureDetector(ranks)
     gone, failed = Failure(2, "gone"), Failure(1, "failed", "x")
     assert one._write(gone) == gone
@@ -295,11 +287,11 @@ def test_first_written_failure_is_the_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("final", "most", "left", "ends"),
+    ("permanent", "maximum", "left", "forbids"),
     [(True, 3, 3, True), (False, 3, 1, False), (False, 3, 0, True), (False, 0, 0, False)],
 )
 def test_restart_needs_restarts_left_on_all_nodes(
-    monkeypatch: pytest.MonkeyPatch, final: bool, most: int, left: int, ends: bool
+    monkeypatch: pytest.MonkeyPatch, permanent: bool, maximum: int, left: int, forbids: bool
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
-    assert FailureDetector(found("AB", 0, left)).forbids_restart(final) == ends
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(maximum))
+    assert FailureDetector(fake_rendezvous("AB", 0, left)).forbids_restart(permanent) == forbids

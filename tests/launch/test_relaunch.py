@@ -1,4 +1,4 @@
-"""toolkit/launch/relaunch.py: `--config_file X` after the script -> the arguments of what X asks for."""
+"""toolkit/launch/relaunch.py: `--config_file X` after the script -> the launcher's arguments and the request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def by_name(path: Path) -> str:
 
 
 def planned(path: Path | str, **options: str) -> tuple[Namespace, dict[str, Any]]:
-    """(what accelerate's own launcher reads, what the processes are told)."""
+    """(arguments as accelerate's launcher parses them, the request that the processes get)."""
     words = [f"--{name}={value}" for name, value in options.items()]
     line, requested = plan(split(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {})
     return launch_command_parser().parse_args(line), requested
@@ -54,7 +54,7 @@ def planned(path: Path | str, **options: str) -> tuple[Namespace, dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No name is looked up outside, and `FIRST` is another machine's address."""
+    """No host name is resolved outside, and `FIRST` is another machine's address."""
     pretend_network(monkeypatch, [ELSEWHERE])
 
 
@@ -80,31 +80,22 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("argv", "options", "rest"),
     [
-        (["a.yaml", "--config-file=x.yaml", "--seed", "3"], {"config_file": "x.yaml"}, ["a.yaml", "--seed", "3"]),
-        (
-            ["--num_processes", "2", "--machine_rank=1", "--main_process_ip", "h", "--main-process-port", "5"],
-            {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"},
-            [],
-        ),
-        (
-            ["--machines", "a,b", "--max-restarts", "2", "--rendezvous_timeout=9", "--ddp-timeout", "8", "x"],
-            {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"},
-            ["x"],
-        ),
-        # deepspeed's launcher adds --local_rank; many of its scripts take a bare --deepspeed
-        (
-            ["--local_rank=1", "--deepspeed", "--deepspeed_config", "z.json", "--train_file", "t"],
-            {"deepspeed_config": "z.json", "local_rank": "1"},
-            ["--train_file", "t"],
-        ),
-        (["num_processes", "--train_file", "config_file"], {}, ["num_processes", "--train_file", "config_file"]),
-        (["--config_file", "a", "--config_file", "b"], {"config_file": "b"}, []),
+        ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
+        ("--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5",
+         {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"}, ""),
+        ("--machines a,b --max-restarts 2 --rendezvous_timeout=9 --ddp-timeout 8 x",
+         {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
+        # deepspeed's launcher adds --local_rank; many of its scripts take the flag --deepspeed
+        ("--local_rank=1 --deepspeed --deepspeed_config z.json --train_file t",
+         {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
+        ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
+        ("--config_file a --config_file b", {"config_file": "b"}, ""),
     ],
-)
-def test_split(argv: list[str], options: dict[str, str], rest: list[str]) -> None:
-    found, left = split(argv)
-    assert {name: value for name, value in vars(found).items() if value is not None} == options
-    assert left == rest
+)  # fmt: skip
+def test_split(argv: str, options: dict[str, str], rest: str) -> None:
+    parsed, remaining = split(argv.split())
+    assert {name: value for name, value in vars(parsed).items() if value is not None} == options
+    assert remaining == rest.split()
 
 
 @pytest.mark.parametrize("argv", [["--max_restarts"], ["--ddp_timeout", "--seed"]])
@@ -184,7 +175,7 @@ print(number.value)
 
 @pytest.mark.parametrize(("parent", "number"), [("0", "15"), ("1", "0"), ("-1", "0")])
 def test_process_stops_with_its_launcher_only(parent: str, number: str) -> None:
-    """In Ray or a notebook it is a thread, which may end before."""
+    """In Ray or a notebook the parent is a thread, which may end earlier."""
     done = subprocess.run([sys.executable, "-c", STOPS, parent], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [number]
 
@@ -202,7 +193,7 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
 @pytest.mark.parametrize(
     ("path", "options", "words"),
     [
-        # each machine would quietly train for itself
+        # each machine would silently train on its own
         ("ddp", {"machines": f"{FIRST},{SECOND}"}, "(?s)num_machines.*--machines"),
         ("ddp", {"main_process_ip": FIRST}, "(?s)num_machines.*--main_process_ip"),
         ("ddp", {"machine_rank": "1"}, "(?s)num_machines.*--machine_rank"),
@@ -243,10 +234,6 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (arguments.max_restarts, deepspeed_file_of(arguments)) == (3, "zero3.json")
 
 
-def test_several_processes_on_cpus_are_told_to_accelerate(config_file: Callable[..., Path]) -> None:
-    assert planned(config_file(distributed_type="MULTI_CPU", num_processes=2))[0].multi_gpu
-
-
 def test_module() -> None:
     options, _ = split(["--config_file", "accelerate_configs/ddp.yaml"])
     arguments = launch_command_parser().parse_args(plan(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
@@ -268,11 +255,11 @@ def test_clean_environment(outer: dict[str, str]) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[list[str], dict[str, str]]]:
-    """(arguments, environment) of what the process would have launched."""
+    """(arguments, environment) of each launch, which does not take place."""
     calls: list[tuple[list[str], dict[str, str]]] = []
     for name in ("NODE_RANK", "SLURM_NODEID", FAILURE_DETECTOR, *(variable for variable, _ in TIMEOUTS.values())):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launcher, "launch", lambda given: calls.append((list(given), dict(os.environ))))
+    monkeypatch.setattr(launcher, "launch", lambda arguments: calls.append((list(arguments), dict(os.environ))))
     return calls
 
 
@@ -286,8 +273,9 @@ def test_process_becomes_the_launcher(launched: list[Any], monkeypatch: pytest.M
     assert env["OMP_NUM_THREADS"]
 
 
-def test_a_file_for_the_cpu_is_handed_on_whole(launched: list[Any], config_file: Callable[..., Path]) -> None:
+def test_several_processes_on_cpus(launched: list[Any], config_file: Callable[..., Path]) -> None:
     path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
+    assert planned(path)[0].multi_gpu
     relaunch_if_requested([SCRIPT, "--config_file", str(path)])
     ((_, env),) = launched
     assert env["ACCELERATE_USE_CPU"] == "true"

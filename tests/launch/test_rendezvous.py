@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch.ranks import HERE, codes, group, told
+from tests.launch.ranks import HERE, codes, group, run_group
 from toolkit.launch import network, rendezvous
 from toolkit.launch.network import free_port
 from toolkit.launch.rendezvous import Peer, Rendezvous, RendezvousError
@@ -25,7 +25,7 @@ def test_all_ranks_join() -> None:
     known = "[(m.rank, m.host, m.local_rank) for m in failure_detector.current.peers]"
     tell = f"print(*{known}, *launch.list_machines(), sep='; ')"
     body = f"wait_for_line()\n{tell}"
-    ended = told(body, body, body, hosts=["A", "A", "B"])
+    ended = run_group(body, body, body, hosts=["A", "A", "B"])
     assert codes(ended) == [0, 0, 0]
     known = "(0, 'A', 0); (1, 'A', 1); (2, 'B', 0); A (ranks 0, 1); B (rank 2)"
     assert [one.out for one in ended] == [f"{known}\n"] * 3
@@ -108,7 +108,7 @@ def test_rank_0_listens_on_master_addr_only() -> None:
         while not ours and time.monotonic() < deadline:
             found = [one for one in rank_0.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
             ours = {one.laddr.ip for one in found}
-        started.tell(1)
+        started.release(1)
         assert codes(started.end()) == [0, 0]
     assert ours == {HERE}
 
@@ -122,7 +122,7 @@ def test_restart_in_the_launchers_store() -> None:
     launcher = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for attempt in range(2):
         env = {**launcher, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        assert codes(told("wait_for_line()", "wait_for_line()", env=env)) == [0, 0]
+        assert codes(run_group("wait_for_line()", "wait_for_line()", env=env)) == [0, 0]
     assert store.num_keys() > 0  # it was this one they used
 
 
@@ -147,7 +147,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 def test_restart_before_the_rendezvous(counts: str, before: dict[int, str]) -> None:
     """They count their attempts differently; where rank 0 is ended, it is waited for."""
     env = [{"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": count} for count in counts]
-    ended = told("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=env, before=before)
+    ended = run_group("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=env, before=before)
     assert codes(ended) == [0, 0]
 
 

@@ -1,4 +1,4 @@
-"""toolkit/utils/memory.py: memory that runs out is answered with the setting that mends it."""
+"""toolkit/utils/memory.py: out-of-memory errors name the settings that help."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def batch_of(samples: int, width: int) -> SimpleNamespace:
     return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)}, ids=ids)
 
 
-# what really fails, for want of memory
+# allocations that really fail
 ALLOCATIONS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.empty(ABSURD),
     "torch, in use": lambda: torch.zeros(1000, 1) @ torch.zeros(1, 1).expand(1, ABSURD),
     "numpy": lambda: np.empty(ABSURD),
     "python": lambda: bytearray(ABSURD),
 }
-# as they were seen, or as the libraries write them
-SAID: list[Exception] = [
+# messages of libraries
+MESSAGES: list[Exception] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"),
     torch.OutOfMemoryError(),
     MemoryError(),
@@ -58,7 +58,7 @@ OTHERS: list[Exception] = [
     RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904]"),
     OSError(28, "No space left on device"),
     ImportError("No module named 'flash_attn'"),
-    ValueError("out of memory"),  # nobody who is out of memory says so with this
+    ValueError("out of memory"),  # no allocation raises it
     KeyError("memory"),
 ]
 
@@ -72,12 +72,12 @@ def test_an_allocation_that_fails_is_recognised(what: str) -> None:
     assert memory.explain(batch_of(2, 8), None, caught.value)
 
 
-@pytest.mark.parametrize("error", SAID, ids=repr)
+@pytest.mark.parametrize("error", MESSAGES, ids=repr)
 def test_library_messages_are_recognised(error: Exception) -> None:
     answer = memory.explain(batch_of(2, 8), False, error)
     assert answer
     assert "\n" not in answer
-    # the cause stands at its end: what was said of memory, or at least what it was
+    # it ends with the library's message
     assert re.search(r"\[.*(memory|alloc|primitive|segment).*\]$", answer, re.IGNORECASE), answer
 
 
@@ -89,7 +89,7 @@ def test_other_errors_are_not_explained(error: Exception) -> None:
 
 
 EVALUATION = None
-# samples, tokens of each, whether activations are recomputed -> what is said, and what is not
+# samples, tokens of each, gradient checkpointing, parts of the message, parts that are not in it
 ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
     (32, 131, False, [
         "out of memory in a training step, with a micro-batch of 32 x 131 tokens: pass ",
@@ -118,86 +118,80 @@ def test_suggested_settings_give_smaller_micro_batches(width: int) -> None:
     for samples in (2, 3, 5, 8, 31, 64):
         answer = memory.explain(batch_of(samples, width), False, MemoryError())
         assert answer is not None
-        fewer, tokens = (
-            int(re.search(rf"--{name} (\d+)", answer)[1]) for name in ("per_device_batch_size", "max_tokens_per_batch")
-        )
+        names = ("per_device_batch_size", "max_tokens_per_batch")
+        fewer, tokens = (int(re.search(rf"--{name} (\d+)", answer)[1]) for name in names)
         lengths = np.full(4 * samples, width)
         assert tokens >= width  # otherwise it would be refused
         for per_device, max_tokens in ((fewer, None), (samples, tokens)):
-            found = micro_batches(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
-            assert max(len(share) for share in found) <= max(1, samples // 2)
+            batches = micro_batches(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
+            assert max(map(len, batches)) <= max(1, samples // 2)
 
 
 LIMITED = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
 ROWS = 3000
-SAMPLES = 1500  # the hidden states of one micro-batch are larger than what a process may still take
+SAMPLES = 1500  # the hidden states of one micro-batch are larger than what a process may still allocate
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def csv_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A file of many texts of 131 tokens, and one of a few."""
     folder = tmp_path_factory.mktemp("memory")
-    rows = [f"{'good film ' * 70}{place},{'ab'[place % 2]}\n" for place in range(ROWS)]
-    found = {"many": folder / "many.csv", "few": folder / "few.csv"}
-    for name, path in found.items():
+    rows = [f"{'good film ' * 70}{number},{'ab'[number % 2]}\n" for number in range(ROWS)]
+    files = {"many": folder / "many.csv", "few": folder / "few.csv"}
+    for name, path in files.items():
         path.write_text("text,label\n" + "".join(rows[: ROWS if name == "many" else 8]), encoding="utf-8")
-    return found
+    return files
 
 
-def run_out(files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: str, limited_rank: str) -> Finished:
-    """recipes/cls.py, whose processes may take 16 MiB more once they train."""
+def run_out(csv_files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: str, limited_rank: str) -> Finished:
+    """recipes/cls.py, whose processes may allocate 16 MiB more once they train."""
     train, validation = ("few", "many") if "--per_device_eval_batch_size" in arguments else ("many", "few")
-    return recipe("--train_file", files[train], "--validation_file", files[validation], "--model_name_or_path",
+    return recipe("--train_file", csv_files[train], "--validation_file", csv_files[validation], "--model_name_or_path",
                   tiny_model, "--output_dir", folder / "run", "--report_to", "none", "--max_steps", "2",
                   "--mixed_precision", "no", *arguments,
                   script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
 
 
+LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLES)]
+SMALL = ["--global_batch_size", "2", "--per_device_batch_size", "2", "--per_device_eval_batch_size", str(SAMPLES)]
 TRAINING = [
     f"out of memory in a training step, with a micro-batch of {SAMPLES} x 131 tokens",
     f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2} ",
     "--gradient_checkpointing true",
     "--max_length 65",
 ]
-LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLES)]
+EVALUATING = [
+    f"in an evaluation, with a batch of {SAMPLES} x 131 tokens",
+    f"--per_device_eval_batch_size {SAMPLES // 2} (toolkit predict: --per_device_batch_size {SAMPLES // 2})",
+    "--max_length 65",
+]
 
 
 @LIMITED
-def test_training_with_too_large_a_micro_batch(
-    files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
-) -> None:
-    finished = run_out(files, tiny_model, tmp_path, *LARGE, limited_rank="0")
+@pytest.mark.parametrize(
+    ("when", "arguments", "message"),
+    [("training", LARGE, TRAINING), ("an evaluation", SMALL, EVALUATING)],
+    ids=["training", "evaluation"],
+)
+def test_too_large_a_batch(
+    when: str, arguments: list[str], message: list[str], csv_files: dict[str, Path], tiny_model: Path, tmp_path: Path,
+    fault: Fault,
+) -> None:  # fmt: skip
+    finished = run_out(csv_files, tiny_model, tmp_path, *arguments, limited_rank="0")
     assert finished.code == 1
-    finished.says_in_one_line(*TRAINING)
+    finished.says_in_one_line(*message)
     assert finished.error_lines[0].startswith("error: ")
-    fault("memory runs out in training", finished.err)
-
-
-@LIMITED
-def test_an_evaluation_with_too_large_a_batch(
-    files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
-) -> None:
-    small = ["--global_batch_size", "2", "--per_device_batch_size", "2"]
-    finished = run_out(
-        files, tiny_model, tmp_path, *small, "--per_device_eval_batch_size", str(SAMPLES), limited_rank="0"
-    )
-    assert finished.code == 1
-    assert "step 2/2" in finished.err
-    finished.says_in_one_line(
-        f"in an evaluation, with a batch of {SAMPLES} x 131 tokens",
-        f"--per_device_eval_batch_size {SAMPLES // 2} (toolkit predict: --per_device_batch_size {SAMPLES // 2})",
-        "--max_length 65",
-    )
-    fault("memory runs out in an evaluation", finished.err)
+    assert ("step 2/2" in finished.err) == (when == "an evaluation")
+    fault(f"memory runs out in {when}", finished.err)
 
 
 @LIMITED
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("rank", ["all", "1"])
-def test_one_rank_reports_for_all(files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str) -> None:
-    """Also where the others have memory enough, and wait for the one that has not."""
+def test_one_rank_reports_for_all(csv_files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str) -> None:
+    """Also if the others have enough memory, and wait for the one that has not."""
     way = ["--config_file", "accelerate_configs/ddp.yaml"]
-    finished = run_out(files, tiny_model, tmp_path, *LARGE, *way, limited_rank=rank)
+    finished = run_out(csv_files, tiny_model, tmp_path, *LARGE, *way, limited_rank=rank)
     assert finished.code not in (-6, -9, -11)
     finished.says_in_one_line(*TRAINING)
     assert re.match(r"\[rank [01] on \S+\] error: " if rank == "all" else r"\[rank 1 on ", finished.error_lines[0])
@@ -220,7 +214,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize(("first", "limit", "variable"), [(2**40, 2**40, {}), (2**26, 2**26, {}), (2**40, 2**26, {}),
                                                           (2**40, 2**40, {"MALLOC_ARENA_MAX": "4"})])  # fmt: skip
 def test_freed_memory_is_kept_up_to_a_limit(first: int, limit: int, variable: dict[str, str]) -> None:
-    """64 MiB are 16,384 pages, or 32 huge ones. What a user configures holds."""
+    """64 MiB are 16,384 pages, or 32 huge ones. A user's MALLOC_ variables are kept."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variable
     command = [sys.executable, "-c", _FAULTS.format(first=first, limit=limit)]
     faults = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
