@@ -1,4 +1,4 @@
-"""docs/cluster: bash, sbatch and YAML can read the files; what they start knows its rank; a job is put back or not."""
+"""docs/cluster: bash, sbatch and YAML parse the files, ranks are right, and jobs are requeued when they should be."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from toolkit.launch.relaunch import plan, split
 
 FOLDER = ROOT / "docs" / "cluster"
 BATCH_FILES = ["slurm-accelerate.sbatch", "slurm-srun.sbatch"]
-# sbatch's manual: option -> a plausible value; None: it takes none
+# option of sbatch's manual -> pattern of its value; None: it takes none
 OPTIONS: dict[str, str | None] = {
     **dict.fromkeys(("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node"), r"[1-9]\d*"),
     "mem": r"\d+[KMGT]?",
     "time": r"(?:\d+-)?\d{1,2}:\d\d:\d\d",
     "partition": r"[\w.+-]+",
     "array": r"1-\d+",
-    "signal": r"B:USR1@\d{1,5}",  # the shell's own trap takes it
+    "signal": r"B:USR1@\d{1,5}",  # for the shell's trap
     "requeue": None,
     "open-mode": "append",
     "job-name": r"[\w.+-]+",
     "output": r"(?:[\w./-]|%[AaJjNnstux%])+",
 }
-# Stands for srun and python: says how it was called, does what the job is to do, and ends as that ends.
+# In place of srun and scontrol: logs its arguments and ends as `what` says.
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> {log}
 for word in "$@"; do case "$last" in --output_dir) folder=$word;; esac; last=$word; done
@@ -62,8 +62,8 @@ def test_sbatch_reads_its_options(name: str) -> None:
 
 
 def options_of(name: str) -> dict[str, str]:
-    """As sbatch reads them."""
-    head = text_of(name).partition("set -euo")[0]  # behind the first command sbatch would not see them
+    """Parsed as sbatch does."""
+    head = text_of(name).partition("set -euo")[0]  # sbatch stops at the first command
     given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE))
     assert text_of(name).count("#SBATCH") == len(given)
     assert [option for option, value in given.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
@@ -89,7 +89,7 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
 
 
 def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subprocess.Popen[str]:
-    """The script, with `srun` and `scontrol` that only write down how they were called."""
+    """Starts the script with `srun` and `scontrol` stubs that log their arguments."""
     (folder / "bin").mkdir()
     for command in ("srun", "scontrol"):
         stub = STUB.format(log=folder / "log", folder=folder, what=what if command == "srun" else "nothing")
@@ -102,20 +102,20 @@ def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subpro
     return subprocess.Popen(["bash", folder / name], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
-# what the job does -> (restarts so far; exit code, put back)
+# case -> (what the job does, restarts so far, exit code, requeued)
 ENDS = {
     "finishes": ("finishes", 0, 0, False),
     "fails": ("fails", 0, 3, False),
     "is warned": ("waits", 0, 0, True),
     "is warned for the last time": ("waits", 20, 1, False),
-    "is stopped without a warning to the shell": ("stops", 0, 0, True),
+    "is stopped without a warning": ("stops", 0, 0, True),
 }
 
 
 @pytest.mark.parametrize("name", BATCH_FILES)
 @pytest.mark.parametrize("how", ENDS)
 def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
-    what, restarts, code, put_back = ENDS[how]
+    what, restarts, code, requeued = ENDS[how]
     process = start_batch(name, what, tmp_path, restarts)
     deadline = time.monotonic() + 30
     while what == "waits" and not (tmp_path / "here").exists() and time.monotonic() < deadline:
@@ -125,12 +125,12 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR1)
     error = process.communicate(timeout=30)[1]
     called = (tmp_path / "log").read_text(encoding="utf-8")
-    assert (process.returncode, "scontrol requeue 4711" in called) == (code, put_back), error
+    assert (process.returncode, "scontrol requeue 4711" in called) == (code, requeued), error
     assert ("put back 20 times" in error) == (restarts == 20)
 
 
 def started_by(name: str, folder: Path) -> list[str]:
-    """The words behind `python` in the batch file's srun."""
+    """The arguments of `python` in the batch file's srun."""
     start_batch(name, "stops", folder).communicate(timeout=30)
     line = next(line for line in (folder / "log").read_text(encoding="utf-8").splitlines() if " python " in line)
     return line.partition(" python ")[2].split()
@@ -163,7 +163,7 @@ def test_each_task_of_a_slurm_job_knows_its_rank(tmp_path: Path) -> None:
 
 
 def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the container that runs the script, the pod's own part) of a job."""
+    """(container, pod) of a job."""
     spec = yaml.safe_load(text_of(name))["spec"]
     if name == "pytorchjob.yaml":
         master, worker = (spec["pytorchReplicaSpecs"][kind]["template"]["spec"] for kind in ("Master", "Worker"))
@@ -197,7 +197,7 @@ def test_pods_share_a_volume_and_start_a_process_for_each_gpu(
 
 
 def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variables of SkyPilot's manual (Distributed jobs on many nodes)."""
+    """With the variables of SkyPilot's manual (Distributed Jobs on Many Nodes)."""
     task = yaml.safe_load(text_of("skypilot.yaml"))
     gpus = task["resources"]["accelerators"].partition(":")[2]
     env = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": gpus,

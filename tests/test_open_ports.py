@@ -1,4 +1,4 @@
-"""What a run opens on the network: from its first moment to its last, by every way to start it."""
+"""The ports that a run listens on, from its start to its end, by every way to start it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the se
     "torchrun": (["torchrun", "--nproc_per_node", "2", SCRIPT], []),
     "torchrun, as SECURITY.md has it": (["torchrun", "--master_port", "29501", "--nproc_per_node", "2", SCRIPT], []),
 }  # fmt: skip
-# What a launcher that was typed opens itself: SECURITY.md names it, and the line that closes it.
+# Launchers that listen themselves: SECURITY.md lists them, with the options against it.
 LAUNCHERS_OWN = ("torchrun", "torchrun, as SECURITY.md has it", "accelerate launch, the file before")
-# Tries as any user of the machine may, at all places at once: reads the keys of a store that answers. What is no store
-# may leave torch waiting for good.
+# As an unprivileged user, connects to all ports at once and lists the keys of each store. Other ports may make torch
+# hang, hence the alarm.
 CALLER = """
 import encodings.idna, os, signal, socket, sys
 from datetime import timedelta
@@ -56,7 +56,7 @@ for _ in sys.argv[1:]:
 
 @contextlib.contextmanager
 def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple[Any, dict[str, set[str]]]]:
-    """(the processes, host -> every `address port inode` that listened there since they began); ends what is left."""
+    """(the processes, host -> each `address port inode` that has listened there); kills what still runs."""
     started, over = hosts.start_both(command), threading.Event()
     seen: dict[str, set[str]] = {host: set() for host in started}
 
@@ -83,11 +83,11 @@ def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple
 
 @contextlib.contextmanager
 def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
-    """A run, from its first step on."""
+    """A run, after its first step."""
     with watched(hosts, command) as (started, seen):
         wait_for_steps(folder, 1, started.values())
         yield seen
-        wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # what was done to it did no harm
+        wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # the calls did no harm
 
 
 def listening(pid: int) -> Iterator[str]:
@@ -101,15 +101,15 @@ def listening(pid: int) -> Iterator[str]:
 
 
 def call(hosts: TwoHosts, host: str, address: str, places: Iterable[str]) -> list[str]:
-    """What somebody without rights reads at these ports, calling from `host`."""
+    """What an unprivileged user on `host` reads at these ports."""
     words = [f"{address}:{place.split()[1]}" for place in sorted(places)]
     return hosts.run(host, [sys.executable, "-c", CALLER, *words], 120).succeeded().out.splitlines()
 
 
 def elsewhere(places: Iterable[str], *named: str) -> set[str]:
-    """Those that are not of the loopback, nor of an address that was named."""
-    found = {place: ipaddress.ip_address(place.split()[0]) for place in places}
-    return {place for place, address in found.items() if not address.is_loopback and str(address) not in named}
+    """Those that are neither on the loopback nor on one of these addresses."""
+    addresses = {place: ipaddress.ip_address(place.split()[0]) for place in places}
+    return {place for place, address in addresses.items() if not address.is_loopback and str(address) not in named}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, settin
         inside = call(hosts, "a", "127.0.0.1", seen["a"])
     assert [line for line in inside if line.startswith("reached")]
     assert [line for line in inside if "toolkit/" in line] or name == "deepspeed, one process"  # a store was read
-    # of all that stands in a store, this is what torch unpickles
+    # torch unpickles these keys
     assert [line for line in inside if "torch.rendezvous" in line] == [] or name == "torchrun"
 
 

@@ -90,36 +90,31 @@ def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
 # --- the launchers that span machines by themselves
 
 
-def _deepspeed(host: str, folder: Path) -> list[str]:
-    hostfile = folder / "hostfile"
+LAUNCHERS = ("deepspeed --hostfile --no_ssh", "torchrun c10d", "srun")
+
+
+def launcher_words(name: str, host: str, folder: Path) -> list[str]:
+    number, hostfile = str("ab".index(host)), folder / "hostfile"
     hostfile.write_text("hostA slots=1\nhostB slots=1\n", encoding="utf-8")
-    number = "0" if host == "a" else "1"
-    return ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", number, "--master_addr",
-            ADDRESSES["a"]]  # fmt: skip
-
-
-def _torchrun(host: str, folder: Path) -> list[str]:
-    """By name: torchrun finds out which host serves the rendezvous by resolving its own name, on Debian 127.0.1.1."""
-    return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
-            "hostA:29700", "--rdzv_id", folder.name]  # fmt: skip
-
-
-def _srun(host: str, folder: Path) -> list[str]:
-    """The variables that `srun --nodes 2 --ntasks 2` sets for each task, by its documentation."""
-    number = "0" if host == "a" else "1"
-    return ["env", f"SLURM_PROCID={number}", "SLURM_STEP_NUM_TASKS=2", "SLURM_LOCALID=0", f"SLURM_NODEID={number}",
-            "SLURM_STEP_TASKS_PER_NODE=1(x2)", "SLURM_STEP_NODELIST=hostA,hostB", "SLURM_JOB_ID=77", "SLURM_STEP_ID=0",
-            sys.executable]  # fmt: skip
-
-
-LAUNCHERS = {"deepspeed --hostfile --no_ssh": _deepspeed, "torchrun c10d": _torchrun, "srun": _srun}
+    words = {
+        "deepspeed --hostfile --no_ssh": ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", number,
+                                          "--master_addr", ADDRESSES["a"]],
+        # by name: torchrun finds out which host serves the rendezvous by resolving its own name, on Debian 127.0.1.1
+        "torchrun c10d": ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d",
+                          "--rdzv_endpoint", "hostA:29700", "--rdzv_id", folder.name],
+        # the variables that `srun --nodes 2 --ntasks 2` sets for each task, by its documentation
+        "srun": ["env", f"SLURM_PROCID={number}", "SLURM_STEP_NUM_TASKS=2", "SLURM_LOCALID=0",
+                 f"SLURM_NODEID={number}", "SLURM_STEP_TASKS_PER_NODE=1(x2)", "SLURM_STEP_NODELIST=hostA,hostB",
+                 "SLURM_JOB_ID=77", "SLURM_STEP_ID=0", sys.executable],
+    }  # fmt: skip
+    return words[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_another_launcher(name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path) -> None:
     words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
-    done = hosts.run_both({host: [*LAUNCHERS[name](host, tmp_path), *words] for host in ("a", "b")}, SECONDS)
+    done = hosts.run_both({host: [*launcher_words(name, host, tmp_path), *words] for host in ("a", "b")}, SECONDS)
     assert_run(done, tmp_path / "run", reference)
     strategy = json.loads((tmp_path / "run" / "config.json").read_text())["world"]["distributed_type"]
     assert strategy == ("DEEPSPEED" if "deepspeed" in name else "MULTI_CPU")

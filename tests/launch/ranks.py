@@ -71,25 +71,23 @@ class Group:
         self.ranks: list[Process] = []
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=os.environ["TOOLKIT_TESTS_FOLDER"]))
         for rank, body in enumerate(bodies):
-            own = env if isinstance(env, Mapping) else dict(env[rank]) if env else {}
-            pretended = {"PRETENDED_HOST": self.hosts[rank]} if hosts else {}
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(bodies)),
+                "LOCAL_RANK": str(self.hosts[:rank].count(self.hosts[rank])),
+                "LOCAL_WORLD_SIZE": str(self.hosts.count(self.hosts[rank])),
+                "MASTER_ADDR": HERE,
+                "MASTER_PORT": str(self.port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "SECONDS": str(seconds),
+                **({"PRETENDED_HOST": self.hosts[rank]} if hosts else {}),
+                **(env if isinstance(env, Mapping) else env[rank] if env else {}),
+            }
             script = folder / f"rank{rank}.py"
             script.write_text(
                 _RANK.format(body=body.strip().replace("\n", "\n    "), before=(before or {}).get(rank, ""))
             )
-            variables = {**self._environment(rank), **pretended, "SECONDS": str(seconds), **own}
             self.ranks.append(fork([script], variables, stdin=True, imported=("torch.distributed", "toolkit.launch")))
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.hosts)),
-            "LOCAL_RANK": str(self.hosts[:rank].count(self.hosts[rank])),
-            "LOCAL_WORLD_SIZE": str(self.hosts.count(self.hosts[rank])),
-            "MASTER_ADDR": HERE,
-            "MASTER_PORT": str(self.port),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
 
     def await_line(self, word: str = "here") -> None:
         """Waits until each rank has printed this line."""

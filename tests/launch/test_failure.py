@@ -1,4 +1,4 @@
-"""toolkit/launch/failure.py, signals.py: what is said of a failure and of a stop, and the exit code."""
+"""toolkit/launch/failure.py, signals.py: messages and exit codes of failures and stop signals."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ launch.run(main)
 
 
 def run(*body: str, **env: str) -> Finished:
-    """A recipe of these lines, on one process."""
+    """Runs a recipe with these lines in one process."""
     return start([sys.executable, "-c", _MAIN.format("\n    ".join(body))], 60, env)
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many processes there seem to be."""
+    """Sets the world size that `failure` sees."""
     size = {"size": 1}
     monkeypatch.setattr(failure, "_place", lambda: Place("torchrun", 0, size["size"], 0, size["size"]))
     monkeypatch.setattr(exit_state.exit_state, "explain", None)
@@ -60,11 +60,18 @@ def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
 
 
-def test_closed_stdout_has_its_own_line_and_exit_code() -> None:
-    body = ("reader, writer = os.pipe()", "os.dup2(writer, 1)", "os.close(reader)", "print('x', flush=True)")
-    done = run(*body)
-    assert done.code == 141
-    assert done.err == "error: standard output is closed (as by `| head`): redirect it to a file\n"
+CLOSE_STDOUT = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [(CLOSE_STDOUT, 141, "standard output is closed (as by `| head`): redirect it to a file"),
+     ("open('/no/such.json')", 1, "/no/such.json: No such file or directory")],
+    ids=["closed stdout", "missing file"],
+)  # fmt: skip
+def test_one_line_and_exit_code(body: str, code: int, message: str) -> None:
+    done = run(body)
+    assert (done.code, done.err) == (code, f"error: {message}\n")
 
 
 def test_other_broken_pipes_are_tracebacks() -> None:

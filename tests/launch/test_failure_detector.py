@@ -255,17 +255,10 @@ def fake_rendezvous(machines: str, rank: int, restarts_left: int = 0) -> Any:
 @pytest.mark.parametrize("launcher", [False, True], ids=["any launcher", "our launcher"])
 @pytest.mark.parametrize(
     ("kind", "culprit", "any_launcher", "our_launcher"),
-    [
-        ("failed", 1, [2], [2]),  # it reports itself; the other machine's first rank reports it there
-        ("failed", 2, [0], [0]),
-        ("gone", 0, [1, 2], [2]),  # on its machine our launcher reports the signal
-        ("gone", 1, [0, 2], [2]),
-        ("gone", 2, [0, 3], [0]),
-        ("late", 0, [1, 2], [1, 2]),
-        ("lost", 2, [0, 3], [0, 3]),
-        ("interrupted", 3, [0], [0]),
-    ],
-)
+    [("failed", 1, [2], [2]), ("failed", 2, [0], [0]),  # it reports itself; on the other machine its first rank does
+     ("gone", 0, [1, 2], [2]), ("gone", 1, [0, 2], [2]), ("gone", 2, [0, 3], [0]),  # there our launcher reports it
+     ("late", 0, [1, 2], [1, 2]), ("lost", 2, [0, 3], [0, 3]), ("interrupted", 3, [0], [0])],
+)  # fmt: skip
 def test_one_process_per_machine_reports(
     monkeypatch: pytest.MonkeyPatch, kind: Any, culprit: int, any_launcher: list[int], our_launcher: list[int],
     launcher: bool,

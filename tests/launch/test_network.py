@@ -1,4 +1,4 @@
-"""toolkit/launch/network.py: what stands in the way to another machine, and how long its silence is borne."""
+"""toolkit/launch/network.py: connection errors, TCP keep-alive, and a store on one address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""toolkit/launch/nodes.py: options, a config file, the environment -> which machine this is, where the first is."""
+"""toolkit/launch/nodes.py: options, config file and environment -> this machine's rank, the first one's address."""
 
 from __future__ import annotations
 
@@ -24,27 +24,25 @@ SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_
 def pretend_network(
     monkeypatch: pytest.MonkeyPatch, own: Sequence[str] = (), names: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """From now on this machine has the addresses `own` (and 127.0.0.1), and no name is known but `names`."""
+    """Gives this machine the addresses `own` (and 127.0.0.1), and a resolver that knows only `names`."""
     known = {"localhost": ["127.0.0.1"], **(names or {})}
 
-    def interfaces() -> dict[str, list[Any]]:
-        held = {"lo": ["127.0.0.1"], "eth0": list(own)}
-        return {
-            name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
-            for name, addresses in held.items()
-        }
+    interfaces = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
+        for name, addresses in {"lo": ["127.0.0.1"], "eth0": own}.items()
+    }
 
-    def look_up(host: str, port: object, *_: object, **__: object) -> list[Any]:
+    def resolve(host: str, port: object, *_: object, **__: object) -> list[Any]:
         try:
-            found = [str(ipaddress.ip_address(host))]
+            addresses: Sequence[str] = [str(ipaddress.ip_address(host))]
         except ValueError:
-            found = list(known.get(host, []))
-        if not found:
+            addresses = known.get(host, [])
+        if not addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0)))) for address in found]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0)))) for address in addresses]
 
-    monkeypatch.setattr(psutil, "net_if_addrs", interfaces)
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: interfaces)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
 Find = Callable[..., Nodes]
@@ -52,9 +50,9 @@ Find = Callable[..., Nodes]
 
 @pytest.fixture
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
-    """`find({options}, {environment}, own=[...], **the_file)` -> the machines: two, unless the file says more."""
+    """`find({options}, {environment}, own=[...], **config)` -> the nodes, by default two."""
 
-    def found(
+    def find_in_file(
         given: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
@@ -66,30 +64,28 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
         path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
         return find_nodes(given or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
 
-    return found
+    return find_in_file
 
 
-# --- which one this is
+# --- the rank
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (ELSEWHERE, 1)])
 def test_rank_by_the_first_machines_address(find: Find, own: str, rank: int) -> None:
-    machines = find({"main_process_ip": FIRST}, own=[own])
-    assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
-    assert FIRST in machines.rank_source
+    nodes = find({"main_process_ip": FIRST}, own=[own])
+    assert (nodes.rank, nodes.count, nodes.first, FIRST in nodes.rank_source) == (rank, 2, FIRST, True)
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
 def test_rank_by_a_list_of_machines(find: Find, own: str, rank: int) -> None:
     listed = [FIRST, SECOND, THIRD]
-    for given, config in (({"machines": ",".join(listed)}, {}), ({}, {"machines": listed})):
-        machines = find(given, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
-        assert (machines.rank, machines.addresses) == (rank, tuple(listed))
-        assert own in machines.rank_source
+    for options, config in (({"machines": ",".join(listed)}, {}), ({}, {"machines": listed})):
+        nodes = find(options, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
+        assert (nodes.rank, nodes.addresses, own in nodes.rank_source) == (rank, tuple(listed), True)
 
 
 def test_unclear_ranks_are_errors(find: Find) -> None:
-    """A machine that is not in the list; the other ones of three; a first one whose name nobody knows."""
+    """A machine that is not listed; the second of three; an unknown name of the first."""
     assert "cannot tell its rank" in refusal(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])
     assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
     says = ("cannot tell its rank", "--machine_rank", "up to 2 on the others", "--machines")
@@ -104,7 +100,7 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
         ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, 1, "NODE_RANK"),
         ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 0, "SLURM_NODEID"),
         ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, 0, "GROUP_RANK"),
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, 1, FIRST),  # one machine's launcher: says nothing
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, 1, FIRST),  # one machine's launcher: no rank among nodes
     ],
 )
 def test_options_and_variables_come_before_addresses(
@@ -132,16 +128,15 @@ def test_rank_out_of_range(find: Find, given: dict[str, str], env: dict[str, str
     refusal(find, {"main_process_ip": FIRST, **given}, env, says=says)
 
 
-# --- where the first one is
+# --- the first address
 
 
 def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
     said = refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
     number = (tmp_path / "mine.yaml").read_text().splitlines().index(f"main_process_ip: {PLACEHOLDER}") + 1
     assert number > 1
-    assert f"{tmp_path / 'mine.yaml'}, line {number}" in said
-    assert PLACEHOLDER in said
-    assert "--main_process_ip" in said
+    for part in (f"{tmp_path / 'mine.yaml'}, line {number}", PLACEHOLDER, "--main_process_ip"):
+        assert part in said
 
 
 @pytest.mark.parametrize(
@@ -165,7 +160,7 @@ def test_source_of_the_first_address(
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
 def test_loopback_address_needs_a_machine_rank(find: Find, address: str) -> None:
-    """For machines that are processes of one, to practise; whoever means others hears that it calls itself."""
+    """With a rank it is allowed, for several launchers on one machine."""
     for given, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
                           ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
         refusal(find, given, **config, says=[f"{address} is a loopback address", "hostname -I"])
@@ -216,7 +211,7 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) 
 @pytest.mark.parametrize(
     ("name", "local", "listens"),
     [(FIRST, False, FIRST), ("gpu1", False, FIRST), ("127.0.0.1", True, "127.0.0.1"),
-     ("me", True, "127.0.1.1"), ("me", False, ""),  # Debian's own name: the others do not call it by that
+     ("me", True, "127.0.1.1"), ("me", False, ""),  # the machine's own name, on Debian
      (SECOND, False, ""), ("nobody", False, "")],
 )  # fmt: skip
 def test_address_to_bind(monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str) -> None:

@@ -1,4 +1,4 @@
-"""Processes with RANK, WORLD_SIZE and MASTER_* of their own find each other and are compared."""
+"""toolkit/launch/rendezvous.py: ranks with RANK, WORLD_SIZE and MASTER_* join and are compared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NEWER = """
 real = versions.comparable_versions
 versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1", "code": "x"}
 """
-# what is wrong -> how the processes are started, their exit codes, what each that failed says in its one line
+# fault -> options of `group`, exit codes, parts of the one line of each failed rank
 FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "a rank does not come": (
         {"hosts": "ABC", "seconds": 4, "before": {2: "sys.exit(0)"}}, [1, 1, 0],
@@ -123,7 +123,7 @@ def test_restart_in_the_launchers_store() -> None:
     for attempt in range(2):
         env = {**launcher, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         assert codes(run_group("wait_for_line()", "wait_for_line()", env=env)) == [0, 0]
-    assert store.num_keys() > 0  # it was this one they used
+    assert store.num_keys() > 0  # the ranks used this store
 
 
 ENDS_AND_IS_STARTED_AGAIN = """
@@ -145,7 +145,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     ("counts", "before"), [("10", {}), ("01", {}), ("00", {0: ENDS_AND_IS_STARTED_AGAIN})], ids=["0", "1", "0 ends"]
 )
 def test_restart_before_the_rendezvous(counts: str, before: dict[int, str]) -> None:
-    """They count their attempts differently; where rank 0 is ended, it is waited for."""
+    """Their attempt counts differ, or rank 0 is restarted while rank 1 waits for it."""
     env = [{"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": count} for count in counts]
     ended = run_group("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=env, before=before)
     assert codes(ended) == [0, 0]
@@ -177,7 +177,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def joined(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> Any:
-    """What this rank finds, or why it does not."""
+    """This rank's rendezvous, or the error."""
     me = Peer("", rank, size, rank, size, host="A", node="a", pid=rank, number=secrets.token_hex(8), failure=failure)
     ranks = Rendezvous(me, seconds)
     try:
@@ -212,32 +212,30 @@ def test_another_programs_port(monkeypatch: pytest.MonkeyPatch, port: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("own", "given", "chosen"),
+    ("others", "setting", "chosen"),
     [
         (["10.0.0.1"], None, "eth7"),
-        (["127.0.0.1", "10.0.0.1"], None, "eth7"),  # a neighbour on the first node comes over loopback
-        (["10.0.0.1"], "eth9", "eth9"),  # the user's choice stays
+        (["127.0.0.1", "10.0.0.1"], None, "eth7"),  # another rank on the first node connects over loopback
+        (["10.0.0.1"], "eth9", "eth9"),  # the user's setting
         (["127.0.0.1"], None, None),
-        (None, None, "lo"),  # one node
+        ([], None, "lo"),  # one node
     ],
 )
 def test_choose_interface(
-    monkeypatch: pytest.MonkeyPatch, own: list[str] | None, given: str | None, chosen: str | None
+    monkeypatch: pytest.MonkeyPatch, others: list[str], setting: str | None, chosen: str | None
 ) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
-        monkeypatch.setenv(name, given or "")
-        if given is None:
+        monkeypatch.setenv(name, setting or "")
+        if setting is None:
             monkeypatch.delenv(name)
-    monkeypatch.setattr("toolkit.launch.network.local_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7"})
-    monkeypatch.setattr("toolkit.launch.network.source_address_for", lambda name: name.removeprefix("to "))
-    nodes = [*(["A"] * (own is None) + ["B"] * (own is not None)), *"A" * len(own or "A")]
-    peers: Any = [SimpleNamespace(node=node, address=f"to {address}")
-                  for node, address in zip(nodes, ["", *(own or [""])], strict=True)]  # fmt: skip
-    ranks = SimpleNamespace(address="127.0.0.1", me=peers[0], peers=peers)
-    network.choose_interface(rendezvous._node_address(ranks))  # type: ignore[arg-type]
-    found = [os.environ.get(name) for name in names]
-    assert found == [chosen, f"={chosen}" if chosen and not given else chosen]
+    monkeypatch.setattr(network, "local_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7"})
+    monkeypatch.setattr(network, "source_address_for", lambda name: name.removeprefix("to "))
+    me = SimpleNamespace(node="B", address="")
+    peers = [me, me, *(SimpleNamespace(node="A", address=f"to {address}") for address in others)]
+    ranks: Any = SimpleNamespace(address="127.0.0.1", me=me, peers=peers)
+    network.choose_interface(rendezvous._node_address(ranks))
+    assert [os.environ.get(name) for name in names] == [chosen, f"={chosen}" if chosen and not setting else chosen]
 
 
 def test_nodes_of_one_host_name() -> None:

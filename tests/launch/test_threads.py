@@ -1,4 +1,4 @@
-"""OMP_NUM_THREADS: a user's 1 is obeyed, a launcher's is not, whatever started the processes."""
+"""OMP_NUM_THREADS=1 counts if the user has set it, not if a launcher has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.runs import start
+from tests.runs import slow_but, start
 from toolkit.launch import environment
 from toolkit.launch.environment import MARKER, user_threads
 from toolkit.launch.relaunch import clean_environment
@@ -32,13 +32,11 @@ def main():
 if __name__ == "__main__":
     launch.run(main)
 """
-# name -> (before the script, behind it, processes)
+# name -> (words before the script, words after it, processes)
 WAYS: dict[str, tuple[list[str], list[str], int]] = {
     "torchrun": (["torchrun", "--standalone", "--nproc_per_node", "2"], [], 2),
     "python and a file": ([sys.executable], DDP, 2),
     "accelerate, one process": (["accelerate", "launch", "--num_processes", "1"], [], 1),
-}
-MORE: dict[str, tuple[list[str], list[str], int]] = {
     "python": ([sys.executable], [], 1),
     "accelerate": (["accelerate", "launch", *DDP], [], 2),
     "accelerate, file after": (["accelerate", "launch"], DDP, 2),
@@ -47,11 +45,11 @@ MORE: dict[str, tuple[list[str], list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in MORE)])
+@pytest.mark.parametrize("way", slow_but(WAYS, *list(WAYS)[:3]))
 def test_threads_of_each_launcher(way: str, tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text(SCRIPT)
-    before, behind, processes = {**WAYS, **MORE}[way]
+    before, behind, processes = WAYS[way]
     for threads, expected in ((None, 8 // processes), ("1", 1)):
         command = ["env", *(["-u", "OMP_NUM_THREADS"] if threads is None else [f"OMP_NUM_THREADS={threads}"])]
         finished = start([*command, *before, script, *behind], fresh=True).succeeded()
@@ -66,7 +64,7 @@ OPTION = "/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py"
 @pytest.mark.parametrize(
     ("env", "above", "expected"),
     [
-        # (environment here, (command line, environment) of each process above it, what the user set)
+        # (environment, (command line, environment) of each ancestor, the user's number)
         ({}, [], None),
         ({"OMP_NUM_THREADS": ""}, [], None),
         ({"OMP_NUM_THREADS": "many"}, [], None),
@@ -78,7 +76,7 @@ OPTION = "/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py"
         (ONE | OURS, [("python cls.py --config_file ddp.yaml", ONE), ("bash", {})], 1),
         (ONE | OURS, [("python cls.py", ONE | ACCELERATE), ("/bin/accelerate launch cls.py", {})], None),
         (ONE | ACCELERATE, [(OPTION, {})], 1),
-        (ONE, [("deepspeed cls.py", ONE)], 1),  # of a container, say
+        (ONE, [("deepspeed cls.py", ONE)], 1),  # set for a container, say
     ],
 )
 def test_user_threads(

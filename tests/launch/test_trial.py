@@ -1,4 +1,4 @@
-"""toolkit/launch/trial.py: what `--mixed_precision auto` measures on a CPU, keeps, and makes of it."""
+"""toolkit/launch/trial.py: what `--mixed_precision auto` measures and caches on a CPU, and its choice."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def test_layer_of(config: dict[str, Any] | None, widths: tuple[int, int], tmp_pa
 
 @pytest.mark.multiprocess
 def test_ranks_that_measured_differently_agree(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    """By the slowest times, whichever rank has them; a rank whose precision is given takes part."""
+    """They choose by the slowest times of any rank."""
     (tmp_path / "unlike.py").write_text(UNLIKE)
     settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 1, "--report_to", "none"]
-    said = run_jobs(tmp_path, WAYS["ddp x2"], [["unlike", *settings, "--output_dir", tmp_path / "run"]]).err
+    error = run_jobs(tmp_path, WAYS["ddp x2"], [["unlike", *settings, "--output_dir", tmp_path / "run"]]).err
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert world["mixed_precision"] == "no"
     assert world["precision_trial_ms"] == {"no": 10.0, "bf16": 9.5}
-    assert "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16" in said
+    assert "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16" in error
 
 
 UNLIKE = """

@@ -1,9 +1,10 @@
-"""toolkit/launch/world.py: what was asked for, and the checks that need no second process."""
+"""toolkit/launch/world.py: what was requested, and the checks that need one process."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ OPTION = "accelerate launch --num_processes"
 
 
 @pytest.mark.parametrize(
-    ("line", "asked"),
+    ("line", "requested"),
     [
         ("python /bin/accelerate launch --num_processes 2 cls.py", (2, OPTION)),
         ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", (3, OPTION)),
@@ -43,13 +44,19 @@ OPTION = "accelerate launch --num_processes"
     ],
 )
 @pytest.mark.parametrize("own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"])
-def test_parse_launch(line: str, asked: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own file counts where nothing is named."""
+def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_args, "default_config_file", own)
-    found = _parse_launch(line.split()) or {}
-    if own == DDP and "accelerate launch cls.py" in line:
-        asked = 2, DDP
-    assert (found.get("num_processes"), found.get("source")) == (asked or (None, None))
+    config = _parse_launch(line.split()) or {}
+    if own == DDP and "accelerate launch cls.py" in line:  # names no file
+        requested = 2, DDP
+    assert (config.get("num_processes"), config.get("source")) == (requested or (None, None))
+
+
+def test_mixed_precision_of_a_launch(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    for option, precision in (("", "bf16"), ("--mixed_precision fp16", "fp16")):
+        words = f"python /bin/accelerate launch --config_file {tmp_path}/mine.yaml {option} cls.py".split()
+        assert (_parse_launch(words) or {})["mixed_precision"] == precision
 
 
 def test_accelerate_launch_among_the_parents(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,20 +69,15 @@ def test_accelerate_launch_among_the_parents(no_launcher: None, monkeypatch: pyt
 
 
 def test_command_is_known_after_its_launcher_has_ended(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`deepspeed` ends at Ctrl-C, and the run says later how to continue it."""
-    above = [
-        SimpleNamespace(cmdline=lambda line=line: line)
-        for line in (
-            ["python3", "-m", "deepspeed.launcher.launch", "long.py"],
-            ["/bin/python", "/bin/deepspeed", "long.py"],
-            ["timeout", "60", "deepspeed", "long.py"],
-        )
-    ]
+    """`deepspeed` ends at Ctrl-C, and the run prints the command later."""
+    lines = ("python3 -m deepspeed.launcher.launch long.py", "/bin/python /bin/deepspeed long.py",
+             "timeout 60 deepspeed long.py")  # fmt: skip
+    above = [SimpleNamespace(cmdline=line.split) for line in lines]
     own = SimpleNamespace(cmdline=lambda: ["python3", "long.py", "--local_rank=0"], parents=lambda: above)
     monkeypatch.setattr(world.sys, "argv", ["long.py", "--local_rank=0"])
     monkeypatch.setattr(world.psutil, "Process", lambda: own)
     assert launch_info()["command"] == "deepspeed long.py"
-    del above[1:]  # looked up once
+    del above[1:]  # cached
     assert launch_info()["command"] == "deepspeed long.py"
 
 

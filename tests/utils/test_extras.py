@@ -23,11 +23,12 @@ PACKAGES = {
     for extra, lines in EXTRAS.items()
     if extra not in OF_TESTS
 }
-# extra -> a command that needs it
+# extra (: package) -> a command that needs it
 NEEDS = {
     "deepspeed": "recipes/cls.py {job} --config_file accelerate_configs/zero2.yaml",
     "tensorboard": "recipes/cls.py {job} --report_to tensorboard",
     "titles": "recipes/title.py --train_file {reviews} --title_column label --model_name_or_path {model}",
+    "titles: jieba": "recipes/cls.py {job} --tokenizer jieba",
     "sweep": "-m toolkit sweep recipes/cls.py --search learning_rate=1e-5,2e-5 --output_dir {out} {job}",
     "explain": "-m toolkit report {run} --explain 1",
     "openvino": "-m toolkit export {run}/model {out} --to openvino",
@@ -38,7 +39,7 @@ DOES_WITHOUT = {"report", "tensorboard", "fast"}
 
 
 def without_extras(*words: str | Path) -> Finished:
-    """A Python program that finds no package of any extra, as a user starts it."""
+    """Runs a Python program that finds no package of any extra."""
     hidden = ",".join(name for names in PACKAGES.values() for name in names)
     path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
     with begin([sys.executable, *words], {"PYTHONPATH": path, "TESTS_WITHOUT": hidden}) as process:
@@ -58,40 +59,34 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, revie
 
 def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Path) -> None:
     folder, finished = run_folder
-    named = [place for place, line in enumerate(finished.err.splitlines()) if "finetune-toolkit[" in line]
-    assert len(named) == 1
-    assert "finetune-toolkit[report,tensorboard]" in finished.err.splitlines()[named[0]]
-    first_step = next(place for place, line in enumerate(finished.err.splitlines()) if "step 1/2" in line)
-    assert named[0] < first_step
+    before, _, after = finished.err.partition("step 1/2")
+    assert before.count("finetune-toolkit[") == before.count("finetune-toolkit[report,tensorboard]") == 1
+    assert "finetune-toolkit[" not in after
     assert not (folder / "tensorboard").exists()
     assert {"config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"} <= {p.name for p in folder.iterdir()}
     assert (folder / "model" / "README.md").is_file()
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("finetune-toolkit[report]") > 3  # in the place of each curve
+    assert page.count("finetune-toolkit[report]") > 3  # instead of each curve
     converted = without_extras("-m", "toolkit", "convert", folder / "checkpoints" / "last", tmp_path / "out")
     converted.succeeded()
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_each_extra_is_tested(run_folder: tuple[Path, Finished]) -> None:
-    assert set(PACKAGES) == set(NEEDS) | DOES_WITHOUT
+    assert set(PACKAGES) == {case.partition(":")[0] for case in NEEDS} | DOES_WITHOUT
     assert EXTRAS["all"] == [f"finetune-toolkit[{','.join(PACKAGES)}]".replace("demo,", "")]
 
 
-@pytest.mark.parametrize("extra", NEEDS)
+@pytest.mark.parametrize("case", NEEDS)
 def test_error_names_the_missing_extra(
-    extra: str, run_folder: tuple[Path, Finished], tiny_model: Path, reviews: Path, tmp_path: Path
+    case: str, run_folder: tuple[Path, Finished], tiny_model: Path, reviews: Path, tmp_path: Path
 ) -> None:
     values = {"job": " ".join(job(tiny_model, reviews)), "reviews": reviews, "model": tiny_model,
               "run": run_folder[0], "out": tmp_path / "out"}  # fmt: skip
-    finished = without_extras(*NEEDS[extra].format(**values).split())
-    finished.says_in_one_line(f"'finetune-toolkit[{extra}]'")
+    extra, _, package = case.partition(": ")
+    finished = without_extras(*NEEDS[case].format(**values).split())
+    finished.says_in_one_line(f"'finetune-toolkit[{extra}]'", package)
     assert not (tmp_path / "out").exists()
-
-
-def test_chinese_words_without_jieba(tiny_model: Path, reviews: Path) -> None:
-    finished = without_extras("recipes/cls.py", *job(tiny_model, reviews), "--tokenizer", "jieba")
-    finished.says_in_one_line("jieba", "'finetune-toolkit[titles]'")
 
 
 def test_checksums_of_parts_make_that_of_the_whole() -> None:
