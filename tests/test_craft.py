@@ -139,7 +139,7 @@ def test_layers_whose_turn_has_not_come_are_the_pretrained(
     waiting = ("embeddings.",) if step > 4 else ("embeddings.", "encoder.layer.0.")
     trained = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
     assert trained == {name for name in before if not name.startswith(waiting)}
-    assert "1 of 4 turns never come in 6 steps" in runs_of(way).with_suffix(".err").read_text(encoding="utf-8")
+    assert "1 of 4 groups stay frozen for all 6 steps" in runs_of(way).with_suffix(".err").read_text(encoding="utf-8")
 
 
 def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:

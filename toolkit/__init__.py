@@ -1,7 +1,6 @@
-"""Fine-tuning of BERT-like encoders, the same under every way to launch it.
+"""Fine-tuning of BERT-like encoders, with the same result on any number of GPUs and machines.
 
-`import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md); a name is imported when it is first
-used.
+`import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each name on first use.
 """
 
 import importlib
@@ -9,44 +8,35 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "convert": "api",
-    "evaluate": "api",
-    "load_data": "api",
-    "predict": "api",
-    "settings": "api",
-    "start_accelerator": "api",
-    "wait_for_all": "api",
-    "prepare_data": "data.prepare",
-    "Split": "data.tokens",
-    "load_tokenizer": "data.tokens",
-    "Evaluation": "evaluation",
-    "Outputs": "evaluation",
-    "classification_evaluation": "evaluation",
-    "classification_metrics": "evaluation",
-    "evaluate_classifier": "evaluation",
-    "evaluation_batches": "evaluation",
-    "make_accelerator": "launch",
-    "load_classifier": "models.classifier",
-    "long_model": "models.to_bigbird",
-    "Objective": "objective.base",
-    "make_objective": "objective",
-    "sample_losses": "objective.losses",
-    "token_losses": "objective.losses",
-    "layer_of": "pretrained",
-    "load_config": "pretrained",
-    "whole_weights": "pretrained",
-    "Run": "run",
-    "make_optimizer": "training.optimizer",
-    "make_scheduler": "training.optimizer",
-    "parameter_groups": "training.optimizer",
-    "prepare": "training.prepare",
-    "precision_of": "training.resume",
-    "Steps": "training.steps",
-    "align_strategy": "training.strategy",
-    "unwrapped": "utils.modules",
+_OFFERED = {
+    "api": ("convert", "evaluate", "load_data", "predict", "settings", "start_accelerator", "wait_for_all"),
+    "data.prepare": ("prepare_data",),
+    "data.tokens": ("Split", "load_tokenizer"),
+    "evaluation": (
+        "Evaluation",
+        "Outputs",
+        "classification_evaluation",
+        "classification_metrics",
+        "evaluate_classifier",
+        "evaluation_batches",
+    ),
+    "launch": ("make_accelerator",),
+    "models.classifier": ("load_classifier",),
+    "models.to_bigbird": ("long_model",),
+    "objective.base": ("Objective",),
+    "objective": ("make_objective",),
+    "objective.losses": ("sample_losses", "token_losses"),
+    "pretrained": ("layer_of", "load_config", "whole_weights"),
+    "run": ("Run",),
+    "training.optimizer": ("make_optimizer", "make_scheduler", "parameter_groups"),
+    "training.prepare": ("prepare",),
+    "training.resume": ("precision_of",),
+    "training.steps": ("Steps",),
+    "training.strategy": ("align_strategy",),
+    "utils.modules": ("unwrapped",),
 }
-"""A name that `import toolkit` offers -> its module."""
+"""Module -> the names that `import toolkit` offers from it."""
+_MODULES = {name: module for module, names in _OFFERED.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
-"""What a script or a notebook does without a recipe: settings, predictions, an evaluation, a conversion; and the first
-lines of a recipe.
-
-`import toolkit` offers these, beside the building blocks of a recipe: docs/api.md.
+"""Functions for scripts and notebooks without a recipe (settings, predict, evaluate, convert), and the first steps of
+a recipe (accelerator, data). docs/api.md lists all that `import toolkit` offers.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from toolkit.training.resume import precision_of
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
-    """The settings of a recipe (`cls`, `bigbird`, or a feature's) by their names. Raises UserError with every fault."""
+    """The settings of a recipe (`cls`, `bigbird`, or a feature's), by name. Raises UserError with all faults."""
     classes = tasks()
     if task not in classes:
         raise UserError(f"settings({task!r}){did_you_mean(task, classes)}: there are {', '.join(classes)}")
@@ -35,23 +33,23 @@ def settings(task: str = "cls", **values: Any) -> Any:
 
 
 def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:
-    """A saved model's answer to each text, in their order: `prediction`, and `probabilities` in the order of its
-    classes; a title model's `prediction` is a title. Thresholds, a temperature and where it gives no answer (None) are
-    those of the model's decisions.json, where it has one.
+    """A saved model's answers to texts, in order: `prediction`, and `probabilities` in the order of its classes. A
+    title model's `prediction` is a title. The model's decisions.json, if any, sets thresholds, a temperature and when
+    it abstains (None).
 
     `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or of `datasets`), or of
-    (str, str) pairs. Of an empty one there is a warning. `sizes`: `per_device_batch_size`, `max_tokens`, as for
-    `toolkit predict`. In several processes all call it, and all but the main one get an empty list. Raises UserError
-    for a model that cannot be loaded, and for texts that are none.
+    (str, str) pairs; empty texts cause a warning. `sizes`: `per_device_batch_size`, `max_tokens`, as for
+    `toolkit predict`. All processes call this; only the main one gets the answers, the others an empty list. Raises
+    UserError for a model that cannot be loaded, and for anything but texts.
     """
     saved, outputs = _outputs(model, _columns(texts), **sizes)
     return [] if outputs is None else list(saved.answers.answers(outputs))
 
 
 def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
-    """The numbers of eval.jsonl, but for the loss, of a saved model on texts and what is true of them: class names,
-    lists of them (multi-label), numbers, or titles. Each text counts once; otherwise as `predict`. Raises UserError,
-    too, where the texts and what is true of them are not as many, or none."""
+    """The metrics of eval.jsonl, without the loss, of a saved model on texts and their labels: class names, lists of
+    them (multi-label), numbers, or titles. Otherwise as `predict`. Raises UserError, too, where the numbers of texts
+    and labels differ, or are 0."""
     columns = _columns(texts)
     if not 0 < len(columns[0]) == len(truth):
         raise UserError(f"{len(columns[0])} texts and {len(truth)} labels: pass one label for each text, at least one")
@@ -62,7 +60,7 @@ def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) 
 def _outputs(
     model: str | Path, columns: Sequence[list[str]], per_device_batch_size: int = 64, max_tokens: int | None = 16384
 ) -> tuple[SavedModel, Any]:
-    """The model and its outputs: None for no texts, and on all processes but the main one."""
+    """The model and its outputs: None without texts, and on all processes but the main one."""
     saved, pairs = SavedModel(str(model)), len(columns) > 1
     if not columns[0]:
         return saved, None
@@ -77,47 +75,48 @@ def _outputs(
 
 
 def _columns(texts: Any) -> tuple[list[str], ...]:
-    """The texts; of pairs the first ones and the second ones. Raises UserError for anything else."""
-    mend = 'pass a list of str, a list of (str, str) pairs, or a column of a data frame (frame["text"])'
+    """The texts; for pairs the first and the second texts. Raises UserError for anything else."""
+    hint = 'pass a list of str, a list of (str, str) pairs, or a column of a data frame (frame["text"])'
     sequence = all(hasattr(texts, name) for name in ("__len__", "__getitem__")) and getattr(texts, "ndim", 1) == 1
     if not sequence or isinstance(texts, str | bytes | Mapping):  # the items of a DataFrame are its columns' names
-        raise UserError(f"the texts are of type {type(texts).__name__}: {mend}")
+        raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
     rows = [item if isinstance(item, tuple | list) and len(item) == 2 else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
         if len(row) != width or not all(isinstance(text, str) for text in row):
             shown = repr(row if len(row) > 1 else row[0])[:60]
-            raise UserError(f"texts, row {number}: {shown} is no {'text' if width == 1 else 'pair of texts'}: {mend}")
+            raise UserError(
+                f"texts, row {number}: {shown} is not a {'text' if width == 1 else 'pair of texts'}: {hint}"
+            )
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:
-    """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`): the lines that it says."""
+    """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`). Returns the lines it prints."""
     return convert_checkpoint(ConvertSettings(Path(checkpoint), Path(out), **options))
 
 
 def start_accelerator(settings: Any) -> Accelerator:
-    """An `Accelerator` for the way this process was started, in the precision of the settings, verified
-    (`toolkit.launch.make_accelerator`)."""
+    """An `Accelerator` for this launch, in the precision of the settings (`toolkit.launch.make_accelerator`)."""
     return launch.make_accelerator(precision_of(settings.training), layer_of(settings.model))
 
 
 def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings | None = None) -> tuple[Any, Prepared]:
-    """(tokenizer, data): files -> columns -> tokens, made once per machine, with the outputs of a `--teacher`; all
-    processes call this. `model` is the one whose tokenizer reads the texts, where it is not `settings.model`."""
+    """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs of a `--teacher`; all
+    processes call this. `model`: the settings of the tokenizer's model, by default `settings.model`."""
     model = model or settings.model
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)
     if isinstance(settings, TaskSettings) and settings.distillation.teacher:
-        from toolkit.evaluation.teacher import add_teacher_logits  # and the code of models with it
+        from toolkit.evaluation.teacher import add_teacher_logits  # imports the models
 
-        data = add_teacher_logits(accelerator, settings, data, tokenizer)  # whose batches are padded
+        data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
     data = add_collator(settings, data)
-    tokenizer.model_max_length = data.max_length  # saved with the model, it cuts texts as they were cut here
+    tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
     return tokenizer, data
 
 
 def wait_for_all() -> None:
-    """Returns when every process of this job has called it: the last line of what `notebook_launcher` runs."""
+    """A barrier over all processes: call it last in the function that `notebook_launcher` runs."""
     if failure_detector.current is not None:
         failure_detector.current.wait_for_all(600)

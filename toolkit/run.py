@@ -1,7 +1,7 @@
-"""A run as its recipe sees it: resumed, logged, evaluated, saved, finished.
+"""`Run`, the interface of a recipe to its run: resume, log, evaluate, save, finish.
 
-`Run` brings together what does the work: the folder (`training.run_folder`), the checkpoints (`training.checkpoints`,
-`training.resume`), the log (`report.log`) and what is printed and written at the end (`report.summary`).
+It calls the output folder (`training.run_folder`), the checkpoints (`training.checkpoints`, `training.resume`), the log
+(`report.log`) and the summary at the end (`report.summary`).
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Run:
         compute_metrics: ComputeMetrics,
         recipe: str,
     ) -> None:
-        """Raises UserError where the folder already holds a run, a tracker is missing, the data cannot have a setting
-        of a feature, or `compute_metrics` does not return `--metric_for_best_model`."""
-        as_given = settings
+        """Raises UserError where the folder already holds a run, a tracker is missing, a feature's setting does not fit
+        the data, or `compute_metrics` does not return `--metric_for_best_model`."""
+        user_settings = settings
         for feature in features():
             settings = feature.run_settings(settings, data, accelerator)
         self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self._compute_metrics = compute_metrics
-        tracker_names(settings.training.report_to)  # a missing package is reported before the folder is made
+        tracker_names(settings.training.report_to)  # raises for a missing package before it creates the folder
         self.facts = {
             "settings": flat(settings),
             "versions": versions(),
@@ -77,22 +77,21 @@ class Run:
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
-        self.summary = RunSummary(accelerator, as_given, data, self.schedule, self.folder.path)
+        self.summary = RunSummary(accelerator, user_settings, data, self.schedule, self.folder.path)
         self.answers: Answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
-        """How the best model's outputs become answers."""
+        """Converts the best model's outputs to answers."""
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
         self._last: Evaluation | None = None
-        self._last_of: tuple[int, str] | None = None
-        """The step of the weights, and the split, that it is of."""
+        self._last_key: tuple[int, str] | None = None
+        """The step and the split of `_last`."""
         self._started = time.monotonic()
 
     def resume(
         self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
     ) -> None:
-        """Loads the newest sound checkpoint of this run, where there is one, into these objects, and opens the log.
-        `evaluate` makes up for an evaluation that a stop signal put off. Raises UserError when its checkpoints are
-        damaged or do not fit."""
+        """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
+        runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints."""
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
@@ -115,8 +114,8 @@ class Run:
         self._log.print_line(line)
 
     def steps(self) -> Iterator[Step]:
-        """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better
-        one."""
+        """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
+        improvement."""
         for step in self._steps:
             if self.best.patience_exhausted:
                 self.say(
@@ -124,21 +123,21 @@ class Run:
                 )
                 return
             step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
-            self._evaluation_left = False
+            self._evaluation_postponed = False
             yield step
             if self._steps.stop_signal:
                 self._stop()
                 return
 
     def after(self, step: Step, grad_norm: Any, evaluate: Evaluate) -> None:
-        """After an optimizer step: logs it, evaluates, saves the best model and a checkpoint, each where it is due."""
+        """Logs an optimizer step, and evaluates, saves the best model and saves a checkpoint where due."""
         self.log(step, grad_norm)
         self.evaluate_if_due(step, evaluate)
         self.checkpoint_if_due(step)
 
     def log(self, step: Step, grad_norm: Any) -> None:
-        """Takes a finished step's weights into their average (`--ema_decay`), and logs it; losses are gathered here, of
-        `--logging_steps` steps at once. Raises UserError where one is not finite, after those before it are logged."""
+        """Updates the average of the weights (`--ema_decay`), gathers the losses of `--logging_steps` steps, and logs
+        them. Raises UserError for a loss that is not finite, after logging the steps before it."""
         if self._average and not self.checkpoints.optimizer.step_was_skipped:
             self._average.update(self.checkpoints.scheduler.scheduler.last_epoch)
         self._gathered: StepMetrics | None = None
@@ -151,18 +150,18 @@ class Run:
             raise
 
     def evaluate_if_due(self, step: Step, evaluate: Evaluate) -> None:
-        """Evaluates the validation rows where that is due (`--eval_every`), and saves the model where it is the best so
-        far. A stop signal puts the evaluation off until the run is resumed: the checkpoint comes first."""
+        """Evaluates the validation rows every `--eval_every` steps, and saves the model if it is the best so far. After
+        a stop signal it postpones the evaluation until the run is resumed, to save a checkpoint first."""
         if step.evaluates:
-            self._evaluation_left = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
+            self._evaluation_postponed = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
 
     def checkpoint_if_due(self, step: Step) -> None:
-        """Saves a checkpoint where one is due (`--checkpoint_every`), or a stop signal came."""
-        if self._gathered is not None:  # as it is before each checkpoint
-            self._log.write_line(self.checkpoints.save_if_due(self._gathered, self._evaluation_left))
+        """Saves a checkpoint every `--checkpoint_every` steps, and after a stop signal."""
+        if self._gathered is not None:  # a step with a checkpoint is always gathered
+            self._log.write_line(self.checkpoints.save_if_due(self._gathered, self._evaluation_postponed))
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
-        """False where a stop signal came before its end."""
+        """Returns False if a stop signal interrupted it."""
         with self._average.as_weights(step) if self._average else contextlib.nullcontext():
             try:
                 evaluation = evaluate(self.data.validation)
@@ -174,7 +173,7 @@ class Run:
                 with explain_write_errors(self.folder.model):
                     model, dtype = self.checkpoints.model, self.settings.training.save_dtype
                     save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
-        self._last, self._last_of = evaluation, (step, evaluation.split)
+        self._last, self._last_key = evaluation, (step, evaluation.split)
         self._log.log_evaluation(evaluation, step, improved)
         return True
 
@@ -187,13 +186,13 @@ class Run:
         self._log.print_line(
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
             f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
-            logging.WARNING,  # the result of this run, which --log_level warning shows
+            logging.WARNING,  # shown with --log_level warning, too
         )
         try:
             self.files.mark_stopped(signal=name, step=done, command=command)
             if self.accelerator.is_main_process:
                 self.summary.write_pages(self.best.step)
-        except (OSError, ValueError, UserError) as error:  # of the page only: the checkpoint is there
+        except (OSError, ValueError, UserError) as error:  # the checkpoint is saved: only the page failed
             self.say(f"no report of the stopped run: {first_line(error)}")
 
     def _close(self) -> None:
@@ -201,20 +200,20 @@ class Run:
         self._log.close()
 
     def load_best_model(self) -> None:
-        """Loads the weights of model/ into the model, where training continued after them."""
+        """Loads the weights of model/ into the model, unless it has them."""
         if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
 
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
-        """The loaded best model's evaluation of a split: the last one, where that is it, or a new one."""
-        if self._last is None or self._last_of != (self.best.step, split.name):
-            self._last, self._last_of = evaluate(split), (self.best.step, split.name)
+        """Evaluates a split with the best model, which must be loaded, unless that was the last evaluation."""
+        if self._last is None or self._last_key != (self.best.step, split.name):
+            self._last, self._last_key = evaluate(split), (self.best.step, split.name)
         return self._last
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Evaluates the best model on the test rows, or on the validation rows where there are none, writes the model
-        card and report.html, and prints the results and where they are. Does nothing where a stop signal ended the
-        training: the same command resumes it."""
+        """Evaluates the best model on the test rows, or else the validation rows, writes the model card and
+        report.html, and prints the results and their paths. Does nothing after a stop signal: run the same command to
+        resume."""
         if self.stopped:
             return
         logged = self._last
@@ -235,7 +234,7 @@ class Run:
             self.summary.write_pages(self.best.step)
             seconds = time.monotonic() - self._started
             lines = [*self.answers.describe(evaluation), *lines]
-            # the results, whatever --log_level says
+            # printed with any --log_level
             print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
             for feature in features():
                 for line in feature.finished(self.folder.path, self.settings):
@@ -248,10 +247,10 @@ class Run:
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
         }  # fmt: skip
-        more = {
+        extra_fields = {
             "identity": self.facts["identity"],
             "model_class": type(unwrapped(self.checkpoints.model)).__name__,
             "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
             "resumed_from": str(resumed.folder) if resumed else None,
         }
-        self.files.write_config(self.settings, self.accelerator, facts, more)
+        self.files.write_config(self.settings, self.accelerator, facts, extra_fields)

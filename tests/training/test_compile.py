@@ -65,7 +65,7 @@ def test_where_it_cannot_win() -> None:
     for stage, model, why in ((3, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
         with pytest.raises(UserError, match=f"--torch_compile cannot be used: .*{why}.*leave it out"):
             compile_layers(accelerator(stage), model)
-    with pytest.raises(UserError, match="grow with each token of a title"):
+    with pytest.raises(UserError, match="grows with each token of a title"):
         compile_layers(accelerator(), SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True)))  # type: ignore[arg-type]
 
 

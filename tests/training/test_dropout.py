@@ -9,17 +9,17 @@ import sys
 import pytest
 import torch
 
-from toolkit.training.dropout import _AT_ONCE, bernoulli
+from toolkit.training.dropout import _CHUNK, bernoulli
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
 def test_as_often_as_asked_and_independent(dtype: torch.dtype, p: float) -> None:
-    drawn = bernoulli(torch.empty(4 * _AT_ONCE + 3, dtype=dtype), p, generator=torch.Generator().manual_seed(1)).float()
+    drawn = bernoulli(torch.empty(4 * _CHUNK + 3, dtype=dtype), p, generator=torch.Generator().manual_seed(1)).float()
     assert set(drawn.unique().tolist()) == {0.0, 1.0}
     deviation = math.sqrt(p * (1 - p) / len(drawn))
     assert abs(drawn.mean() - p) < 4 * deviation + 2**-17
-    for distance in (1, 2, 4, _AT_ONCE):  # of the four in 64 bits, too
+    for distance in (1, 2, 4, _CHUNK):  # of the four in 64 bits, too
         both = (drawn[distance:] * drawn[:-distance]).mean()
         assert abs(both - p * p) < 5 * deviation + 2**-16
 
@@ -54,8 +54,8 @@ def counted(into, p=0.5, *, generator=None):
     calls.append(tuple(into.shape))
     return bernoulli(into, p, generator=generator)
 dropout.bernoulli = counted
-dropout.draw_dropout_faster()
-dropout.draw_dropout_faster()
+dropout.install_fast_dropout()
+dropout.install_fast_dropout()
 x = torch.ones(2, 3, 40, 16, requires_grad=True)
 kept = torch.nn.Dropout(0.25)(x)
 kept.sum().backward()

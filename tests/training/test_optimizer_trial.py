@@ -17,7 +17,7 @@ from tests.faults import refusal
 from toolkit.training.checks import optimizer_faults
 from toolkit.training.lion import Lion
 from toolkit.training.muon import HIDDEN, Muon
-from toolkit.training.optimizer_trial import pieces_fault, use_fault
+from toolkit.training.optimizer_trial import shard_fault, step_fault
 
 CPU = torch.device("cpu")
 STAGES = {"zero2": 2, "zero3": 3, "fsdp2": 0}
@@ -37,7 +37,7 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 def verdicts(optimizer: torch.optim.Optimizer) -> set[str]:
     """The strategies that it cannot be used with."""
-    return {name for name, stage in STAGES.items() if pieces_fault(optimizer, CPU, stage)}
+    return {name for name, stage in STAGES.items() if shard_fault(optimizer, CPU, stage)}
 
 
 class Rule(torch.optim.Optimizer):
@@ -146,7 +146,7 @@ def test_each_of_pytorchs_optimizers_is_tried() -> None:
 )
 def test_optimizers_on_pieces(make: Any, refused: tuple[str, ...]) -> None:
     optimizer = make(groups_of(Model()))
-    assert use_fault(optimizer, CPU) == ""
+    assert step_fault(optimizer, CPU) == ""
     assert verdicts(optimizer) == set(refused)
 
 
@@ -162,7 +162,7 @@ def one_process() -> Iterator[None]:
 def test_pytorchs_optimizers_on_dtensors(name: str, one_process: None) -> None:
     """Rprop assigns to elements by a mask, which DTensors do not."""
     optimizer = getattr(torch.optim, name)(groups_of(Model()), lr=5e-5)
-    assert bool(pieces_fault(optimizer, CPU, 0)) is (name == "Rprop")
+    assert bool(shard_fault(optimizer, CPU, 0)) is (name == "Rprop")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -177,7 +177,7 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
     optimizer = torch.optim.AdamW(groups_of(model), lr=5e-5, fused=True)
     before, random = [each.clone() for each in model.parameters()], torch.get_rng_state()
     assert verdicts(optimizer) == set()
-    assert use_fault(optimizer, CPU) == ""
+    assert step_fault(optimizer, CPU) == ""
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state
@@ -211,7 +211,7 @@ def test_what_cannot_be_tried_is_refused_where_parameters_are_cut_and_nowhere_el
 
     optimizer = Holds(groups_of(Model()), lr=0.1)
     assert verdicts(optimizer) == set(CUT)
-    assert use_fault(optimizer, CPU) == ""
+    assert step_fault(optimizer, CPU) == ""
     Holds.__module__ = "deepspeed.ops.adam.cpu_adam"  # made for it
     assert optimizer_faults(accelerator_of(2), optimizer).faults == []
     assert Holds.ended == 0

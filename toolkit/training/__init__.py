@@ -1,1 +1,1 @@
-"""The loop, the loss normalisation, optimizer and schedule."""
+"""The training loop: steps, loss normalisation, optimizer, schedule, precision."""

@@ -1,7 +1,7 @@
-"""A moving average of the weights (`--ema_decay`), stored where the strategy stores the weights it trains.
+"""An exponential moving average of the weights (`--ema_decay`).
 
-It is one more entry of the optimizer's state of each weight, `ema`: so it is sharded, saved and resumed as the moments
-are, under every strategy and from one to another.
+It is stored as the entry `ema` of each weight's optimizer state, so every strategy shards, saves and resumes it as it
+does the moments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEY = "ema"
 
 
 class Average:
-    """The average of one run's weights; all processes call every method. `live` gives their state."""
+    """All processes call every method. `live` returns the training state in memory."""
 
     def __init__(self, live: Callable[[], LiveState], decay: float) -> None:
         self._live, self._decay = live, decay
@@ -26,9 +26,10 @@ class Average:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Adds the weights after so many updates of them. In a short run the first weights would count too much: as in
-        TensorFlow's `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates)."""
-        if self._trained is None:  # once: maps of all parameters are made for it
+        """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's `ExponentialMovingAverage`
+        the decay is at most (1 + updates) / (10 + updates): a short run would give the first weights too much weight.
+        """
+        if self._trained is None:  # once: it builds maps of all parameters
             live = self._live()
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
         tensors, optimizer = self._trained
@@ -41,15 +42,15 @@ class Average:
 
     @contextlib.contextmanager
     def as_weights(self, steps: int) -> Iterator[None]:
-        """A context in which the model computes with the average, and is saved as that."""
-        self._exchange(steps)
+        """Within this context the model's weights are the average, for evaluating and saving."""
+        self._swap(steps)
         try:
             yield
         finally:
-            self._exchange(steps)
+            self._swap(steps)
 
     @torch.no_grad()
-    def _exchange(self, steps: int) -> None:
+    def _swap(self, steps: int) -> None:
         """Swaps the weights and their average, bit for bit."""
         live = self._live()
         live.before_loading()

@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3 reduce gradients once per optimizer step, as DDP does, and not after each micro-batch."""
+"""Makes ZeRO-2 and ZeRO-3 reduce gradients once per optimizer step, as DDP does, not after each micro-batch."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ from toolkit.utils.compat import require
 
 
 def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) -> None:
-    """Until a step's last micro-batch, gradients add up in each process: whole ones, 4 bytes per trained parameter.
-    Called after `accelerator.prepare`.
+    """Call this after `accelerator.prepare`. Until a step's last micro-batch each process accumulates unsharded
+    gradients, 4 bytes per trained parameter.
 
-    Not with weights in 16 bits, in which they would add up: each micro-batch's are reduced into fp32 shards there.
-    ZeRO-1 reduces once by itself. DeepSpeed's pull request 7992.
+    Does nothing for 16-bit weights, whose gradients would accumulate in 16 bits (DeepSpeed reduces those of each
+    micro-batch into fp32 shards), and for ZeRO-1, which reduces once anyway. See DeepSpeed's pull request 7992.
     """
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is None or plugin.zero_stage < 2 or settings.sync_each_batch or _has_half_precision_weights(accelerator):
+    if plugin is None or plugin.zero_stage < 2 or settings.sync_each_batch:
         return
     wrapper, block = accelerator.deepspeed_engine_wrapped, contextlib.ExitStack()
     engine = wrapper.engine
+    if any(each.dtype != torch.float32 for each in engine.module.parameters() if each.requires_grad):
+        return
 
     def backward(loss: torch.Tensor, sync_gradients: bool = True, **options: Any) -> None:
-        """`DeepSpeedEngineWrapper.backward`, with the micro-batches of a step in one block of DeepSpeed's."""
+        """`DeepSpeedEngineWrapper.backward`, with all micro-batches of a step in one `coalesce_grad_reduction`."""
         if not sync_gradients and not engine.inside_no_sync_ctxt:
             block.enter_context(engine.coalesce_grad_reduction())
         engine.set_gradient_accumulation_boundary(sync_gradients)
         engine.backward(loss, **options)
         if sync_gradients:
             block.close()  # reduces
-            engine.set_gradient_accumulation_boundary(True)  # leaving a block restores what it was before
+            engine.set_gradient_accumulation_boundary(True)  # leaving the block has reset it
             engine.step()
 
     require(wrapper, "backward", "accelerate")
     require(engine, "coalesce_grad_reduction", "deepspeed")
     wrapper.backward = backward
-
-
-def _has_half_precision_weights(accelerator: Accelerator) -> bool:
-    engine = accelerator.deepspeed_engine_wrapped.engine
-    return any(parameter.dtype != torch.float32 for parameter in engine.module.parameters() if parameter.requires_grad)

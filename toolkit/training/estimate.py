@@ -1,4 +1,4 @@
-"""How much memory a step takes on each process, counted before it is taken.
+"""Estimates the memory of a training step on each process.
 
 Activations: the model runs forward and backward on tensors without data (FakeTensorMode) under torch's MemTracker.
 Weights, gradients and AdamW's moments follow from what a strategy shards (Rajbhandari et al. 2020, "ZeRO", section 3),
@@ -34,28 +34,28 @@ from toolkit.utils.units import size_text
 Settings = TypeVar("Settings", bound=TrainingSettings)
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# A safe part of the free memory: fragments are not counted, and a CPU's heap does not use all of its pages again.
+# Usable part of the free memory: fragmentation is not counted, and a CPU's heap does not reuse all of its pages.
 _USABLE_OF_GPU, _USABLE_OF_CPU = 0.9, 0.5
 
 
 class Memory(NamedTuple):
-    """Bytes of tensors on one process at the peak of a step, which is their sum."""
+    """Bytes of tensors on one process at the peak of a step."""
 
     weights: float
     gradients: float
     optimizer: float  # AdamW's moments, and under ZeRO the fp32 weights
-    buffers: float  # gathered copies of sharded weights, and what gradients are collected in before they are reduced
+    buffers: float  # gathered copies of sharded weights, and buckets of gradients to reduce
     activations: float
 
 
 def count_activations(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], device: str, precision: str, autocast: bool
 ) -> int:
-    """Bytes of a micro-batch's activations at their largest, for inputs of these shapes, on a device of this type.
+    """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type.
 
-    The model stays as it is, on the CPU. Without `autocast` the weights are in `precision` themselves.
+    The model on the CPU does not change. Without `autocast` the weights are in `precision`.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # private names, which other runs do not need
+    from torch._subclasses.fake_tensor import FakeTensorMode  # private, so imported only here
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype, tracker = _DTYPES[precision], MemTracker()
@@ -65,10 +65,10 @@ def count_activations(
             is_cast = weight.is_floating_point() and not autocast
             weights[name] = torch.empty_like(weight, device=device, dtype=dtype if is_cast else weight.dtype)
             tracker.track_external(weights[name])
-            if weight.requires_grad:  # gradients are there already, as in the second micro-batch of a step
+            if weight.requires_grad:  # gradients exist, as in the second micro-batch of a step
                 weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
                 tracker.track_external(gradient)
-            else:  # it raises on frozen weights, unless it has their hooks already (torch 2.13)
+            else:  # MemTracker raises on frozen weights without hooks (torch 2.13)
                 require(tracker, "_param_to_grad_hook_handles", "torch")[weights[name]] = (
                     RemovableHandle(OrderedDict()),
                 ) * 2
@@ -87,7 +87,7 @@ def _total(tracker: Any, moment: str) -> int:
 
 
 def uses_autocast(strategy: str, settings: TrainingSettings) -> bool:
-    """Whether layers read fp32 weights, which autocast casts; otherwise the weights are bf16 or fp16."""
+    """Whether weights are fp32 and autocast casts them; otherwise they are bf16 or fp16."""
     return not (settings.half_precision_weights and strategy.startswith(("zero", "fsdp2")))
 
 
@@ -104,27 +104,27 @@ def memory_of(
     size = 4 if autocast else _DTYPES[precision].itemsize
     if strategy == "fsdp2":
         layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
-        gathered = total - sum(layers) + 2 * max(layers, default=0)  # what is in no layer, a layer and the next one
-        whole = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # kept until the last micro-batch
-        return Memory(4 * total / processes, 4 * shard + whole, 8 * shard, 2 * size * gathered, activations)
+        gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside layers, a layer and the next one
+        unsharded = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # until the last micro-batch
+        return Memory(4 * total / processes, 4 * shard + unsharded, 8 * shard, 2 * size * gathered, activations)
     accumulates = settings.max_tokens_per_batch is not None or (
         settings.per_device_batch_size != "auto"
         and settings.per_device_batch_size * processes < settings.global_batch_size
     )
-    whole = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0  # see `coalesce`
+    unsharded = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0  # see `coalesce`
     offloaded = strategy.endswith("offload")
-    resident = 0 if offloaded and device != "cpu" else 1  # of what may be offloaded
+    resident = 0 if offloaded and device != "cpu" else 1  # fraction of offloadable state on the device
     if strategy.startswith("zero3"):
-        # weights stay gathered from forward to backward while they are used again within so many
+        # weights stay gathered from forward to backward if they are reused within this many parameters
         gathered = total if 2 * total <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         adam = 8 if autocast and not offloaded else 12  # fp32 weights are the masters
         weights, gradients, optimizer = (
             resident * part for part in (size * total / processes, size * shard, adam * shard)
         )
-        return Memory(weights, gradients + whole, optimizer, size * gathered, activations)
+        return Memory(weights, gradients + unsharded, optimizer, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
-    buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # with a copy of the reduced one
-    gradients = size * trained if strategy == "zero1" else resident * 4 * shard + whole
+    buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # and a copy of the reduced one
+    gradients = size * trained if strategy == "zero1" else resident * 4 * shard + unsharded
     return Memory(size * total, gradients, resident * 12 * shard, size * buckets, activations)
 
 
@@ -148,9 +148,8 @@ def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
 def fit_batch_size(
     accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: Settings
 ) -> Settings:
-    """The settings with the largest micro-batch of the longest texts that fits, the same on all ranks, for
-    `--per_device_batch_size auto`. Called before `accelerator.prepare`. Raises UserError where not even one text fits.
-    """
+    """Replaces `--per_device_batch_size auto` by the largest micro-batch of the longest texts that fits all ranks. Call
+    this before `accelerator.prepare`. Raises UserError where not even one text fits."""
     if settings.per_device_batch_size != "auto":
         return settings
     longest = int(train.lengths.max())
@@ -168,15 +167,15 @@ def fit_batch_size(
         step = (strategy, accelerator.num_processes, model, sized, zero, precision, activations, device)
         return sum(memory_of(*step)) <= usable
 
-    sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each splits the rank's samples evenly
-    # the largest does not accumulate, which may take less than smaller ones
+    sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each divides the rank's samples evenly
+    # the largest needs no accumulation, and may take less memory than smaller ones
     count = len(sizes) if fits(most) else bisect.bisect_left(sizes[:-1], True, key=lambda size: not fits(size))
     count = min(gather_object([count]))
     if count == 0:
         raise UserError(
             f"--per_device_batch_size auto: not even one text of {longest} tokens fits into {size_text(usable)}: pass "
             "--gradient_checkpointing true, a smaller --max_length, or a strategy that shards more "
-            "(`toolkit estimate` shows what each takes)"
+            "(`toolkit estimate` shows the memory of each)"
         )
     size = sizes[count - 1]
     line = f"--per_device_batch_size auto: {size} (texts of up to {longest} tokens, {size_text(usable)} usable)"
@@ -185,8 +184,8 @@ def fit_batch_size(
 
 
 def usable_memory(device: str, processes: int) -> float:
-    """Bytes that a step of each of `processes` on this machine may take: of its GPU's free memory, or of the machine's
-    or the container's."""
+    """Bytes that a step may use in each of `processes` on this machine: a part of the GPU's free memory, or of the
+    machine's or container's."""
     if device == "cuda":
         return _USABLE_OF_GPU * torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available

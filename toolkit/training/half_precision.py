@@ -1,10 +1,9 @@
-"""bf16 and fp16 under ZeRO and FSDP2: the gradient of a step is as near to fp32's as it is in one process.
+"""bf16 and fp16 under ZeRO and FSDP2, with gradients as close to fp32's as in one process.
 
-DeepSpeed by itself rounds the weights to 16 bits, makes its fp32 masters from the rounded ones, and computes the
-residual stream, adds micro-batches up and reduces in 16 bits; so does accelerate with FSDP2, but for the masters. Here
-both are given a model in fp32 whose forward pass runs under torch's autocast, as `Accelerator.prepare` has it for DDP.
-`half_precision_weights` leaves it their way, for less memory and traffic, with masters that start from the unrounded
-weights.
+By default DeepSpeed rounds the weights to 16 bits, copies its fp32 masters from the rounded ones, and computes the
+residual stream, accumulates and reduces in 16 bits; so does accelerate with FSDP2, except for the masters. Here both
+get a model in fp32 whose forward pass runs under torch's autocast, as `Accelerator.prepare` does for DDP.
+`half_precision_weights` keeps their default, for less memory and traffic, with masters from the unrounded weights.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
-    """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError for
-    weights in fp16 where DeepSpeed has none."""
+    """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError where
+    DeepSpeed does not support weights in fp16."""
     half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
     if half and not (zero or accelerator.is_fsdp2):
         log_on_main(accelerator, "half_precision_weights: without ZeRO or FSDP2 weights and reductions stay in fp32")
@@ -42,16 +41,16 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
         half = half or enabled_in_deepspeed_config() is not None
         if half and accelerator.mixed_precision == "fp16":
             _refuse_unsupported_fp16()
-        _wrap_next_prepare(accelerator, model, _with_masters if half else _with_autocast)
+        _wrap_next_prepare(accelerator, model, _restore_masters if half else _prepare_in_fp32)
     elif accelerator.is_fsdp2 and not half:
-        _autocast(accelerator, model)
-        # with weights gathered in 16 bits autocast has nothing in fp32: twice the error of one process
+        _add_autocast(accelerator, model)
+        # gathering weights in 16 bits would double the error of one process
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
 
 def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> str | None:
-    """Makes the next `accelerator.prepare` reduce gradients in 16 bits, where the settings ask for it. Returns that
-    type, which a DeepSpeed config must name."""
+    """With `--half_precision_gradients` makes the next `accelerator.prepare` reduce gradients in 16 bits. Returns that
+    type for the DeepSpeed config, or None."""
     if not settings.half_precision_gradients or accelerator.num_processes == 1:
         return None
     name = "fp16" if accelerator.mixed_precision == "fp16" else "bf16"
@@ -67,7 +66,7 @@ def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> st
 
 
 class _HalfPrecisionReduction(DistributedDataParallelKwargs):
-    """torch refuses its bf16 hook, by the hook's name, wherever there is no NCCL."""
+    """Registers the hook under another name: without NCCL torch rejects its bf16 hook by name."""
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
         is_bf16 = self.comm_hook == DDPCommunicationHookType.BF16
@@ -80,33 +79,33 @@ def _refuse_unsupported_fp16() -> None:
 
     if not get_accelerator().is_fp16_supported():
         raise UserError(
-            "DeepSpeed has no weights in fp16 on this device: leave --half_precision_weights out, or pass "
+            "DeepSpeed does not support weights in fp16 on this device: leave --half_precision_weights out, or pass "
             '--mixed_precision bf16; in the DeepSpeed config write "enabled": "auto"'
         )
 
 
-def _wrap_next_prepare(accelerator: Accelerator, model: torch.nn.Module, wrapped: Callable[..., Any]) -> None:
+def _wrap_next_prepare(accelerator: Accelerator, model: torch.nn.Module, context: Callable[..., Any]) -> None:
     prepare = accelerator.prepare
 
     def prepare_wrapped(*objects: Any, **options: Any) -> Any:
         accelerator.prepare = prepare
-        with wrapped(accelerator, model):
+        with context(accelerator, model):
             return prepare(*objects, **options)
 
     accelerator.prepare = prepare_wrapped
 
 
 @contextlib.contextmanager
-def _with_autocast(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """The engine is created in fp32; accelerate's precision does not change. fp16's loss scale is DeepSpeed's own,
-    which skips the same steps in every process: that of its `torch_autocast` section (0.19.8) is never lowered."""
+def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
+    """Creates DeepSpeed's engine in fp32, without changing accelerate's precision. fp16 gets DeepSpeed's loss scaler,
+    which skips the same steps on every rank; that of its `torch_autocast` section (0.19.8) never lowers the scale."""
     precision = accelerator.mixed_precision
     section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
-    _autocast(accelerator, model)
+    _add_autocast(accelerator, model)
     if accelerator.state.deepspeed_plugin.zero_stage == 3:
         from deepspeed.runtime.zero import linear
 
-        # its own adds the bias to a product that is rounded already: losses 1.7 times as far from fp32's
+        # DeepSpeed's adds the bias to a rounded product: the error of losses is 1.7 times as large
         require(linear, "LinearFunctionForZeroStage3.forward", "deepspeed")
         linear.LinearFunctionForZeroStage3.forward = staticmethod(_linear)
     section["enabled"] = False
@@ -131,8 +130,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return torch.ops.aten.linear(input, weight, bias)
 
 
-def _autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """As `Accelerator.prepare_model` does it; a bound method stays one, so that a copy of the model calls itself."""
+def _add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """As `Accelerator.prepare_model` does. A bound forward stays bound, so a copy of the model calls its own."""
     function: Callable[..., Any] | None = getattr(model.forward, "__func__", None)
     autocast = torch.autocast(accelerator.device.type, _DTYPES[accelerator.mixed_precision])
     forward = convert_outputs_to_fp32(autocast(function or model.forward))
@@ -140,10 +139,10 @@ def _autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _with_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """DeepSpeed copies its masters from weights that it has rounded: the unrounded ones are restored."""
+def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
+    """Copies the unrounded weights into DeepSpeed's fp32 masters, which it has copied from rounded ones."""
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     yield
-    for part in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():
-        if (whole := weights.get(part.name)) is not None:
-            part.values.copy_(whole.view(-1)[part.start : part.start + part.values.numel()])
+    for fragment in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():
+        if (weight := weights.get(fragment.name)) is not None:
+            fragment.values.copy_(weight.view(-1)[fragment.start : fragment.start + fragment.values.numel()])

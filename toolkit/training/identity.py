@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that resumes from it must have in common."""
+"""The facts that must be equal in a checkpoint and in the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from toolkit.data.prepare import Prepared
 
 
 def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
-    """JSON."""
+    """As JSON. A model's folder is identified by its content, and may be moved or copied."""
     model, training = settings.model, settings.training
 
     def content(name: str) -> str:
-        return _content_of(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
+        return _checksum(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
 
     distillation = getattr(settings, "distillation", None)
     return {
@@ -37,8 +37,8 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
     }
 
 
-def _content_of(model: Path) -> str:
-    """The same for a folder that was moved or copied: a checksum of its config and its weights."""
+def _checksum(model: Path) -> str:
+    """Of the folder's config and weights."""
     files = sorted(
         path for path in model.iterdir() if path.name == "config.json" or path.suffix in (".safetensors", ".bin")
     )

@@ -1,8 +1,8 @@
-"""Model FLOPs utilization: what part of its device's peak a step's useful arithmetic is.
+"""Model FLOPs utilization (MFU): a step's useful operations per second, relative to the peak of its devices.
 
-Counted as in Chowdhery et al. 2022, "PaLM", appendix B: a parameter takes 6 operations per token (2 forward, 4
-backward), attention 12 x layers x hidden size x length per token; nothing is counted for padding, for embeddings, which
-are looked up, and for activations that are computed twice.
+Counted as in Chowdhery et al. 2022, "PaLM", appendix B: 6 operations per parameter and token (2 forward, 4 backward),
+and 12 x layers x hidden size x length per token for attention. Padding, embeddings (which are looked up) and recomputed
+activations do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from toolkit.pretrained import full_attention_up_to
 from toolkit.utils.modules import unwrapped
 
-# Dense bf16 or fp16 operations a second, as NVIDIA's data sheets have them (without sparsity).
+# Dense bf16 or fp16 operations per second, from NVIDIA's data sheets (without sparsity).
 _PEAK_TERAFLOPS = {
     "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148,
     "A100": 312, "A800": 312, "A10G": 70, "A10": 125, "A30": 165, "A40": 150, "L40S": 362, "L40": 181, "L4": 121,
@@ -26,16 +26,16 @@ _PEAK_TERAFLOPS = {
 
 
 def peak_flops(device_name: str, mixed_precision: str) -> float | None:
-    """Of one device; None where it is not known, and in float32."""
+    """Operations per second of one device; None for an unknown device, and in float32."""
     words = device_name.replace("-", " ")
     peaks = (peak for name, peak in _PEAK_TERAFLOPS.items() if f" {name} " in f" {words} ")
     return next(peaks, 0) * 1e12 or None if mixed_precision in ("bf16", "fp16") else None
 
 
 def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | None:
-    """Lengths of texts -> operations of a training step on them; None where the config does not give how many layers
-    read how much (an encoder-decoder, a model of one's own). All layers are taken to attend to the whole text, a
-    BigBird's to its blocks."""
+    """Returns a function (lengths of texts) -> operations of a training step; None where the config lacks
+    `num_hidden_layers` or `hidden_size`, and for an encoder-decoder. Assumes that all layers attend to the whole text,
+    and a BigBird's to its blocks."""
     config: Any = getattr(model, "config", None)
     sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size")]
     if None in sizes or getattr(config, "is_encoder_decoder", False):
@@ -43,7 +43,7 @@ def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | No
     layers, hidden = (int(size) for size in sizes if size is not None)
     embeddings = {id(weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)
                  for weight in part.parameters()}  # fmt: skip
-    # a frozen weight has no gradient of its own; ds_numel: under ZeRO-3 a parameter may be empty here
+    # a frozen weight needs no gradient; ds_numel: ZeRO-3 may have emptied the parameter
     per_token = sum((6 if weight.requires_grad else 4) * getattr(weight, "ds_numel", weight.numel())
                     for weight in model.parameters() if id(weight) not in embeddings)  # fmt: skip
     sparse = getattr(config, "attention_type", "") == "block_sparse"
@@ -59,7 +59,8 @@ def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | No
 
 
 def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[np.ndarray, float], float] | None:
-    """(lengths of a step's texts, its seconds) -> its MFU over all devices; None where it cannot be known."""
+    """Returns a function (lengths of a step's texts, its seconds) -> MFU over all devices; None where the peak or the
+    operations are unknown."""
     name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else ""
     peak, count = peak_flops(name, accelerator.mixed_precision), training_flops(unwrapped(model))
     if peak is None or count is None:
@@ -69,7 +70,7 @@ def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[n
 
 
 def describe(steps: Iterable[Mapping[str, Any]]) -> str:
-    """Lines of metrics.jsonl -> what part of all tokens was padding, and the MFU; nothing for those of older runs."""
+    """Summarizes lines of metrics.jsonl: the share of padding, and the MFU. Empty for runs of older versions."""
     lines = [line for line in steps if "padding" in line]
     if not lines:
         return ""

@@ -1,5 +1,5 @@
-"""Muon (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks") for the layers' matrices, and
-AdamW for all else: both PyTorch's own."""
+"""PyTorch's Muon (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks") for the matrices of
+hidden layers, and its AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HIDDEN = "hidden_matrices"
 
 
 class Muon(Optimizer):
-    """A matrix's step is its momentum made orthogonal, about as long as AdamW's (Liu et al., 2025, "Muon is Scalable
-    for LLM Training"): so AdamW's learning rate and weight decay fit, and one schedule serves both."""
+    """Muon's updates are scaled to the size of AdamW's (Liu et al., 2025, "Muon is Scalable for LLM Training"), so one
+    learning rate, weight decay and schedule suits both."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        """`params`: groups, those of matrices of the hidden layers with `HIDDEN` true."""
+        """`params`: parameter groups; Muon trains those whose `HIDDEN` is true."""
         groups = list(params)
         hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
         self._muon = TorchMuon(
@@ -41,10 +41,10 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of each: they share this optimizer's groups and state, which a checkpoint replaces."""
-        for part in (self._muon, self._adamw):
-            hidden = part is self._muon
-            part.param_groups = [group for group in self.param_groups if group.get(HIDDEN, False) is hidden]
-            part.state = self.state
-            part.step()
+        """Both use this optimizer's groups and state, which loading a checkpoint replaces."""
+        for optimizer in (self._muon, self._adamw):
+            hidden = optimizer is self._muon
+            optimizer.param_groups = [group for group in self.param_groups if group.get(HIDDEN, False) is hidden]
+            optimizer.state = self.state
+            optimizer.step()
         return closure and closure()

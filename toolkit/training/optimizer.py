@@ -1,4 +1,4 @@
-"""The optimizer and its groups of parameters, and a schedule counted in optimizer steps."""
+"""The optimizer, its parameter groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from toolkit.models.layers import distances
 from toolkit.training.lion import Lion
 from toolkit.training.muon import HIDDEN, Muon
 
-# transformers.Trainer's: biases and every kind of norm are not decayed
+# names of biases and norms, which are not decayed, from transformers.Trainer
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 DISTANCE = "layers_from_head"
-"""The key of a parameter group that holds its distance from the head, for `--unfreeze_every`."""
+"""Key of a parameter group: its distance from the head, for `--unfreeze_every`."""
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -37,7 +37,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """`--optimizer` for the trained parameters. Raises UserError for one that cannot be made."""
+    """Creates `--optimizer` for the parameters that require gradients. Raises UserError where that fails."""
     name = settings.optimizer
     kind, arguments = _optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
@@ -55,7 +55,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     except (TypeError, ValueError) as error:
         names = [word for word in inspect.signature(kind).parameters if word not in ("params", "lr", "weight_decay")]
         setting = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
-        hint = "; --optimizer muon gives it the matrices of layers" if kind is torch.optim.Muon else ""
+        hint = "; use --optimizer muon, which trains only matrices by Muon" if kind is torch.optim.Muon else ""
         raise UserError(f"{setting}: {first_line(error)}; {kind.__name__} takes {', '.join(names)}{hint}") from error
 
 
@@ -71,17 +71,17 @@ def _optimizer_class(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise UserError(f"--optimizer {name} cannot be imported: {first_line(error)}") from error
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise UserError(f"--optimizer {name} is no torch.optim.Optimizer")
+        raise UserError(f"--optimizer {name} is not a torch.optim.Optimizer")
     return kind
 
 
 def _arguments(text: str | None) -> dict[str, Any]:
-    """`momentum=0.9,betas=(0.9,0.95)` as Python reads the arguments of a call; nothing in it is run."""
+    """Parses `momentum=0.9,betas=(0.9,0.95)` as keyword arguments with literal values."""
     try:
         call = ast.parse(f"_({text or ''})", mode="eval").body
         assert isinstance(call, ast.Call)
         if call.args or any(word.arg is None for word in call.keywords) or not isinstance(call.func, ast.Name):
-            raise ValueError("each argument has a name")
+            raise ValueError("each argument needs a name")
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
         raise UserError(
@@ -89,7 +89,7 @@ def _arguments(text: str | None) -> dict[str, Any]:
         ) from error
     for name, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if name in arguments:
-            raise UserError(f"--optimizer_args {text}: {name} is a setting of its own: pass --{setting}")
+            raise UserError(f"--optimizer_args {text}: pass {name} as --{setting} instead")
     return arguments
 
 
@@ -101,12 +101,12 @@ def parameter_groups(
     gradual: bool = False,
     muon: bool = False,
 ) -> list[dict[str, Any]]:
-    """The trained parameters as an optimizer takes them: decayed ones, and those without decay (biases, norms).
+    """Returns the parameters that require gradients in groups with and without weight decay (biases, norms).
 
-    The groups are made by name: a strategy that shards parameters leaves them without a shape. With `layer_decay` or
-    `gradual` (`--unfreeze_every`) there are two for each layer, the head's first. `layer_decay`: each layer's learning
-    rate is so much of that above it (Howard and Ruder, 2018; Clark et al., 2020, "ELECTRA"). `muon`: the matrices of
-    layers have groups of their own. Raises UserError for a model without layers.
+    Parameters are chosen by name, since strategies that shard them change their shape. With `layer_decay` or `gradual`
+    (`--unfreeze_every`) each layer has two groups, starting with the head's. `layer_decay` multiplies the learning rate
+    from each layer to the one below (Howard and Ruder, 2018; Clark et al., 2020, "ELECTRA"). `muon` puts the matrices
+    of layers into separate groups. Raises UserError for a model without layers.
     """
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NO_DECAY))
     by_layer = layer_decay is not None or gradual
@@ -132,11 +132,10 @@ def parameter_groups(
 
 
 def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int) -> AcceleratedScheduler:
-    """The schedule that `--lr_scheduler_type` names, for a prepared optimizer: one step of it per optimizer step.
+    """The schedule of `--lr_scheduler_type` for a prepared optimizer, stepped once per optimizer step.
 
-    An optimizer step that fp16 skips is none. It is not handed to `accelerator.prepare`, which would step it once
-    per process. With `--unfreeze_every N` a group's rate is 0 until its turn: the head's comes at the start, and every
-    N steps that of one layer more.
+    A step that fp16 skips does not count. Do not pass it to `accelerator.prepare`, which would step it once per
+    process. With `--unfreeze_every N` the rate of a group that is n layers below the head is 0 for the first n N steps.
     """
     warmup = settings.warmup_steps
     if warmup is None:
@@ -144,9 +143,9 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
     plain = unwrapped_optimizer(optimizer)
     schedule = get_scheduler(settings.lr_scheduler_type, plain, num_warmup_steps=warmup, num_training_steps=total_steps)
     if every := settings.unfreeze_every:
-        rate = schedule.lr_lambdas[0]  # the same for all groups
+        rate = schedule.lr_lambdas[0]  # all groups have the same
         schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
-    scheduler = AcceleratedScheduler(schedule, optimizer, split_batches=True)  # a step counts once, not per process
+    scheduler = AcceleratedScheduler(schedule, optimizer, split_batches=True)  # one step, not one per process
     set_schedule(scheduler, 0)
     return scheduler
 
@@ -164,7 +163,7 @@ def _rate_from(first: int, rate: Callable[[int], float], step: int) -> float:
 
 
 def set_schedule(scheduler: AcceleratedScheduler, steps: int) -> None:
-    """Puts the schedule where it is after so many optimizer steps: `transformers`' are functions of the step alone."""
+    """Sets the schedule to its state after `steps` optimizer steps; those of transformers depend on nothing else."""
     schedule = scheduler.scheduler
     schedule.last_epoch = steps
     schedule._step_count = steps + 1

@@ -1,9 +1,9 @@
-"""Whether an optimizer can be used in the loop, and computes the same from shards of parameters: a trial decides.
+"""Tests whether an optimizer works in the training loop, and computes the same updates from shards of parameters.
 
-ZeRO lays the parameters of a group end to end, cuts that anywhere and gives each process a piece, and steps one group
-after the other. FSDP2 cuts each parameter by rows. What updates weight by weight sees no difference. What uses a
-parameter's rows, columns, norm or number of dimensions, at all parameters together, or counts its calls, becomes
-another optimizer without an error. So it takes a few steps on small parameters, whole and in pieces.
+ZeRO concatenates the parameters of a group, gives each process one slice of that, and steps one group after the other.
+FSDP2 shards each parameter by rows. Elementwise optimizers compute the same from shards. Those that use a parameter's
+rows, columns, norm or number of dimensions, use all parameters together, or count their calls, silently compute
+something else. So a copy of the optimizer takes a few steps on small parameters, unsharded and sharded.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from torch.optim import Optimizer
 
 from toolkit.errors import first_line
 
-# (the most rows of a small parameter, steps). RAdam changes its update at the 6th step, a Lookahead at the 5th or 6th,
-# SOAP and AdaShift at the 11th. Adafactor's kin keep rows and columns from 128 on; of a piece so long Shampoo would
-# keep a matrix of gigabytes, but the first trial has refused it
+# (maximum rows of a small parameter, steps). RAdam changes its update at the 6th step, a Lookahead at the 5th or 6th,
+# SOAP and AdaShift at the 11th. Variants of Adafactor keep rows and columns from 128 on; for that size Shampoo would
+# keep a matrix of gigabytes, but the first trial has rejected it
 _TRIALS = ((12, 12), (130, 3))
-_MOST = 2  # parameters of a group, and groups that differ in nothing but their learning rate
-_TOLERANCE = 1e-4  # of an update's norm: what fp32 rounds away is a hundredth of that
+_MAX_COPIES = 2  # parameters per group, and groups that differ only in their learning rate
+_TOLERANCE = 1e-4  # relative to an update's norm; fp32 rounding is a hundredth of that
 
-Cut = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Sharding = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""Parameters of a group -> one process's shards of them."""
 
 
 class _CannotTryError(Exception):
-    """Its state belongs to the real parameters."""
+    """The optimizer cannot be copied to small parameters."""
 
 
-def use_fault(optimizer: Optimizer, device: torch.device) -> str:
-    """Why it cannot take a step as the loop asks for it: it wants a closure, say, or sparse gradients. Empty where it
-    can, or where no copy of it can be made."""
-    with _seeded(device), contextlib.suppress(_CannotTryError):
+def step_fault(optimizer: Optimizer, device: torch.device) -> str:
+    """The error of `optimizer.step()` in the loop (it needs a closure, say, or sparse gradients); empty where it works,
+    or the optimizer cannot be copied."""
+    with _fixed_seed(device), contextlib.suppress(_CannotTryError):
         rows, steps = _TRIALS[0]
         trial = _copy_of(optimizer, device, rows)
         try:
@@ -52,56 +53,56 @@ def use_fault(optimizer: Optimizer, device: torch.device) -> str:
     return ""
 
 
-def pieces_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
-    """Why the updates of pieces, as two processes have them, are not those of whole parameters; empty where they are.
+def shard_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
+    """Why updates of shards in two processes differ from those of unsharded parameters; empty where they are equal.
 
     `stage`: of ZeRO; 0 for FSDP2.
     """
     try:
         for rows, steps in _TRIALS:
-            with _seeded(device):
+            with _fixed_seed(device):
                 if number := _first_difference(optimizer, device, stage, rows, steps):
-                    return f"its step {number} was another one in a trial"
+                    return f"its step {number} differed in a trial"
     except _CannotTryError as error:
         return str(error)
     except Exception as error:
-        return f"a trial ended with {type(error).__name__}: {first_line(error)}"
+        return f"a trial raised {type(error).__name__}: {first_line(error)}"
     return ""
 
 
 def _first_difference(optimizer: Optimizer, device: torch.device, stage: int, rows: int, steps: int) -> int:
-    """The number of the first step that is another one with pieces; 0 where all are alike."""
-    whole = _copy_of(optimizer, device, rows)
-    before = [[each.detach().clone() for each in group["params"]] for group in whole.param_groups]
-    trials = [(_copy_of(optimizer, device, rows), cut) for cut in _cuts(device, stage)]
-    for trial, cut in trials:
+    """The number of the first step that differs with shards; 0 where all are equal."""
+    unsharded = _copy_of(optimizer, device, rows)
+    before = [[each.detach().clone() for each in group["params"]] for group in unsharded.param_groups]
+    trials = [(_copy_of(optimizer, device, rows), shard) for shard in _shardings(device, stage)]
+    for trial, shard in trials:
         for group in trial.param_groups:
-            group["params"] = [piece.requires_grad_() for piece in cut(group["params"])]
+            group["params"] = [each.requires_grad_() for each in shard(group["params"])]
     for number in range(steps):
-        _set_gradients(whole, number)
-        for trial, cut in trials:
-            for group, source in zip(trial.param_groups, whole.param_groups, strict=True):
-                gradients = cut([each.grad for each in source["params"]])
-                for piece, gradient in zip(group["params"], gradients, strict=True):
-                    piece.grad = gradient
+        _set_gradients(unsharded, number)
+        for trial, shard in trials:
+            for group, source in zip(trial.param_groups, unsharded.param_groups, strict=True):
+                gradients = shard([each.grad for each in source["params"]])
+                for each, gradient in zip(group["params"], gradients, strict=True):
+                    each.grad = gradient
             _step(trial, stage)
-        whole.step()
-        if any(_differs(trial, whole, before, cut) for trial, cut in trials):
+        unsharded.step()
+        if any(_differs(trial, unsharded, before, shard) for trial, shard in trials):
             return number + 1
     return 0
 
 
-def _cuts(device: torch.device, stage: int) -> list[Cut]:
-    """What each of two processes gets; for FSDP2 also what this one gets: not every operation takes a DTensor."""
-    cuts: list[Cut] = [partial(_flat if stage else _rows, rank=rank) for rank in range(2)]
+def _shardings(device: torch.device, stage: int) -> list[Sharding]:
+    """For each of two ranks; for FSDP2 also this process's DTensors, since some operations do not support these."""
+    shardings: list[Sharding] = [partial(_flat if stage else _rows, rank=rank) for rank in range(2)]
     if stage or not torch.distributed.is_initialized():
-        return cuts
+        return shardings
     mesh = DeviceMesh(device.type, list(range(torch.distributed.get_world_size())))
-    return [*cuts, partial(_shards, mesh=mesh)]
+    return [*shardings, partial(_dtensors, mesh=mesh)]
 
 
 @contextlib.contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
+def _fixed_seed(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield
@@ -118,26 +119,26 @@ def _rows(tensors: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
     return [each.tensor_split([(len(each) + 1) // 2])[rank].clone() for each in rows]
 
 
-def _shards(tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
+def _dtensors(tensors: list[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
     return [distribute_tensor(each.detach().clone(), mesh, [Shard(0)], src_data_rank=None) for each in tensors]
 
 
 def _step(optimizer: Optimizer, stage: int) -> None:
-    """As DeepSpeed steps: stages 1 and 2 show one group at a time, stage 3 all, of which one has parameters."""
-    groups, pieces = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    """Steps as DeepSpeed does: one group at a time; stage 3 passes all groups, the others without parameters."""
+    groups, shards = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     for place in range(len(groups) if stage else 1):
         for other, group in enumerate(groups):
-            group["params"] = pieces[other] if other == place or stage < 3 else []
+            group["params"] = shards[other] if other == place or stage < 3 else []
         optimizer.param_groups = [groups[place]] if stage in (1, 2) else groups
         optimizer.step()
     optimizer.param_groups = groups
-    for group, params in zip(groups, pieces, strict=True):
+    for group, params in zip(groups, shards, strict=True):
         group["params"] = params
 
 
 def _set_gradients(optimizer: Optimizer, number: int) -> None:
-    """Of step `number`: rows unlike in size; every other time at right angles to the weights, as those before a norm
-    are (AdamP tests for that); far smaller and far larger ones, for what clips."""
+    """Of step `number`: rows of different norms; in every second step orthogonal to the weights, as before a norm
+    (AdamP tests for that); some very small and large ones, for optimizers that clip."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             rows = weight.detach().reshape(len(weight) if weight.dim() > 1 else 1, -1)
@@ -148,14 +149,14 @@ def _set_gradients(optimizer: Optimizer, number: int) -> None:
             weight.grad = gradient.reshape(weight.shape) * (0.1, 0.1, 1e-3, 10.0)[number % 4]
 
 
-def _differs(trial: Optimizer, whole: Optimizer, before: list[list[torch.Tensor]], cut: Cut) -> bool:
-    for group, source, start in zip(trial.param_groups, whole.param_groups, before, strict=True):
-        for tensors in zip(group["params"], cut(source["params"]), cut(start), strict=True):
-            piece, expected, first = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+def _differs(trial: Optimizer, unsharded: Optimizer, before: list[list[torch.Tensor]], shard: Sharding) -> bool:
+    for group, source, start in zip(trial.param_groups, unsharded.param_groups, before, strict=True):
+        for tensors in zip(group["params"], shard(source["params"]), shard(start), strict=True):
+            found, expected, first = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
             rounded = 1e-6 * expected.norm()
-            if not (piece.detach() - expected).norm() <= _TOLERANCE * (expected - first).norm() + rounded:
+            if not (found.detach() - expected).norm() <= _TOLERANCE * (expected - first).norm() + rounded:
                 return True
-        # a step size that it estimates itself may still be too small to show (D-Adaptation, Prodigy)
+        # D-Adaptation and Prodigy estimate a step size, whose effect may still be too small to see
         if any(not math.isclose(_number(group.get(key)), _number(source[key]), rel_tol=_TOLERANCE) for key in source):
             return True
     return False
@@ -167,29 +168,30 @@ def _number(value: Any) -> float:
 
 
 def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
-    """The optimizer as it is, but for its parameters: a few small ones of the same kinds. Raises _CannotTryError."""
-    if hasattr(optimizer, "__del__"):  # a copy's end would be the end of what it holds
+    """A copy of the optimizer with a few small parameters in place of its own. Raises _CannotTryError."""
+    if hasattr(optimizer, "__del__"):  # deleting the copy would free them
         raise _CannotTryError("it owns resources outside of Python, and cannot be copied for a trial")
     memo: dict[int, Any] = {id(each): torch.empty(0) for group in optimizer.param_groups for each in group["params"]}
     state: dict[Any, Any] = defaultdict(dict)
-    groups, alike = [], Counter[str]()
+    groups, copies = [], Counter[str]()
     for group in optimizer.param_groups:
         kind = repr([(key, value) for key, value in group.items() if key not in ("params", "lr", "initial_lr")])
-        if not group["params"] or alike[kind] == _MOST:
+        if not group["params"] or copies[kind] == _MAX_COPIES:
             continue
-        alike[kind] += 1
-        small = [_small(parameter, device, rows) for parameter in group["params"][:_MOST]]
+        copies[kind] += 1
+        small = [_small(parameter, device, rows) for parameter in group["params"][:_MAX_COPIES]]
         for parameter, copied in zip(group["params"], small, strict=False):
             memo[id(parameter)] = copied
             if parameter in optimizer.state:
-                state[copied] = _shrunk(optimizer.state[parameter], parameter, copied)
+                state[copied] = _shrink_state(optimizer.state[parameter], parameter, copied)
         count = len(group["params"])
         options = {
-            key: value[: len(small)] if _is_per_parameter(value, count) else value for key, value in group.items()
+            key: value[: len(small)] if isinstance(value, list) and len(value) == count else value
+            for key, value in group.items()
         }
         groups.append({**copy.deepcopy({**options, "params": []}), "params": small})
         if isinstance(group.get("lr"), float):
-            groups[-1]["lr"] = 0.03 if group["lr"] < 0.03 else group["lr"]  # of 5e-5 fp32 would round much away
+            groups[-1]["lr"] = 0.03 if group["lr"] < 0.03 else group["lr"]  # 5e-5 would lose too much to rounding
         memo[id(group)] = groups[-1]
     memo |= {id(optimizer.param_groups): groups, id(optimizer.state): state}
     try:
@@ -199,13 +201,13 @@ def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
 
 
 def _small(parameter: torch.Tensor, device: torch.device, rows: int) -> torch.nn.Parameter:
-    shape = [min(size, rows + 2 * axis) or 1 for axis, size in enumerate(parameter.shape)]  # a square is none
+    shape = [min(size, rows + 2 * axis) or 1 for axis, size in enumerate(parameter.shape)]  # never square
     values = torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
     return torch.nn.Parameter(values.to(device))
 
 
-def _shrunk(state: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
-    """The state that an optimizer creates of a parameter at construction, as Adagrad its sum."""
+def _shrink_state(state: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
+    """The state that an optimizer creates for a parameter in its constructor (Adagrad's sum)."""
     shrunk = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -217,18 +219,14 @@ def _shrunk(state: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor)
     return shrunk
 
 
-def _is_per_parameter(value: Any, count: int) -> bool:
-    return isinstance(value, list) and len(value) == count
-
-
 def _clone(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy`, with the attributes that an optimizer leaves out of its state; wrapped ones too."""
+    """`copy.deepcopy` of all attributes (an optimizer pickles only some), and of wrapped optimizers."""
     clone = memo[id(optimizer)] = object.__new__(type(optimizer))
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer) and id(value) not in memo:
             _clone(value, memo)
         if isinstance(value, torch.Tensor) and value.dim() and id(value) not in memo:
-            raise _CannotTryError("it keeps tensors beside its state")
-    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # which a schedule wraps
+            raise _CannotTryError("it keeps tensors outside of its state")
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # a schedule has wrapped it
     vars(clone).update(copy.deepcopy(attributes, memo))
     return clone

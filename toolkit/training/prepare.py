@@ -1,4 +1,4 @@
-"""Everything between a model with its optimizer and the training loop, in the one order that works."""
+"""Prepares a model and its optimizer for the training loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from toolkit.training.strategy import align_strategy
 def prepare(
     accelerator: Accelerator, settings: TrainingSettings, model: Any, optimizer: Any, train: Split, tokenizer: Any
 ) -> tuple[Any, Any, AcceleratedScheduler, Steps]:
-    """(model, optimizer, scheduler, steps), as the launch asks for them; all processes call this.
+    """(model, optimizer, scheduler, steps), prepared for the strategy of this launch; all processes call this.
 
-    `--per_device_batch_size auto` becomes a number first (`steps.settings` has it): it decides how many micro-batches a
-    step has, and the strategy's config must say that before `accelerator.prepare`. The schedule is not prepared, or it
-    would step once per process. Raises UserError for settings, a model or an optimizer that the strategy cannot train.
+    Replaces `--per_device_batch_size auto` by a number (in `steps.settings`) first: the strategy's config needs the
+    number of micro-batches before `accelerator.prepare`. The schedule is not prepared, since accelerate would step it
+    once per process. Raises UserError for settings, a model or an optimizer that the strategy cannot train.
     """
     collator_of(train, tokenizer, accelerator.device).prepare_model(accelerator, model)
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)

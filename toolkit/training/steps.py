@@ -1,10 +1,9 @@
-"""Optimizer steps: which samples each one takes, in which micro-batches, and what its loss is divided by.
+"""Optimizer steps: their samples, micro-batches, loss normalisation and metrics.
 
-**Where the loss is normalised: `Step.mean`.** The gradient of a step is that of the mean loss over its
-*global* batch, whatever the number of processes and micro-batches. Each process sums the losses of its own
-samples and divides by the loss denominator of the whole global batch: its number of samples (the sum of their
-weights, where they have some), or of target tokens where the loss is theirs. Which samples those are is decided
-in `toolkit.data.batches`.
+**The loss is normalised in `Step.mean`.** A step's gradient is that of the mean loss over its *global* batch, for any
+number of processes and micro-batches: each process sums the losses of its samples, and divides by the loss denominator
+of the global batch, its number of samples (the sum of their weights, where they have some) or of target tokens.
+`toolkit.data.batches` chooses the samples.
 """
 
 from __future__ import annotations
@@ -46,39 +45,40 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import refuse_changes, refuse_foreign_parameters, refuse_shards
-from toolkit.training.dropout import draw_dropout_faster
+from toolkit.training.dropout import install_fast_dropout
 from toolkit.utils import memory
 
-# How often a GPU is synchronised where --logging_steps is not given; a stop signal waits as long.
+# How often metrics and stop signals are gathered on a GPU where --logging_steps is not set
 _GATHER_SECONDS = 1.0
-# Each step that fp16 skips halves the loss scale, which begins at 2**16: after 16 it is 1.
-_MOST_SKIPPED = 15
+# Each step that fp16 skips halves the loss scale: 16 in a row take it from 2**16 to 1
+_MAX_SKIPPED = 15
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many optimizer steps a run takes."""
+    """The optimizer steps of a run."""
 
     steps_per_epoch: int
     total_steps: int
     accumulation: int
-    """The most micro-batches of one optimizer step on one process."""
+    """Maximum micro-batches of one optimizer step on one process."""
     micro_batch_size: int
-    """Samples of one micro-batch, as it is declared to DeepSpeed; some have more where tokens are counted."""
+    """Samples of one micro-batch, for DeepSpeed's config; with `max_tokens_per_batch` some have more."""
     eval_every: int
 
 
 def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> Schedule:
-    """Raises UserError when a text alone exceeds the most tokens that a batch may have."""
-    longest, most = int(train.lengths.max()), settings.max_tokens_per_batch
-    if most is not None and longest > most:
+    """Raises UserError where a text is longer than `max_tokens_per_batch`."""
+    longest, max_tokens = int(train.lengths.max()), settings.max_tokens_per_batch
+    if max_tokens is not None and longest > max_tokens:
         raise UserError(
-            f"--max_tokens_per_batch {most} is less than the longest text, which has {longest} tokens: raise it, or "
-            f"cut texts with --max_length {most}"
+            f"--max_tokens_per_batch {max_tokens} is less than the longest text, which has {longest} tokens: raise it, "
+            f"or cut texts with --max_length {max_tokens}"
         )
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_micro_batches(train, settings.global_batch_size, settings.micro_batch_size, processes, most)
+    sizes = settings.global_batch_size, settings.micro_batch_size
+    accumulation = most_micro_batches(train, *sizes, processes, max_tokens)
     largest = -(-settings.global_batch_size // (accumulation * processes))
     return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
 
@@ -90,26 +90,26 @@ class StepMetrics:
     step: int
     epoch: float
     loss: float
-    """Mean over the global batch's samples, or over the tokens that are predicted of them."""
+    """Mean over the global batch's samples, or their target tokens."""
     learning_rate: float
     grad_norm: float
     """Before clipping."""
     samples: int
     tokens: int
-    """Of this step, padding not counted."""
+    """Of this step, without padding."""
     samples_per_second: float
     tokens_per_second: float
     padding: float
-    """The part of all tokens that the processes computed which was padding."""
+    """Fraction of padding among all computed tokens."""
     mfu: float | None
-    """Of all devices (`toolkit.training.mfu`); None where their peak is not known."""
+    """Over all devices (`toolkit.training.mfu`); None where their peak is unknown."""
     peak_memory_bytes: int
-    """The most of any process since training began or last evaluated: device memory, or resident memory on a CPU."""
+    """Maximum over processes since the start or the last evaluation: device memory, or resident memory on a CPU."""
 
 
 @dataclass
 class Step:
-    """One optimizer step: a global batch, of which each process computes some micro-batches."""
+    """One optimizer step on a global batch."""
 
     steps: Steps
     number: int
@@ -117,115 +117,111 @@ class Step:
     indices: np.ndarray
     """Samples of the global batch."""
     tokens: int
-    """Real tokens of the global batch."""
+    """Tokens of the global batch, without padding."""
     loss_denominator: float
-    """What the sum of the global batch's losses is divided by: its samples, the sum of their weights, or the tokens
-    that are predicted."""
+    """Divides the sum of the global batch's losses: its samples, the sum of their weights, or its target tokens."""
     collate: Collator | None = None
-    """What makes its batches, where that is not the run's."""
+    """By default the run's."""
     learning_rate: float = math.nan
-    """Of this step's update."""
-    following: Step | None = None
+    next_step: Step | None = None
     started: float = 0.0
     seconds: float = math.nan
     grad_norm: Any = None
     metrics: StepMetrics = field(init=False)
-    """Once they are gathered."""
+    """Set when they are gathered."""
     _batch: Batch | None = None
     _computed_tokens: int = 0
-    """Of this process, padding counted."""
+    """Of this process, with padding."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
-    _refusal: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Of sharded parameters in a loss: in the first micro-batch of a run."""
-    _first_model: torch.nn.Module | None = None
-    """The model, until the loss of the first micro-batch of a run is checked."""
+    _shard_check: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Raises where a loss uses sharded parameters; in the first micro-batch of a run."""
+    _unchecked_model: torch.nn.Module | None = None
+    """Set until the loss of a run's first micro-batch is checked."""
 
     @property
     def evaluates(self) -> bool:
-        """Whether an evaluation is due after it: at every `eval_every`th step, and at the last."""
+        """Whether an evaluation is due after this step: after every `eval_every`, and after the last."""
         schedule = self.steps.schedule
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
     @functools.cached_property
     def local_samples(self) -> list[np.ndarray]:
-        """The samples of each of this process's micro-batches."""
+        """Indices of the samples of each of this process's micro-batches."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world = accelerator.process_index, accelerator.num_processes
-        size, most = settings.micro_batch_size, settings.max_tokens_per_batch
-        return micro_batches(self.steps.train, self.indices, size, rank, world, most)
+        size, max_tokens = settings.micro_batch_size, settings.max_tokens_per_batch
+        return micro_batches(self.steps.train, self.indices, size, rank, world, max_tokens)
 
     @functools.cached_property
     def collations(self) -> list[Collation]:
-        """Of `local_samples`."""
+        """Calls that collate `local_samples`."""
         return [partial(self.collate or self.steps.collate, indices) for indices in self.local_samples]
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
-        """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only, or in
-        each where `sync_each_batch` says so. Raises UserError where `requires_grad` of its parameters has changed."""
+        """Yields this process's micro-batches. The gradients of `model` are synchronised in the last one, or in each
+        with `sync_each_batch`. Raises UserError where `requires_grad` of a parameter has changed."""
         accelerator = self.steps.accelerator
         refuse_changes(model)
-        after = [*self.collations[1:], self.following.collations[0] if self.following else None]
-        for collation, following in zip(self.collations, after, strict=True):
+        prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
+        for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
-            self._batch = self.steps.ahead.batch(collation, following)
+            self._batch = self.steps.ahead.batch(collation, prefetch)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
-            with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._refusal:
+            with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._shard_check:
                 if not self.steps.has_started:
-                    self.steps.has_started, self._first_model = True, model
-                    self._refusal.enter_context(refuse_shards(model))
+                    self.steps.has_started, self._unchecked_model = True, model
+                    self._shard_check.enter_context(refuse_shards(model))
                 yield self._batch
 
     @property
     def _reduces(self) -> bool:
         """Whether gradients are reduced after the current micro-batch."""
-        accelerator, each = self.steps.accelerator, self.steps.settings.sync_each_batch
-        return bool(accelerator.sync_gradients or (accelerator.is_fsdp2 if each is None else each))
+        accelerator, always = self.steps.accelerator, self.steps.settings.sync_each_batch
+        return bool(accelerator.sync_gradients or (accelerator.is_fsdp2 if always is None else always))
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """(B,) losses of the current micro-batch -> its part, a scalar, of the mean over the global batch.
+        """(B,) losses of the current micro-batch -> its share, a scalar, of the mean over the global batch.
 
-        Hand it to `accelerator.backward`. Where a sample's loss is the sum over tokens of it, the mean is over those of
-        all samples. Data parallel training averages gradients over processes, and accelerate (or DeepSpeed) over the
-        declared accumulation: the factor cancels both, so that only the division by the global loss denominator
-        remains.
+        Pass it to `accelerator.backward`. Where a sample's loss is a sum over tokens, the mean is over all tokens. Data
+        parallel training averages gradients over processes, and accelerate (or DeepSpeed) over the declared
+        accumulation: the factor cancels both, which leaves the division by the global loss denominator.
 
         Raises RuntimeError outside `micro_batches`, UserError unless there is one loss per sample.
         """
         batch, accelerator = self._batch, self.steps.accelerator
         if batch is None:
-            raise RuntimeError("step.mean() belongs inside `for batch in step.micro_batches(model)`")
+            raise RuntimeError("call step.mean() inside `for batch in step.micro_batches(model)`")
         if losses.shape != batch.weights.shape:
             raise UserError(
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        if self._first_model is not None:
-            refuse_foreign_parameters(self._first_model, losses)
-            self._refusal.close()
-            self._first_model = None
-        weighted = losses * batch.weights  # (B,); 1, or its class's; 0: padding, where another process has a sample
+        if self._unchecked_model is not None:
+            refuse_foreign_parameters(self._unchecked_model, losses)
+            self._shard_check.close()
+            self._unchecked_model = None
+        weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
         return weighted.sum() * (averaged_over / self.loss_denominator)
 
     def refuse_non_finite(self) -> None:
-        """Raises UserError, in every process, when the gathered loss or gradient is not finite; of gradients in fp16,
-        where such a step is skipped, when too many in a row are not."""
+        """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
+        with such gradients: there only too many in a row raise."""
         metrics, steps = self.metrics, self.steps
         steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
-        most = _MOST_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
-        if math.isfinite(metrics.loss) and steps.skipped <= most:
+        allowed = _MAX_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
+        if math.isfinite(metrics.loss) and steps.skipped <= allowed:
             return
         losses, ids = torch.cat(self._losses), torch.cat(self._ids)
-        bad = ids[~torch.isfinite(losses)].tolist()
-        rows = [row for row in sorted(gather_object(bad)) if row >= 0]
+        rows = [row for row in sorted(gather_object(ids[~torch.isfinite(losses)].tolist())) if row >= 0]
         what = f"the loss of rows {listing(row + 1 for row in rows)} is" if rows else "the gradient is"
         raise UserError(
-            f"step {metrics.step}: {what} not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm}): "
-            f"look at those texts and labels, lower --learning_rate (now {metrics.learning_rate:.3g}), or use "
+            f"step {metrics.step}: {what} not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm}): check "
+            f"those texts and labels, lower --learning_rate (now {metrics.learning_rate:.3g}), or use "
             "--mixed_precision bf16 or no"
         )
 
@@ -244,58 +240,58 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Measures the peak from here on: on CUDA, and on a CPU under Linux (proc(5))."""
+    """On CUDA, and on a CPU under Linux (proc(5))."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
-        with contextlib.suppress(OSError):  # some sandboxes have no such file
+        with contextlib.suppress(OSError):  # some sandboxes lack this file
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 class Steps:
-    """`for step in steps`: every optimizer step of a run, with the same samples in the same order everywhere."""
+    """Iterates over the optimizer steps of a run; the order of samples does not depend on the processes."""
 
     def __init__(self, accelerator: Accelerator, train: Split, tokenizer: Any, settings: TrainingSettings) -> None:
-        """Raises UserError when a text alone exceeds the most tokens that a batch may have."""
+        """Raises UserError where a text is longer than `max_tokens_per_batch`."""
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         if accelerator.device.type == "cpu":
-            draw_dropout_faster()
+            install_fast_dropout()
         self.ahead, self.collate = Ahead(accelerator.device), collator_of(train, tokenizer, accelerator.device)
         self.done = 0
-        """Global batches computed; fp16 may have skipped the update of some."""
+        """Steps taken, with those whose update fp16 skipped."""
         self.skipped = 0
-        """How many of the last had a gradient that was not finite."""
+        """How many steps in a row, up to the last, had a gradient that was not finite."""
         self.stop_signal = 0
-        """The number of a stop signal that any process received (SIGTERM, SIGUSR1, Ctrl-C)."""
+        """Number of a stop signal (SIGTERM, SIGUSR1, Ctrl-C) that any process received, or 0."""
         self.utilization: Callable[[np.ndarray, float], float] | None = None
-        """(lengths of texts, seconds) -> the MFU of a training on them."""
+        """(lengths of texts, seconds) -> MFU."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.has_started = False
-        """Whether there was a micro-batch."""
+        """Whether the first micro-batch has been yielded."""
         self.set_randomness: Callable[[], None] = self._seed_dropout
         self._pending: list[Step] = []
-        self._at_once, self._seconds_per_step = settings.logging_steps or 1, math.inf
+        self._steps_per_gather, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
     def _seed_dropout(self) -> None:
-        """The weights exist; from here on each process draws dropout of its own."""
+        """Different on each process; the weights have been initialized before."""
         set_seed(self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0), device_specific=True)
 
     def __iter__(self) -> Iterator[Step]:
-        """Yields the steps after those that are `done`, in the global order of samples, which depends on the seed
-        and the epoch only. Meanwhile a stop signal waits until the step is done."""
+        """Yields the steps after `done`, with the order of samples by seed and epoch. Stop signals only set
+        `stop_signal` meanwhile."""
         self.set_randomness()
         device = self.accelerator.device
-        reset_peak_memory(device)  # of the data, a teacher, or the search for a batch that fits
+        reset_peak_memory(device)  # exclude data, a teacher, and the search for a batch size
         with self.signals:
             remaining = self._remaining()
             step = next(remaining, None)
             while step is not None:
-                step.following, step.started = next(remaining, None), time.perf_counter()
+                step.next_step, step.started = next(remaining, None), time.perf_counter()
                 yield step
                 if step.evaluates:
                     reset_peak_memory(device)
-                step = step.following
+                step = step.next_step
 
     def _remaining(self) -> Iterator[Step]:
         per_epoch, train, settings = self.schedule.steps_per_epoch, self.train, self.settings
@@ -307,15 +303,14 @@ class Steps:
                 indices = order[number % per_epoch]
                 collate = self.collate.at(epoch, number / self.schedule.total_steps)
                 tokens, denominator = train.lengths[indices].sum(), collate.loss_denominators(indices).sum()
-                # 1: texts without a token that could be predicted have no loss
+                # 1 where no text has a target token: their loss is 0
                 yield Step(self, number + 1, indices, int(tokens), denominator.item() or 1, collate)
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:
-        """Yields the metrics of this step and of those before it that were not gathered: nothing in most steps where
-        `logging_steps` is more than 1. Gathering synchronises the device, and shares a stop signal with all processes;
-        all of them call this.
+        """Yields the metrics of this step and of earlier steps, or nothing until the next gather (`logging_steps`).
+        Gathering synchronises the device, and shares a stop signal with all processes; all of them call this.
 
-        Raises UserError, in every process, at the first step whose loss or gradient is not finite.
+        Raises UserError, in every process, for the first step whose loss or gradient is not finite.
         """
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
         if self.accelerator.device.type == "cpu":
@@ -323,7 +318,7 @@ class Steps:
         self.done, signal = step.number, self.signals.requested
         self._pending.append(step)
         saves = self.settings.checkpoint_every is not None and step.number % self.settings.checkpoint_every == 0
-        if len(self._pending) < self._at_once and not step.evaluates and not saves:
+        if len(self._pending) < self._steps_per_gather and not step.evaluates and not saves:
             return
         finished, self._pending = self._pending, []
         self._gather(finished, signal)
@@ -332,20 +327,20 @@ class Steps:
             yield each.metrics
 
     def _gather(self, finished: list[Step], signal: int) -> None:
-        """One small collective and one copy to the host, for any number of steps."""
+        """With one small collective and one copy to the host, for any number of steps."""
         device, count, start = self.accelerator.device, len(finished), time.perf_counter()
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         numbers = [peak_memory_bytes(device), signal, self._seconds_per_step]
         process = torch.tensor(numbers, dtype=dtype, device=device)
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
-        norms = [_whole(step.grad_norm).to(device, dtype) for step in finished]
+        norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
         computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
         local = torch.cat([process, torch.stack([*sums, *norms]), computed])
         ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
-        launch.explain_failures()  # what fails from here on is no longer a micro-batch's
+        launch.explain_failures()  # later failures are not a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
         if self.settings.logging_steps is None and device.type != "cpu":
-            self._at_once = max(1, int(_GATHER_SECONDS / ranks[0][2]))
+            self._steps_per_gather = max(1, int(_GATHER_SECONDS / ranks[0][2]))
         seconds = time.perf_counter() - start + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / count
         samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
@@ -368,8 +363,8 @@ class Steps:
             )
 
 
-def _whole(norm: Any) -> torch.Tensor:
-    """A gradient's norm, a scalar, from what strategies return: a tensor, parts of one, a number, or nothing."""
+def _norm_tensor(norm: Any) -> torch.Tensor:
+    """A scalar, from the gradient norms that strategies return: a tensor, a DTensor, a float or None."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if isinstance(norm, torch.Tensor):
