@@ -1,1 +1,1 @@
-"""Loading pretrained encoders; what transformers lacks."""
+"""Loads pretrained encoders; fast BigBird attention, BERT to BigBird, LoRA, layers."""

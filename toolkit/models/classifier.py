@@ -1,4 +1,4 @@
-"""Any `AutoModelForSequenceClassification` checkpoint, the same weights in every process."""
+"""Loads classifiers: any `AutoModelForSequenceClassification` checkpoint, with equal weights in every process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, ma
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.models.exported import ExportedClassifier, exported_to
+from toolkit.models.exported import ExportedClassifier, export_format
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
@@ -32,7 +32,7 @@ from toolkit.utils.compat import require
 
 
 class Classes(Protocol):
-    """The classes of a classifier, as those of the data have them."""
+    """The classes of a classifier; `toolkit.data.labels.Labels` is one."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -44,23 +44,22 @@ class Classes(Protocol):
 def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     """The pretrained encoder with a head for these classes, in float32 on the CPU; with `lora_r`, a PeftModel.
 
-    The weights of a new head and of LoRA depend on the seed only: every process makes the same ones, whatever the
-    strategy, because nothing is sharded before `accelerator.prepare`.
-    Raises UserError when the model cannot be loaded or an option does not fit it.
+    A new head and LoRA are initialized by the seed: equal in every process under every strategy, since nothing is
+    sharded before `accelerator.prepare`. Raises UserError where the model cannot be loaded or an option does not fit.
     """
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
-        raise UserError(f"--model_name_or_path {name} writes titles: train it with recipes/title.py")
+        raise UserError(f"--model_name_or_path {name} is a title model: train it with recipes/title.py")
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
-    read_as_decoder(config, name)
+    configure_decoder(config, name)
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
     with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
-        # a classification head of another size is replaced: that is what fine-tuning on new labels is
+        # replaces a classification head of another size
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             model_path(name),
             config=config,
@@ -70,7 +69,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
             **options,
         )
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
-    # a head (and a pooler) may be new
+    # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
     refuse_random(name, (key for key in new if key.startswith(prefix) and "pooler" not in key))
     if settings.num_hidden_layers:
@@ -81,7 +80,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
         freeze_layers(model, settings.freeze_layers, name)
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
-        recompute_activations(name, model)
+        enable_gradient_checkpointing(name, model)
     freeze_unused(model)
     read_first_token_only(model)
     if settings.lora_r:
@@ -91,9 +90,9 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     return model
 
 
-def read_as_decoder(config: Any, name: str) -> None:
-    """Sets what a decoder (Qwen3) needs to classify: a padding token, since its head reads the last other token, and no
-    cache of keys and values, which only generation needs. An encoder's config has the one and ignores the other."""
+def configure_decoder(config: Any, name: str) -> None:
+    """Makes a decoder (Qwen3) classify: sets its padding token, since the head reads each text's last real token, and
+    switches off the key-value cache. Changes nothing for an encoder."""
     config = config.get_text_config()
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
@@ -101,9 +100,9 @@ def read_as_decoder(config: Any, name: str) -> None:
 
 
 @functools.cache
-def trust_masks() -> None:
-    """transformers tests whether a mask hides anything, and whether ids without a mask are padded, which synchronises
-    the GPU in each forward pass. Our masks always hide something: a batch without padding has none."""
+def skip_mask_checks() -> None:
+    """Skips transformers' checks of masks and padding on a GPU, which synchronise in each forward pass. They are not
+    needed: our batches have a mask only with padding."""
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
         check = require(masking_utils, name, "transformers")
         setattr(masking_utils, name, partial(_check_on_cpu, check))
@@ -113,16 +112,14 @@ def trust_masks() -> None:
     )
 
 
-def _check_on_cpu(check: Callable[..., Any], tensor: torch.Tensor | None, *more: Any, **options: Any) -> Any:
-    return (tensor is None or tensor.device.type == "cpu") and check(tensor, *more, **options)
+def _check_on_cpu(check: Callable[..., Any], tensor: torch.Tensor | None, *args: Any, **options: Any) -> Any:
+    return (tensor is None or tensor.device.type == "cpu") and check(tensor, *args, **options)
 
 
 def choose_attention(model: Any, attention: str | None) -> None:
-    """Gives a BigBird encoder in `model` this attention; by default ours, exact and fast.
-
-    `eager` is transformers' own. Other models are not changed. Raises UserError for a name that BigBird does not have.
-    """
-    trust_masks()
+    """Installs an attention in a BigBird encoder, by default the fast one; `eager` is transformers'. Does not change
+    other models. Raises UserError for an unknown name."""
+    skip_mask_checks()
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return
@@ -134,28 +131,27 @@ def choose_attention(model: Any, attention: str | None) -> None:
     if attention != "eager":
         bigbird.install(model, attention or ("auto" if sparse else "full"))
         return
-    for part in model.modules():  # transformers' own becomes full attention for good at its first short batch
+    for part in model.modules():  # transformers' would switch to full attention for good at its first short batch
         if sparse and isinstance(part, BigBirdModel) and not part.config.is_decoder:
             part.register_forward_pre_hook(lambda encoder, _: encoder.set_attention_type("block_sparse"))
 
 
-def recompute_activations(name: str, model: Any) -> None:
-    """Raises UserError where the model has no code for it."""
+def enable_gradient_checkpointing(name: str, model: Any) -> None:
+    """Raises UserError where the model does not support it."""
     if not model.supports_gradient_checkpointing:
-        raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
+        raise UserError(f"{name} does not support --gradient_checkpointing: leave it out")
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
-def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
-    """Freezes the trained parameters that no output depends on (an unused pooler), and returns their names.
+def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
+    """Freezes trainable parameters that the logits do not depend on (an unused pooler), and returns their names.
 
-    Data parallel training would stop at them, and sharded optimizers would decay them where one process does not
-    change them. They are found in the graph of one short sample's logits, which costs a forward pass. `more`: inputs of
-    the model besides `input_ids` (1, 8).
+    DDP raises for them, and sharded optimizers would decay them. Takes one forward pass of a short sample, and searches
+    the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
     """
     training, ones = model.training, torch.ones(1, 8, dtype=torch.long)
     with torch.random.fork_rng(devices=[]):
-        logits = model.train()(input_ids=ones, attention_mask=ones, **more).logits
+        logits = model.train()(input_ids=ones, attention_mask=ones, **inputs).logits
     model.train(training)
     nodes, queue = set(), [logits.grad_fn]
     while queue:
@@ -171,11 +167,10 @@ def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
 
 
 def load_saved_classifier(settings: ModelSettings) -> Any:
-    """A fine-tuned classifier as it was saved, or as it was exported. Raises UserError for one whose head was never
-    trained."""
+    """A fine-tuned classifier, saved or exported. Raises UserError for an untrained head."""
     name = str(settings.model_name_or_path)
     config = load_config(settings)
-    if exported_to(Path(name)):
+    if export_format(Path(name)):
         return ExportedClassifier(Path(name), config)
     with explain_load_errors(name), whole_weights(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
@@ -184,16 +179,16 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     if loading["missing_keys"]:
         raise UserError(
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
-            "its predictions would be noise; fine-tune it first, or name a run's model folder"
+            "its predictions would be random; fine-tune it first, or pass a run's model folder"
         )
-    read_as_decoder(model.config, name)
+    configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
     read_first_token_only(model)
     return model
 
 
 def set_dropout(config: Any, probability: float | None) -> None:
-    """Sets every dropout probability of a config, whatever the family calls it; None changes nothing."""
+    """Sets all dropout probabilities of a config, under any name; None changes nothing."""
     if probability is None:
         return
     for name, value in config.to_dict().items():

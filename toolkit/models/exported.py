@@ -1,4 +1,4 @@
-"""A classifier that `toolkit export` wrote: OpenVINO or ONNX Runtime computes it, and it is called as a torch model."""
+"""Runs a classifier of `toolkit export` by OpenVINO or ONNX Runtime, with the interface of a torch model."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from toolkit.errors import UserError, first_line
 from toolkit.utils.extras import require_extra
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
-"""Where each kind has its graph, as optimum and text-embeddings-inference look for it."""
+"""File names of graphs, as in optimum and text-embeddings-inference."""
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _PACKAGES = {"openvino": "openvino", "onnx": "onnxruntime"}
 Compute = Callable[[dict[str, np.ndarray]], np.ndarray]
 """(B, S) int64 inputs by name -> (B, C) float32 logits."""
 
 
-def exported_to(folder: Path) -> str | None:
-    """`openvino` or `onnx`, of a folder that holds such a graph and no weights of torch."""
+def export_format(folder: Path) -> str | None:
+    """`openvino` or `onnx`, for a folder with such a graph and without torch weights; None otherwise."""
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
     return next((kind for kind, name in FILES.items() if (folder / name).is_file()), None)
 
 
 class ExportedClassifier(torch.nn.Module):
-    """Called with the inputs of a batch; returns an object whose `logits` are (B, C) float32."""
+    """Takes the inputs of a batch, and returns an object with `logits` (B, C) float32."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        """Raises UserError where the runtime is missing or cannot read the file."""
+        """Raises UserError where the runtime is not installed or cannot read the file."""
         super().__init__()
-        kind = str(exported_to(folder))
+        kind = str(export_format(folder))
         require_extra(kind, kind, _PACKAGES[kind])
         self.config, self.path = config, folder / FILES[kind]
         try:
             self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(self.path)
-        except Exception as error:  # each has its own
+        except Exception as error:  # the runtimes raise various types
             raise UserError(f"{self.path} cannot be read: {first_line(error)}; export the model again") from error
 
     def forward(self, **inputs: torch.Tensor) -> SimpleNamespace:
@@ -47,7 +47,7 @@ class ExportedClassifier(torch.nn.Module):
         inputs = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids), **inputs}
         try:
             logits = self._compute({name: inputs[name].cpu().numpy() for name in self.inputs})
-        except Exception as error:  # each has its own
+        except Exception as error:  # the runtimes raise various types
             batch = " x ".join(map(str, ids.shape))
             raise UserError(f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}") from error
         return SimpleNamespace(logits=torch.from_numpy(logits).to(ids.device))
@@ -57,8 +57,8 @@ def _openvino(path: Path) -> tuple[list[str], Compute]:
     import openvino
 
     threads = torch.get_num_threads()
-    streams = min(2, threads)  # two halves of a batch at once are faster than one after the other on all cores
-    # in float32 what is not int8, whatever the hardware has: the export was checked so
+    streams = min(2, threads)  # two halves of a batch in parallel are faster than the batch on all cores
+    # float32 on all hardware (but for int8 weights), as when the export was checked
     hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": streams}
     compiled = openvino.Core().compile_model(path, "CPU", hints)
     requests = [compiled.create_infer_request() for _ in range(streams)]

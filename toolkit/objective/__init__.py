@@ -1,9 +1,9 @@
-"""What training minimises: the losses of the labels, and optional terms, each of which wraps the objective before it.
+"""The training objective: the losses of the labels, wrapped by optional terms.
 
 objective = make_objective(settings, model, data)
-losses = objective(batch, logits)                     # (B,), to train on
-losses = objective.losses(logits, batch.labels)       # (B,), of the labels alone, for an evaluation
-objective = objective.plus(term)                      # adds term(batch, logits), (B,), a term of your own
+losses = objective(batch, logits)                     # (B,), for training
+losses = objective.losses(logits, batch.labels)       # (B,), of the labels only, for evaluation
+objective = objective.plus(term)                      # adds term(batch, logits), (B,), which you define
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from toolkit.objective.r_drop import RDrop
 
 
 def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses | None = None) -> Objective:
-    """The objective of a classification or regression: `losses` (those of the settings by default) of the labels, with
-    a teacher, R-Drop and FGM where the settings have them.
+    """The objective for classification or regression: `losses` of the labels (by default those of the settings), plus
+    a teacher, R-Drop and FGM as in the settings.
 
-    `model` is prepared; `data` (`Prepared`) has the labels and `pos_weight`. Each term looks at each sample alone, and
-    is the same however a global batch is cut into micro-batches. Raises UserError for a term that does not fit the
-    model or the labels.
+    `model` is prepared; `data` (`Prepared`) has the labels and `pos_weight`. Terms are computed per sample, so they do
+    not depend on micro-batches. Raises UserError for a term that does not fit the model or the labels.
     """
     problem_type, terms = data.labels.problem_type, settings.objective
     objective = Objective(

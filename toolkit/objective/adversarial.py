@@ -13,11 +13,11 @@ from toolkit.utils.modules import unwrapped
 
 
 class Adversarial(Objective):
-    """The mean of the objective and of the losses of the same texts, each moved by epsilon to where its own loss grows
-    most.
+    """The mean of the objective and of the losses with the word embeddings of each text moved by epsilon along the
+    gradient of its loss.
 
-    The gradient is that of the word embeddings' output, not of their table: a text is moved by its own loss alone, and
-    no parameter need be whole in any process.
+    It takes the gradient of the embeddings' output, not of their table: so texts do not affect each other, and the
+    table may be sharded.
     """
 
     def __init__(self, objective: Objective, model: Any, epsilon: float) -> None:
@@ -31,13 +31,13 @@ class Adversarial(Objective):
         module.get_input_embeddings().register_forward_hook(self._hook)
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        adversarial = self._adversarial_losses(batch, logits)  # the hook holds the embeddings of the latest pass
+        adversarial = self._adversarial_losses(batch, logits)  # first: the hook keeps the last pass's embeddings
         return (self.objective(batch, logits) + adversarial) / 2
 
     def _adversarial_losses(self, batch: Batch, logits: Tensor) -> Tensor:
         if hasattr(self.model, "zero_optimization_stage"):
-            # DeepSpeed takes any gradient of its engine's outputs for the step's own, and ZeRO-3 gathers weights for
-            # one backward pass of each forward pass only: a forward pass outside of the engine
+            # outside the engine: DeepSpeed would count a gradient of its engine's outputs as the step's, and ZeRO-3
+            # gathers weights for only one backward pass per forward pass
             logits = unwrapped(self.model)(**batch.inputs).logits
         assert self._embedded is not None
         losses = self.losses(logits, batch.labels)
@@ -53,16 +53,16 @@ class Adversarial(Objective):
         if self._shift is not None:
             return embedded + self._shift.to(embedded.dtype)
         if torch.is_grad_enabled():
-            # the output of frozen embeddings requires no gradient by itself
+            # frozen embeddings' output does not require a gradient
             self._embedded = embedded = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
         return embedded
 
 
 def _norms(gradient: Tensor, token_samples: Tensor | None) -> Tensor:
-    """(R, S, H) -> the norm of each sample's part of it: (R, 1, 1), or of each token's sample, (R, S, 1), where a row
-    holds several (`Batch.token_samples`)."""
+    """(R, S, H) -> norms per sample: (R, 1, 1), or with several samples per row (`Batch.token_samples`) for each token
+    the norm of its sample, (R, S, 1)."""
     if token_samples is None:
         return gradient.flatten(1).norm(dim=1)[:, None, None]
     squares, samples = gradient.square().sum(-1).flatten(), token_samples.flatten()
-    sums = torch.zeros_like(squares).index_add(0, samples, squares)  # there are fewer samples than tokens
+    sums = torch.zeros_like(squares).index_add(0, samples, squares)  # fewer samples than tokens
     return sums.sqrt()[token_samples][..., None]

@@ -1,4 +1,4 @@
-"""The losses of the labels, and what an optional term wraps."""
+"""`Objective`, the losses of the labels, which optional terms wrap."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 from torch import Tensor
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-"""(logits, labels) -> (B,) losses, one for each sample."""
+"""(logits, labels) -> (B,) losses, one per sample."""
 
 
 class Batch(Protocol):
-    """What a term reads of a micro-batch."""
+    """The fields of a micro-batch that terms use."""
 
     @property
     def inputs(self) -> Mapping[str, Tensor]: ...
@@ -28,17 +28,17 @@ class Batch(Protocol):
 
 
 class Objective:
-    """The losses of the labels alone. An optional term is a subclass that wraps another objective."""
+    """The losses of the labels. An optional term is a subclass that wraps another objective."""
 
     def __init__(self, losses: Losses) -> None:
         self.losses = losses
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        """A micro-batch and the model's logits for it -> (B,), the losses to train on."""
+        """A micro-batch and its logits -> (B,) training losses."""
         return self.losses(logits, batch.labels)
 
     def plus(self, term: Callable[[Batch, Tensor], Tensor]) -> Objective:
-        """This objective with `term(batch, logits)`, (B,), added."""
+        """This objective plus `term(batch, logits)`, (B,)."""
         return _Sum(self, term)
 
 

@@ -11,7 +11,7 @@ from toolkit.objective.base import Batch, Objective
 
 
 class Distillation(Objective):
-    """(1 - alpha) x the objective + alpha x the distance to the teacher's logits, which each batch carries."""
+    """(1 - alpha) x the objective + alpha x the distance to the teacher's logits, from `batch.columns`."""
 
     def __init__(self, objective: Objective, problem_type: ProblemType, alpha: float, temperature: float) -> None:
         super().__init__(objective.losses)
@@ -26,8 +26,8 @@ class Distillation(Objective):
 def distillation_losses(logits: Tensor, teacher: Tensor, problem_type: ProblemType, temperature: float) -> Tensor:
     """(B, C) logits of a student and of its teacher -> (B,) float32 losses.
 
-    The Kullback-Leibler divergence of both at this temperature, times its square, so that gradients keep their size; of
-    several labels the mean over them, each a choice of two; of numbers the squared error.
+    The Kullback-Leibler divergence at this temperature, times its square to keep the size of gradients; for multi-label
+    the mean over labels of binary divergences; for regression the squared error.
     """
     logits = logits.float()
     if problem_type == "regression":

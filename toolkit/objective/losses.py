@@ -1,4 +1,4 @@
-"""The loss of each sample, so that the mean can be taken over the global batch."""
+"""Losses per sample, whose mean is taken over the global batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ def sample_losses(
 ) -> torch.Tensor:
     """(B, C) logits and labels -> (B,) float32 losses.
 
-    Cross entropy for (B,) class ids; the mean over classes of binary cross entropy for (B, C) 0/1
-    rows; the squared error for (B,) numbers, its mean over the outputs for (B, C): as in transformers, before its mean
-    over the batch.
+    As in transformers, without its mean over the batch: cross entropy for (B,) class ids, the mean over classes of
+    binary cross entropy for (B, C) 0/1 rows, squared errors for (B,) numbers, their mean over outputs for (B, C).
 
-    With `focal_gamma` each cross entropy is multiplied by (1 - p)^gamma, p the probability of what is true (Lin et al.,
-    2017, "Focal Loss"). `pos_weight` (C,), on the logits' device, multiplies the loss of a 1, as in
+    `focal_gamma` multiplies each cross entropy by (1 - p)^gamma, p the probability of the label (Lin et al., 2017,
+    "Focal Loss"). `pos_weight` (C,), on the logits' device, multiplies the loss of a 1, as in
     `torch.nn.BCEWithLogitsLoss`.
     """
     logits = logits.float()
@@ -42,14 +41,11 @@ def sample_losses(
 
 
 def _focal(losses: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Cross entropies -> those times (1 - p)^gamma; p = exp(-loss). A root has no slope at 0."""
+    """Multiplies cross entropies by (1 - p)^gamma, p = exp(-loss). Clamped, since a root has no derivative at 0."""
     return losses * (-torch.expm1(-losses)).clamp(min=1e-9) ** gamma
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """(B, T, V) logits and (B, T) token ids -> (B,) float32, the sum of each sample's cross entropies.
-
-    Labels of -100 are padding, and no part of it.
-    """
+    """(B, T, V) logits and (B, T) token ids -> (B,) float32 sums of cross entropies; labels of -100 are padding."""
     losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
     return losses.sum(dim=1)  # (B, T) -> (B,)

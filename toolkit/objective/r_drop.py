@@ -1,4 +1,4 @@
-"""R-Drop (Liang et al., 2021): two forward passes with different dropout, whose outputs are pulled together."""
+"""R-Drop (Liang et al., 2021): adds the divergence of two forward passes with different dropout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RDrop(Objective):
         super().__init__(objective.losses)
         self.objective, self.model, self.problem_type, self.alpha = objective, model, problem_type, alpha
         if problem_type == "regression":
-            raise UserError(f"--r_drop_alpha {alpha} compares probabilities of classes: leave it out")
+            raise UserError(f"--r_drop_alpha {alpha} needs classes, and this is a regression: leave it out")
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
         losses = self.objective(batch, logits)
@@ -29,8 +29,8 @@ class RDrop(Objective):
 
 
 def divergence(one: Tensor, other: Tensor, problem_type: ProblemType) -> Tensor:
-    """(B, C) logits twice -> (B,): the mean of both Kullback-Leibler divergences; of several labels the mean over
-    them."""
+    """(B, C) logits of two passes -> (B,): the mean of both Kullback-Leibler divergences, for multi-label its mean over
+    labels."""
     one, other = one.float(), other.float()
     if problem_type == "multi_label_classification":
         return ((one.sigmoid() - other.sigmoid()) * (one - other)).mean(-1) / 2

@@ -184,8 +184,8 @@ class _RefuseShards(TorchFunctionMode):
         except (RuntimeError, IndexError, TypeError, ValueError):
             pass
         raise UserError(
-            f"{listing(sharded, 4)}: sharded parameters are available only in the forward of their module: compute there "
-            f"({_LOSS_PARAMETERS})"
+            f"{listing(sharded, 4)}: sharded parameters are available only in the forward of their module: compute "
+            f"with them there ({_LOSS_PARAMETERS})"
         )
 
 

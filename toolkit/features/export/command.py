@@ -32,7 +32,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, training_quoting, training_run
-from toolkit.models.exported import FILES, INPUTS, exported_to
+from toolkit.models.exported import FILES, INPUTS, export_format
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import explain_write_errors, replace_folder
@@ -95,7 +95,7 @@ def _packages(options: Any) -> list[str]:
 
 def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
     """Raises UserError for a model that cannot be exported."""
-    if kind := exported_to(Path(model_path(name))):
+    if kind := export_format(Path(model_path(name))):
         raise UserError(f"{name} is already exported to {kind}: name the original model")
     saved = SavedModel(name)
     if not isinstance(saved.answers, ClassAnswers):

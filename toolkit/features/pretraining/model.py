@@ -24,7 +24,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
-from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
+from toolkit.models.classifier import choose_attention, enable_gradient_checkpointing, freeze_unused, set_dropout
 from toolkit.pretrained import (
     explain_load_errors,
     load_config,
@@ -68,7 +68,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     init_new_tokens(model, tokenizer, settings)
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
-        recompute_activations(name, model)
+        enable_gradient_checkpointing(name, model)
     freeze_unused(model)
     predict_masked_only(model, loss_fn)
     return model

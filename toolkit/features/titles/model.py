@@ -24,7 +24,7 @@ from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.demo import model_path
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
-from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
+from toolkit.models.classifier import choose_attention, enable_gradient_checkpointing, freeze_unused, set_dropout
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import explain_load_errors, load_config, quiet_transformers, refuse_random, whole_weights
 
@@ -58,7 +58,7 @@ def load_title_model(
     _configure_generation(model, tokenizer, generation, max_target_length)
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
-        recompute_activations(name, model)
+        enable_gradient_checkpointing(name, model)
     freeze_unused(model, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     return model
 
