@@ -62,7 +62,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, texts: list[str], sharp_mod
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> list[Any]:
-    """64 texts to train on and 16 to evaluate, a line each."""
+    """64 training and 16 validation texts, one per line."""
     folder = tmp_path_factory.mktemp("texts")
     for name, some in (("train", texts[:64]), ("validation", texts[64:])):
         (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in some), encoding="utf-8")
@@ -146,7 +146,7 @@ def cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def batches_of(run: Path, model: Path, probability: float) -> list[dict[str, torch.Tensor]]:
-    """The global batches of a run, masked, as transformers takes them: `labels` (B, S) with -100 elsewhere."""
+    """The masked global batches of a run in transformers' format: `labels` (B, S), -100 elsewhere."""
     folder = cache_folder() / "tokens" / json.loads((run / "config.json").read_text())["data"]["digest"]
     split = load_split(folder, "train", None, MaskedSplit)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -167,12 +167,9 @@ def as_transformers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def without_dropout(folder: Path) -> Any:
-    return BertForMaskedLM.from_pretrained(folder, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
-
-
 def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
-    model, losses = without_dropout(models["BERT"]), []
+    options = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    model, losses = BertForMaskedLM.from_pretrained(models["BERT"], **options), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
     for batch in batches_of(single["BERT"], models["BERT"], 0.3):
         loss = model(**batch).loss  # over all masked tokens of the batch

@@ -50,7 +50,7 @@ def draw_masks(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | 
     """((n,) ascending positions of the tokens to predict, (n, 2) uniform random numbers to choose their replacements).
 
     `maskable` (length,) bool. `starts` (length,) bool: the tokens that begin a word. With it, words are selected in
-    random order, without those longer than the rest to choose; the first tokens of one of these fill the rest.
+    random order, except those with more tokens than remain to select; the first tokens of one of these come last.
     """
     key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64)))
