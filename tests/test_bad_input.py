@@ -94,7 +94,7 @@ def test_nothing_is_overwritten(tmp_path: Path, tiny_model: Path) -> None:
     train(*arguments)
     before = digests(run)
     told = failed(*arguments)
-    assert "already holds a run" in told
+    assert "already contains a run" in told
     assert "--overwrite_output_dir" in told
     train(*arguments, "--overwrite_output_dir")
     (aside,) = tmp_path.glob("run.old-*")

@@ -32,9 +32,9 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def baseline(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Way -> the folder of an uninterrupted run."""
-    root = tmp_path_factory.mktemp("undisturbed")
+    root = tmp_path_factory.mktemp("baseline")
     return functools.cache(lambda way: run_of([*settings, *WAYS[way]], root / way.replace(" ", "-")))
 
 
@@ -52,12 +52,12 @@ def assert_same_run(folder: Path, expected: Path, rel: float = 1e-6, stopped: bo
 
 
 @pytest.mark.parametrize("event", slow_but(range(1, 64), *QUICK))
-def test_inside_a_save(event: int, settings: list[str], undisturbed: Runs, tmp_path: Path) -> None:
+def test_inside_a_save(event: int, settings: list[str], baseline: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed = recipe(str(event), "0", *settings, "--output_dir", folder, script="tests/kill_worker.py")
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
     train(*settings, "--output_dir", folder)
-    assert_same_run(folder, undisturbed("single"))
+    assert_same_run(folder, baseline("single"))
 
 
 def _kill(target: str, launcher: int, chance: random.Random) -> None:
@@ -79,9 +79,9 @@ def _kill(target: str, launcher: int, chance: random.Random) -> None:
     psutil.wait_procs(alive, timeout=10)
 
 
-def _kill_at_random(way: str, target: str, seed: int, settings: list[str], undisturbed: Runs, folder: Path) -> str:
+def _kill_at_random(way: str, target: str, seed: int, settings: list[str], baseline: Runs, folder: Path) -> str:
     """Kills, resumes and compares a run. Returns the killed run's stderr."""
-    expected = undisturbed(way)
+    expected = baseline(way)
     stderr = _start_and_kill(way, target, seed, settings, folder)
     train(*settings, "--output_dir", folder, *WAYS[way])
     assert_same_run(folder, expected, stopped=target == "the launcher")
@@ -101,8 +101,8 @@ def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folde
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("way", "target"), [("ddp x2", "one rank"), ("zero2 x2", "all ranks"),
                                              ("zero3 x2", "the launcher")])  # fmt: skip
-def test_at_random(way: str, target: str, settings: list[str], undisturbed: Runs, tmp_path: Path, fault: Fault) -> None:
-    stderr = _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
+def test_at_random(way: str, target: str, settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault) -> None:
+    stderr = _kill_at_random(way, target, 0, settings, baseline, tmp_path / "run")
     lost = "the steps since the last checkpoint; the same command goes on exactly"
     fault(f"kill -9 of {target} ({way})", stderr, lost)
 
@@ -116,10 +116,8 @@ CHANGES = [("zero3 x2", "single"), ("ddp x3", "zero2 x2"), ("zero2 x2", "ddp x2"
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("target", ["one rank", "all ranks", "the launcher"])
 @pytest.mark.parametrize("way", ["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
-def test_at_random_often(
-    way: str, target: str, seed: int, settings: list[str], undisturbed: Runs, tmp_path: Path
-) -> None:
-    _kill_at_random(way, target, seed, settings, undisturbed, tmp_path / "run")
+def test_at_random_often(way: str, target: str, seed: int, settings: list[str], baseline: Runs, tmp_path: Path) -> None:
+    _kill_at_random(way, target, seed, settings, baseline, tmp_path / "run")
 
 
 @pytest.mark.multiprocess
@@ -132,5 +130,5 @@ def test_killed_under_one_strategy_and_resumed_under_another(
     same = [*settings, "--dropout", "0"]
     _start_and_kill(way, "all ranks", 0, same, tmp_path / "run")
     train(*same, "--output_dir", tmp_path / "run", *WAYS[other])
-    run_of(same, tmp_path / "undisturbed")
-    assert_same_run(tmp_path / "run", tmp_path / "undisturbed", rel=1e-5)
+    run_of(same, tmp_path / "baseline")
+    assert_same_run(tmp_path / "run", tmp_path / "baseline", rel=1e-5)

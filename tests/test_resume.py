@@ -91,7 +91,7 @@ def test_the_run_is_as_planned(whole: Path) -> None:
     assert (manifest["epoch"], manifest["position"]) == (1, 2)
 
 
-# step 15: the next epoch begins after one more; 3: before the best model, which the run's model/ holds
+# 15: one step before the next epoch; 3: before the best step, whose model is in model/
 @pytest.mark.parametrize("step", [3, 15, *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 9, 12, 18))])
 def test_resumed_exactly(step: int, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", step)
@@ -118,7 +118,7 @@ def test_a_torn_last_line_and_a_lost_model_folder_are_written_again(
 ) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # 15's own line is missing, too
+    (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # the line of step 15 is missing, too
     shutil.rmtree(run / "model")
     train(*settings, "--output_dir", run)
     assert_same_run(run, whole)

@@ -36,7 +36,7 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
          "have no effect (learning_rate was 5e-05 and is 0.003)"),
         (["--max_steps", "3"], "has taken 4 steps, but the settings ask for 3 in total"),
         (["--max_steps", "4", "--max_length", "64"], "belongs to another job: max_length was "),
-        (["--max_steps", "8", "--resume", "no"], "already holds a run"),
+        (["--max_steps", "8", "--resume", "no"], "already contains a run"),
     ],
 )  # fmt: skip
 def test_refused(changed: list[str], message: str, settings: list[str], finished: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(settings: list[str]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
     message = failed(*settings, "--max_steps", "2", "--output_dir", tmp_path / "other")
-    assert "already holds a run (config.json)" in message
+    assert "already contains a run (config.json)" in message
 
 
 def test_a_full_disk_while_the_model_is_written(

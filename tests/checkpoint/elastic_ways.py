@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
     "aligned": {"zero_optimization": {"parameter_alignment": True}},
     "subgroups": {"zero_optimization": {"sub_group_size": 40}},
-    "kept": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
+    "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
     "released": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
     "hpz": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     "offload": {"zero_optimization": OFFLOAD},

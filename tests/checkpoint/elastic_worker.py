@@ -46,7 +46,7 @@ def make(model: str, name: str, root: Path) -> None:
     if dist.get_rank() > 0:
         assert not saved, "the unsharded model is in the memory of several ranks"
     elif any(not torch.equal(saved[name].float().view(-1), expected[name].float().view(-1)) for name in expected):
-        raise AssertionError("the model folder would not hold the masters")
+        raise AssertionError("the model folder would lack the masters")
     losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     if dist.get_rank() == 0:
         save_file({key: value.contiguous() for key, value in truth.items()}, root / "truth.safetensors")
@@ -79,7 +79,7 @@ def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tenso
     faults = [f"{key} is only in one" for key in sorted(expected.keys() ^ actual.keys())]
     for key in sorted(expected.keys() & actual.keys()):
         was, now = expected[key], actual[key]
-        if key.startswith(("frozen.", "buffer.")):  # computed in the engine's own type
+        if key.startswith(("frozen.", "buffer.")):  # in the engine's dtype
             was = was.to(now.dtype)
         if not torch.equal(was.float(), now.float()):
             faults.append(f"{key} differs by {(was.float() - now.float()).abs().max():.3g}")

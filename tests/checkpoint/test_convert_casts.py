@@ -32,11 +32,11 @@ def cast(tensor: torch.Tensor, source: str, target: str) -> torch.Tensor:
     ("source", "target"), [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32"), ("BF16", "F16")]
 )
 def test_casts_are_torchs_to_the_bit(source: str, target: str) -> None:
-    """But a NaN's payload: it stays one, with its sign; and what would become infinite, which fp16 refuses."""
-    given = tensor_of(patterns() if source == "F32" else ALL_HALVES, source)
-    expected = given.to(DTYPES[target])
-    numbers = ~given.isnan() & ~(expected.isinf() & ~given.isinf() if target == "F16" else torch.zeros(1).bool())
-    assert torch.equal(cast(given[numbers], source, target).view(torch.uint8), expected[numbers].view(torch.uint8))
-    lost = cast(given[given.isnan()], source, target)
-    assert lost.isnan().all()
-    assert torch.equal(lost.signbit(), given[given.isnan()].signbit())
+    """Except a NaN's payload (the sign stays), and numbers that become infinite in fp16: they are refused."""
+    values = tensor_of(patterns() if source == "F32" else ALL_HALVES, source)
+    expected = values.to(DTYPES[target])
+    numbers = ~values.isnan() & ~(expected.isinf() & ~values.isinf() if target == "F16" else torch.zeros(1).bool())
+    assert torch.equal(cast(values[numbers], source, target).view(torch.uint8), expected[numbers].view(torch.uint8))
+    nans = cast(values[values.isnan()], source, target)
+    assert nans.isnan().all()
+    assert torch.equal(nans.signbit(), values[values.isnan()].signbit())

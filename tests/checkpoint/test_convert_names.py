@@ -108,8 +108,8 @@ def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     assert all(same_bits(actual[f"bert.{name}"], tensor) for name, tensor in BASE.items())
     # a run's base model is used if it is a folder
     (base / "config.json").write_text('{"model_type": "bert"}')
-    convert(write_run(tmp_path / "named", HEAD, excluded=EXCLUDED, base_model=str(base)), tmp_path / "of its own")
-    assert set(read_folder(tmp_path / "of its own")) == {*HEAD, *EXCLUDED}
+    convert(write_run(tmp_path / "named", HEAD, excluded=EXCLUDED, base_model=str(base)), tmp_path / "from the run")
+    assert set(read_folder(tmp_path / "from the run")) == {*HEAD, *EXCLUDED}
 
 
 def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from tests.runs import groups, lines_of
 
 # model (see elastic_ways.Odd) -> strategies that save and restore it
 WAYS = {
-    "odd": ["single x1", "zero2 x2", "zero3-subgroups x2", "zero2-robin x2", "zero3-kept x3", "zero2-offload x2",
+    "odd": ["single x1", "zero2 x2", "zero3-subgroups x2", "zero2-robin x2", "zero3-persistent x3", "zero2-offload x2",
             "zero3-swapped x2", "zero1 x2", "zero2-scattered x2", "zero3-released x3", "zero2-aligned x3",
             "zero3-hpz x2", "ddp x3", "zero1 x1", "zero3 x1"],
-    "frozen": ["single x1", "zero1 x2", "zero3-released x3", "zero2 x3", "zero3-kept x2"],
+    "frozen": ["single x1", "zero1 x2", "zero3-released x3", "zero2 x3", "zero3-persistent x2"],
     "scalar": ["single x1", "ddp x2"],
     "empty": ["single x1", "zero1 x2", "zero2 x3", "zero2-robin x2"],
     "half": ["zero1-bf16 x2", "zero1-bf16-accumulates x2", "zero3-bf16-subgroups x3", "zero2-bf16 x3", "single x1",
-             "zero1-bf16-accumulates x3", "zero3-bf16-swapped x2", "zero3-bf16-kept x2", "zero2-bf16-offload x2",
+             "zero1-bf16-accumulates x3", "zero3-bf16-swapped x2", "zero3-bf16-persistent x2", "zero2-bf16-offload x2",
              "zero2-fp16 x2", "zero3-fp16 x2", "zero1-fp16 x3"],
     "momentum": ["single x1", "zero2 x2", "fsdp x2", "zero3 x2", "ddp x2"],
     "sgd": ["single x1", "zero3 x2"],

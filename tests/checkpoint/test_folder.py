@@ -24,7 +24,7 @@ def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> 
     return folder
 
 
-def left(checkpoints: Path) -> list[str]:
+def names_in(checkpoints: Path) -> list[str]:
     return sorted(path.name for path in checkpoints.iterdir())
 
 
@@ -81,7 +81,7 @@ def test_a_folder_that_is_a_link_is_read_and_never_emptied(tmp_path: Path) -> No
     folder.symlink_to(there)
     assert folders.find_resumable(tmp_path / "run") == ([folder], [])
     folders.remove(folder)
-    assert left(tmp_path / "run") == []
+    assert names_in(tmp_path / "run") == []
     assert folders.find_fault(there) == ""
 
 
@@ -98,7 +98,7 @@ def test_the_targets_of_links_are_never_removed(tmp_path: Path) -> None:
     folders.set_link(tmp_path, "last", last)
     folders.set_link(tmp_path, "best", best)
     folders.prune(tmp_path, keep=2)
-    assert left(tmp_path) == ["best", "last", *(f"step-{step:08d}" for step in (1, 2, 4, 5))]
+    assert names_in(tmp_path) == ["best", "last", *(f"step-{step:08d}" for step in (1, 2, 4, 5))]
     assert (folders.link_target(tmp_path, "best"), folders.link_target(tmp_path, "last")) == (best, last)
 
 
@@ -110,9 +110,9 @@ def test_files_of_killed_saves_are_removed(tmp_path: Path) -> None:
     (half / ".manifest.json.77").write_text("{")
     (tmp_path / ".last.123").symlink_to("step-00000002")
     (tmp_path / "step-1").mkdir()
-    (tmp_path / "notes").mkdir()  # the user's own
+    (tmp_path / "notes").mkdir()  # not of a run
     folders.prune(tmp_path, keep=3)
-    assert left(tmp_path) == ["notes", "step-00000001", "step-1"]
+    assert names_in(tmp_path) == ["notes", "step-00000001", "step-1"]
     assert folders.find_resumable(tmp_path) == ([whole], [])
 
 

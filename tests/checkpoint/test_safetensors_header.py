@@ -1,4 +1,4 @@
-"""The header of a safetensors file: the library's own bytes, and nothing unsound is read."""
+"""The header of a safetensors file: written with the bytes of the library; invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def many() -> dict[str, torch.Tensor]:
     return made
 
 
-def test_a_layout_is_the_librarys_own(tmp_path: Path) -> None:
+def test_the_library_has_the_same_layout(tmp_path: Path) -> None:
     tensors = many()
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in reversed(tensors.items())}
@@ -110,12 +110,12 @@ def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) 
         ({"__metadata__": {"crc32": "[" * 300_000}, "a": entry()}, "cannot be read"),
     ],
 )
-def test_an_unsound_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
+def test_an_invalid_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", table)
     refusal(read_header, path, match=message, says=[str(path)])
 
 
-def test_the_name_that_the_format_keeps_is_refused() -> None:
+def test_the_reserved_name_is_refused() -> None:
     refusal(lay_out, {"__metadata__": ("F32", (2,))}, match="a tensor is named __metadata__")
 
 

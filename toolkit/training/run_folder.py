@@ -132,7 +132,7 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _refusal(path: Path, content: list[str], resume: str, origin: Origin) -> str:
-    start = f"--output_dir {path} already holds a run ({', '.join(content)})"
+    start = f"--output_dir {path} already contains a run ({', '.join(content)})"
     aside = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
     if resume == "no" and complete(path / "checkpoints"):
         return f"{start} with checkpoints: drop --resume no to continue from them, {aside}"
