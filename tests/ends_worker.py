@@ -1,5 +1,5 @@
 """Runs recipes/cls.py and ends one of its processes badly behind step 4. The tracker `trackio` is another one here: it
-writes what it has been given into its folder when it is closed, and nothing before.
+writes what it gets into its folder when it is closed, and nothing before.
 
 python tests/ends_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 """

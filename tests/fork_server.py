@@ -1,13 +1,13 @@
-"""Starts recipes from a process that has imported what they import, which is most of the time that a start takes.
+"""Starts Python programs as forks of a process that has imported what recipes import, the slowest part of a start.
 
-    python tests/fork_server.py [MODULE...]     which are imported instead
+    python tests/fork_server.py [MODULE...]     the modules to import, instead of the default ones
 
 Each line of standard input is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "largest_file": BYTES or
-null}. It is answered by the process id of the new process, a line of standard output. The folder has its output (`out`,
-`err`), its input where there is a pipe `in`, and, when it has ended, its exit code (`code`).
+null}; the answer is a line with the process id. The folder gets the output (`out`, `err`) and at the end the exit code
+(`code`); a pipe `in` there is the input.
 
-In a new process all goes its usual way: the recipe, `accelerate launch`, torchrun's agent and its processes. Only
-where one of them starts another Python program (Popen), that program begins in a fork.
+The new process runs as usual: the recipe, `accelerate launch`, torchrun's agent and its ranks. Only a Python program
+that one of them starts (Popen) is a fork, too.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ def serve() -> None:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 folder = running.pop(child)
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # its folder is removed
                     (folder / "draft").write_text(str(os.waitstatus_to_exitcode(status)))
                     (folder / "draft").rename(folder / "code")
 
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """The process that `python ...` would have been."""
+    """Continues as `python ...` would."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(env)
-    if threads := env.get("OMP_NUM_THREADS"):  # torch read it when it was imported
+    if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
-    if "TESTS_WITHOUT_PAGES" in env:  # most of the time that a short run takes
+    if "TESTS_WITHOUT_PAGES" in env:  # the slowest part of a short run
         sys.modules["toolkit.report.summary"].RunSummary.write_pages = touch_page  # type: ignore[attr-defined]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     words = [word for word in command[1:] if word != "-u"]
@@ -102,7 +102,7 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def touch_page(summary: Any, best_step: int) -> None:
-    """`RunSummary.write_pages`, as far as a run is known by it to have ended."""
+    """In place of `RunSummary.write_pages`: marks the run as finished."""
     (summary.folder / "report.html").touch()
 
 
@@ -113,10 +113,10 @@ def is_python(command: Any) -> bool:
 
 
 def execute_child(self: Any, args: Any, *others: Any) -> Any:
-    """As `Popen._execute_child`, whose arguments stand in this order: ..., cwd, env, ..., the six ends of the pipes,
-    restore_signals, ..., start_new_session, process_group."""
+    """In place of `Popen._execute_child`. Order of its arguments: ..., cwd, env, ..., six pipe ends, restore_signals,
+    ..., start_new_session, process_group."""
     env, pipes, new_session = others[5], others[9:15], others[-2]
-    given = dict(enumerate((pipes[0], pipes[3], pipes[5])))  # what it is to have as its streams
+    streams = dict(enumerate((pipes[0], pipes[3], pipes[5])))  # its streams
     if not is_python(args) or (pipes[1], pipes[2], pipes[4]) != (-1,) * 3:
         return _execute_child(self, args, *others)
     sys.stdout.flush()
@@ -124,7 +124,7 @@ def execute_child(self: Any, args: Any, *others: Any) -> Any:
     if not (child := os.fork()):
         if new_session:
             os.setsid()
-        for stream, end in given.items():
+        for stream, end in streams.items():
             if end != -1:
                 os.dup2(end, stream)
         become([str(word) for word in args], os.environ.copy() if env is None else env)
@@ -135,13 +135,13 @@ def execute_child(self: Any, args: Any, *others: Any) -> Any:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if not Path("/proc/driver/nvidia").exists():
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import
     for module in sys.argv[1:] or _IMPORTED:
         importlib.import_module(module)
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
-        del sys.modules[module]  # a test may write one of that name
+        del sys.modules[module]  # a test may write a module of that name
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
-    # names a method in torchrun's log; it searches every module for it, a second where there are as many as here
+    # for torchrun's log it searches all modules, a second with so many imports
     importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = str
-    gc.freeze()  # ZeRO-3 collects garbage at each start, among all that was imported
+    gc.freeze()  # ZeRO-3 collects garbage at each start
     serve()

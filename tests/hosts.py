@@ -98,7 +98,7 @@ class TwoHosts:
         binds: Mapping[str | Path, str | Path] | None = None,
     ) -> Process:
         """Starts a program on a host. `binds`: path -> file to mount there, for this program only."""
-        mounts = [shlex.join(["mount", "--bind", str(seen), str(path)]) for path, seen in (binds or {}).items()]
+        mounts = [shlex.join(["mount", "--bind", str(source), str(path)]) for path, source in (binds or {}).items()]
         prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
         inside = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
         variables = {"TMPDIR": str(self._folder / host), **(env or {})}
@@ -199,12 +199,12 @@ def _ip(*words: str) -> str:
 
 
 def _processes_in(space: str) -> list[psutil.Process]:
-    found = []
+    processes = []
     with contextlib.suppress(RuntimeError):  # the namespace is gone already
         for pid in _ip("netns", "pids", space).split():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(int(pid)))
-    return found
+                processes.append(psutil.Process(int(pid)))
+    return processes
 
 
 def _remove(space: str) -> None:

@@ -1,13 +1,13 @@
-"""The one way in which tests start processes, and what a run left.
+"""Starts processes for tests, and reads what a run wrote.
 
-    start(["toolkit", "predict", ...])      a command, to its end: its exit code and what it printed
-    recipe("--train_file", ...)             `python recipes/cls.py`, in the same way
-    fork(["recipes/cls.py", ...])           a Python program that is at work, from a process that has imported much
-    begin([...])                            any program that is at work, as a user starts it
-    groups(MODULE, {2: [...], 3: [...]})    a module on so many ranks
+    start(["toolkit", "predict", ...])      runs a command: its exit code and output
+    recipe("--train_file", ...)             runs `python recipes/cls.py`
+    fork(["recipes/cls.py", ...])           starts a Python program in a fork of a process with warm imports
+    begin([...])                            starts any program
+    groups(MODULE, {2: [...], 3: [...]})    runs a module on 2 ranks and on 3
 
-On these stand tests/jobs_worker.py (several recipes in one group of processes), tests/launch/ranks.py (ranks with
-variables of their own) and tests/hosts.py (two machines).
+Used by tests/jobs_worker.py (several recipes in one process group), tests/launch/ranks.py (ranks with variables set by
+hand) and tests/hosts.py (two machines).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
-# How each strategy is asked for.
+# The arguments for each strategy.
 WAYS = {
     "single": [],
     "ddp x2": ["--config_file", "accelerate_configs/ddp.yaml"],
@@ -55,13 +55,13 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 
 def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Cases of a parametrized test, of which all but `quick` are slow: they show, by another way, what those show."""
+    """Cases of a parametrized test; all but `quick` are marked slow."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -72,36 +72,35 @@ class Finished:
         return [line for line in self.err.splitlines() if "error:" in line]
 
     def says_in_one_line(self, *parts: str) -> None:
-        """Of an error, without a traceback; only where it ends in a colon more lines belong to it."""
+        """One error line, or more if it ends in a colon, contains `parts`; there is no traceback."""
         assert self.code != 0
         assert "Traceback" not in self.err
         assert len(self.error_lines) == 1, self.err
         (line,) = self.error_lines
-        told = self.err[self.err.index(line) :] if line.endswith(":") else line
-        assert [part for part in parts if part not in told] == [], told
+        message = self.err[self.err.index(line) :] if line.endswith(":") else line
+        assert [part for part in parts if part not in message] == [], message
 
     def succeeded(self) -> Finished:
-        """Itself, if it has."""
         assert self.code == 0, self.err[-3000:]
         return self
 
 
 def environment() -> dict[str, str]:
-    """For a new process: this one's, without what a launcher left in it."""
+    """This process's environment, without a launcher's variables."""
     clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
     return {**clean, "PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[Any]:
-    """`with port_of(command):` one at a time where the launcher that is typed takes its default port, 29500."""
+    """A lock for launchers that use the default port 29500."""
     if Path(command[0]).name in _LAUNCHERS:
         return FileLock(Path(tempfile.gettempdir()) / "toolkit-tests-port-29500.lock")
     return contextlib.nullcontext()
 
 
 class Process:
-    """A process in a session of its own, whose output goes to files. Left as a context, its session is killed."""
+    """A process in a new session, with its output in files. Leaving the context kills the session."""
 
     def __init__(
         self,
@@ -116,8 +115,8 @@ class Process:
         self._lines_read = {"out": 0, "err": 0}
 
     def wait(self, seconds: float) -> int:
-        """Its exit code (negative: the signal), once nobody prints to its streams any more, as a shell has it;
-        after that time its session is killed, and AssertionError."""
+        """Waits until its output streams are closed, too; returns its exit code (negative: the signal). After `seconds`
+        it kills the session and raises AssertionError."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None or any(reader.is_alive() for reader in self._readers):
             if time.monotonic() > deadline:
@@ -128,18 +127,18 @@ class Process:
         return code
 
     def finish(self, seconds: float = 60) -> Finished:
-        """What it left behind, when it has ended."""
+        """Waits for its end."""
         self.wait(seconds)
         return self.left()
 
     def left(self) -> Finished:
-        """Of one that has ended: its exit code, and what `line` has not read."""
+        """The result of an ended process; its output without the lines that `line` has read."""
         code = self.poll()
         assert code is not None
         return Finished(code, *("".join(self._unread(stream)) for stream in ("out", "err")))
 
     def line(self, stream: str = "out", seconds: float = 60) -> str:
-        """The next line that it prints, with its end; nothing where it ends first, or prints nothing for so long."""
+        """The next line of its output, with the line break; empty if it ends first, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             over = self.poll() is not None or time.monotonic() > deadline
@@ -156,7 +155,7 @@ class Process:
         return text.splitlines(keepends=True)[self._lines_read[stream] :]
 
     def write_line(self) -> None:
-        """To its standard input, where it was started with one."""
+        """Writes a line to its standard input."""
         os.write(self._stdin, b"go\n")
 
     def send_signal(self, number: int) -> None:
@@ -164,7 +163,6 @@ class Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Also one that is stopped."""
         self.send_signal(signal.SIGKILL)
 
     def kill_session(self) -> None:
@@ -215,8 +213,8 @@ def fork(
     stdin: bool = False,
     imported: tuple[str, ...] = (),
 ) -> Process:
-    """`python WORDS` in a fork of tests/fork_server.py. As on a full disk, nothing is written beyond `largest_file`
-    bytes. A server that has `imported` these modules alone forks sooner."""
+    """Starts `python WORDS` in a fork of tests/fork_server.py. Files cannot grow beyond `largest_file` bytes, as on a
+    full disk. A server with only these modules `imported` forks faster."""
     folder, pipe = _new_folder(), -1
     if stdin:
         os.mkfifo(folder / "in")
@@ -239,7 +237,7 @@ def fork(
 
 @functools.cache
 def _fork_server(*imported: str) -> subprocess.Popen[str]:
-    """This session's. It ends with its standard input."""
+    """One per session and imports; it ends when its standard input is closed."""
     return subprocess.Popen([sys.executable, "tests/fork_server.py", *imported], cwd=ROOT, env=environment(), text=True,
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
@@ -251,8 +249,7 @@ def start(
     fresh: bool = False,
     cwd: Path = ROOT,
 ) -> Finished:
-    """Runs a command to its end. What is installed with the environment begins in a fork, unless it is to be `fresh`,
-    as a user's, or elsewhere."""
+    """Runs a command. `toolkit` and launchers start in a fork, unless `fresh` or in another folder."""
     program, *words = map(str, command)
     with port_of(command):
         if program not in ("toolkit", *_LAUNCHERS) or fresh or cwd != ROOT:
@@ -273,20 +270,20 @@ def recipe(
     pages: bool = False,
     **options: Any,
 ) -> Finished:
-    """`python recipes/cls.py ARGUMENTS`, in a fork; without `pages` report.html is empty, and no card is written."""
+    """Runs `python SCRIPT ARGUMENTS` in a fork; without `pages` report.html is empty, and no model card is written."""
     variables = {**(env or {}), **({} if pages else {"TESTS_WITHOUT_PAGES": "1"})}
     with fork([script, *arguments], variables, **options) as process:
         return process.finish(seconds)
 
 
 def train(*arguments: Any, pages: bool = False) -> str:
-    """What recipes/cls.py reported, and its results after that; it must succeed."""
+    """stderr and stdout of recipes/cls.py, which must succeed."""
     finished = recipe(*arguments, pages=pages).succeeded()
     return finished.err + finished.out
 
 
 def failed(*arguments: Any, **options: Any) -> str:
-    """The one error that recipes/cls.py ended with."""
+    """The error line of recipes/cls.py, which must fail."""
     finished = recipe(*arguments, **options)
     assert finished.code == 1, finished.err
     assert "Traceback" not in finished.err, finished.err
@@ -307,18 +304,17 @@ def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: floa
 
 
 def run_of(settings: Sequence[str], folder: Path) -> Path:
-    """The folder of a run of one process with these settings, to compare others with."""
+    """Runs one process with these settings; returns the run's folder."""
     train(*settings, "--output_dir", folder)
     return folder
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:  # a text in it may hold other ends of lines (U+0085)
+    with path.open(encoding="utf-8") as file:  # texts may contain other line separators (U+0085)
         return [json.loads(line) for line in file]
 
 
 def edit_json(path: Path, **changed: Any) -> None:
-    """These keys have these values from now on."""
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changed), encoding="utf-8")
 
 
@@ -327,18 +323,18 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Every file's checksum and every link's target, but for the lock."""
-    found = {}
+    """The checksum of every file, without the lock, and the target of every link."""
+    contents = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            found[path.relative_to(folder).as_posix()] = str(path.readlink())
+            contents[path.relative_to(folder).as_posix()] = str(path.readlink())
         elif path.is_file() and path.name != ".lock":
-            found[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            contents[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return contents
 
 
 def wait_for_steps(run: Path, steps: int = 1, processes: Iterable[Process] = (), seconds: float = 120) -> None:
-    """Until it has logged so many; before that none of the processes may end."""
+    """Waits until `run` has logged `steps` steps; until then none of the processes may end."""
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + seconds
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < steps:
         assert time.monotonic() < deadline, f"no {steps} steps in {seconds} s"

@@ -56,18 +56,18 @@ def text_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", BATCH_FILES)
 def test_sbatch_reads_its_options(name: str) -> None:
-    given = options_of(name)
-    assert given["nodes"] == "2"
-    assert given["ntasks-per-node"] == ("1" if "accelerate" in name else given["gpus-per-node"])
+    options = options_of(name)
+    assert options["nodes"] == "2"
+    assert options["ntasks-per-node"] == ("1" if "accelerate" in name else options["gpus-per-node"])
 
 
 def options_of(name: str) -> dict[str, str]:
     """Parsed as sbatch does."""
     head = text_of(name).partition("set -euo")[0]  # sbatch stops at the first command
-    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE))
-    assert text_of(name).count("#SBATCH") == len(given)
-    assert [option for option, value in given.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
-    return given
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE))
+    assert text_of(name).count("#SBATCH") == len(options)
+    assert [option for option, value in options.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
+    return options
 
 
 def test_shards_match_the_tasks(tmp_path: Path) -> None:
@@ -83,9 +83,10 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
     runs = [(["bash", "-c", batch], {"SLURM_ARRAY_TASK_ID": "64"}),
             ([*pod["command"], *pod["args"]], env | {"JOB_COMPLETION_INDEX": "63"})]  # fmt: skip
     for command, variables in runs:
-        said = subprocess.run(command, env=path | variables, capture_output=True, text=True, check=True).stdout.split()
-        assert said[said.index("--shard") + 1] == "64/64"
-        build_parser().parse_args(said)
+        done = subprocess.run(command, env=path | variables, capture_output=True, text=True, check=True)
+        words = done.stdout.split()
+        assert words[words.index("--shard") + 1] == "64/64"
+        build_parser().parse_args(words)
 
 
 def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subprocess.Popen[str]:
@@ -214,13 +215,13 @@ def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path, monkeypat
 def starts_rank_one_of_sixteen(
     command: Sequence[str | Path], env: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = folder / "said.json"
+    log = folder / "arguments"
     python = folder / "python"
-    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {said}\n', encoding="utf-8")
+    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {log}\n', encoding="utf-8")
     python.chmod(0o755)
     path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(command, cwd=ROOT, env={**os.environ, **env, **path}, check=True, timeout=60)
-    script, *words = said.read_text(encoding="utf-8").splitlines()
+    script, *words = log.read_text(encoding="utf-8").splitlines()
     pretend_network(monkeypatch, ["10.0.0.9"])
     options, rest = split(words)
     requested = plan(options, [script, *rest], {})[1]

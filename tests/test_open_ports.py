@@ -58,19 +58,19 @@ for _ in sys.argv[1:]:
 def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple[Any, dict[str, set[str]]]]:
     """(the processes, host -> each `address port inode` that has listened there); kills what still runs."""
     started, over = hosts.start_both(command), threading.Event()
-    seen: dict[str, set[str]] = {host: set() for host in started}
+    listened: dict[str, set[str]] = {host: set() for host in started}
 
     def watch() -> None:
         while not over.wait(0.01):
             for host, process in started.items():
                 with contextlib.suppress(OSError):  # it has ended
                     if Path(f"/proc/{process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink():
-                        seen[host] |= set(listening(process.pid))
+                        listened[host] |= set(listening(process.pid))
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield started, seen
+        yield started, listened
     finally:
         over.set()
         thread.join()
@@ -84,9 +84,9 @@ def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple
 @contextlib.contextmanager
 def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
     """A run, after its first step."""
-    with watched(hosts, command) as (started, seen):
+    with watched(hosts, command) as (started, listened):
         wait_for_steps(folder, 1, started.values())
-        yield seen
+        yield listened
         wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # the calls did no harm
 
 
@@ -121,14 +121,14 @@ def settings(tiny_job: list[str]) -> list[str]:
 def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     before, behind = WAYS[name]
     command = [*before, *settings, "--output_dir", str(tmp_path / "run"), *behind]
-    with running(hosts, tmp_path / "run", {"a": command}) as seen:
+    with running(hosts, tmp_path / "run", {"a": command}) as listened:
         launcher = min(hosts.processes("a"), key=lambda process: process.create_time())
         its_own = {str(file.readlink()) for file in Path(f"/proc/{launcher.pid}/fd").iterdir() if name in LAUNCHERS_OWN}
-        ours = {place for place in seen["a"] if place.split()[2] not in its_own}
+        ours = {place for place in listened["a"] if place.split()[2] not in its_own}
         assert ours
         assert elsewhere(ours) == set()
         assert call(hosts, "b", ADDRESSES["a"], ours) == []
-        inside = call(hosts, "a", "127.0.0.1", seen["a"])
+        inside = call(hosts, "a", "127.0.0.1", listened["a"])
     assert [line for line in inside if line.startswith("reached")]
     assert [line for line in inside if "toolkit/" in line] or name == "deepspeed, one process"  # a store was read
     # torch unpickles these keys
@@ -138,18 +138,18 @@ def test_one_machine_listens_on_loopback_only(name: str, hosts: TwoHosts, settin
 def test_two_machines_listen_on_their_addresses_only(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     way = ["--config_file", "accelerate_configs/2node.yaml", "--machines", ",".join(ADDRESSES.values())]
     words = [sys.executable, SCRIPT, *settings, "--output_dir", str(tmp_path / "run"), *way]
-    with running(hosts, tmp_path / "run", {"a": words, "b": words}) as seen:
+    with running(hosts, tmp_path / "run", {"a": words, "b": words}) as listened:
         pass
     for host, address in ADDRESSES.items():
-        assert elsewhere(seen[host], address) == set()
-        assert elsewhere(seen[host]) != set()
+        assert elsewhere(listened[host], address) == set()
+        assert elsewhere(listened[host]) != set()
 
 
 @pytest.mark.slow
 def test_predict_listens_on_loopback_only(hosts: TwoHosts, tiny_job: list[str], reviews: Path, tmp_path: Path) -> None:
     run = run_of([*tiny_job, "--max_steps", "1", "--global_batch_size", "12"], tmp_path / "run")
     words = ["toolkit", "predict", str(run / "model"), str(reviews), *DDP, "--output", str(tmp_path / "x.csv")]
-    with watched(hosts, {"a": words}) as (started, seen):
+    with watched(hosts, {"a": words}) as (started, listened):
         started["a"].finish(150).succeeded()
-    assert len(seen["a"]) > 1
-    assert elsewhere(seen["a"]) == set()
+    assert len(listened["a"]) > 1
+    assert elsewhere(listened["a"]) == set()

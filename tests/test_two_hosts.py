@@ -83,8 +83,8 @@ def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
     done = hosts.run_both({host: [*WORKER, *words[host]] for host in ("a", "b")}, SECONDS, env=env)
     first, second = ("b", "a") if "of the other" in way else ("a", "b")
     for rank, host in enumerate((first, second)):
-        said = done[host].succeeded().out
-        assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in said
+        output = done[host].succeeded().out
+        assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in output
 
 
 # --- the launchers that span machines by themselves
@@ -240,7 +240,7 @@ def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int)
 
 
 def _worker(hosts: TwoHosts, host: str) -> psutil.Process:
-    """The process that trains there."""
+    """The process that trains on this host."""
     for process in hosts.processes(host):
         if "--max_steps" in process.cmdline() and "--config_file" not in process.cmdline():
             return process

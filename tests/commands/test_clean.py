@@ -1,4 +1,4 @@
-"""`toolkit clean` removes the checkpoints of finished runs, and the start of a run says what checkpoints will take."""
+"""`toolkit clean` removes the checkpoints of finished runs; a run reports the size of its checkpoints at its start."""
 
 from __future__ import annotations
 

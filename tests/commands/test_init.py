@@ -1,4 +1,4 @@
-"""`toolkit init`, from a clone and from a wheel in an environment of its own."""
+"""`toolkit init`, from a clone and from a wheel in a new environment."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_init_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment in which a wheel of this package is installed.
+    """The Python of a new environment with a wheel of this package.
 
-    It finds the libraries of the environment that runs the tests behind its own packages. The editable install that
-    may lie there does not take effect: the lines of another folder's .pth files are not run.
+    It also finds the libraries of the environment that runs the tests, but no editable install there: the .pth files of
+    that folder are not executed.
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves files where it builds
@@ -129,10 +129,10 @@ SMALL = ["--max_steps", "2", "--global_batch_size", "4", "--per_device_batch_siz
     "way", [pytest.param(way, marks=() if way == "accelerate" else pytest.mark.slow) for way in WAYS]
 )
 def test_recipes_copied_from_a_wheel_run(installed: Path, tmp_path: Path, way: str) -> None:
-    said = run_in(tmp_path, installed.parent / "toolkit", "init", "work")
+    output = run_in(tmp_path, installed.parent / "toolkit", "init", "work")
     work = tmp_path / "work"
     assert files_of(work) == SHIPPED
-    assert "cd work" in said
+    assert "cd work" in output
     where = run_in(work, installed, "-c", "import toolkit; print(toolkit.__file__)").strip()
     assert Path(where).is_relative_to(installed.parents[1])
     words = [str(free_port()) if word == "0" else word for word in WAYS[way]]

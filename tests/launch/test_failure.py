@@ -48,9 +48,9 @@ def test_lost_connection_is_torchs_and_needs_another_rank(world: dict[str, int])
     assert "lost the connection" not in described(from_torch)
     world["size"] = 2
     assert "lost the connection" not in described(from_tracker)
-    said = described(from_torch)
-    assert "lost the connection to another process" in said.splitlines()[-1]
-    assert said.startswith("Traceback")
+    text = described(from_torch)
+    assert "lost the connection to another process" in text.splitlines()[-1]
+    assert text.startswith("Traceback")
 
 
 def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:

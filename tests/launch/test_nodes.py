@@ -53,7 +53,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     """`find({options}, {environment}, own=[...], **config)` -> the nodes, by default two."""
 
     def find_in_file(
-        given: Mapping[str, str] | None = None,
+        options: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
         names: Mapping[str, Sequence[str]] | None = None,
@@ -62,7 +62,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
         pretend_network(monkeypatch, own, names)
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
-        return find_nodes(given or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
+        return find_nodes(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
 
     return find_in_file
 
@@ -94,7 +94,7 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "env", "rank", "how"),
+    ("options", "env", "rank", "how"),
     [
         ({"machine_rank": "0"}, {"NODE_RANK": "1"}, 0, "--machine_rank"),
         ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, 1, "NODE_RANK"),
@@ -104,9 +104,9 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
     ],
 )
 def test_options_and_variables_come_before_addresses(
-    find: Find, given: dict[str, str], env: dict[str, str], rank: int, how: str
+    find: Find, options: dict[str, str], env: dict[str, str], rank: int, how: str
 ) -> None:
-    machines = find({"main_process_ip": FIRST, **given}, env, own=[SECOND])
+    machines = find({"main_process_ip": FIRST, **options}, env, own=[SECOND])
     assert machines.rank == rank
     assert how in machines.rank_source
 
@@ -118,29 +118,29 @@ def test_address_comes_before_the_files_machine_rank(find: Find) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "env", "source"),
+    ("options", "env", "source"),
     [({"machine_rank": "2"}, {}, "--machine_rank"), ({}, {"NODE_RANK": "-1"}, "NODE_RANK"),
      ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
 )  # fmt: skip
-def test_rank_out_of_range(find: Find, given: dict[str, str], env: dict[str, str], source: str) -> None:
-    says = (f"rank {next(iter({**given, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
+def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, str], source: str) -> None:
+    says = (f"rank {next(iter({**options, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
             "pass --machine_rank 0 on the first and up to 1")  # fmt: skip
-    refusal(find, {"main_process_ip": FIRST, **given}, env, says=says)
+    refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
 
 
 # --- the first address
 
 
 def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
-    said = refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
+    message = refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
     number = (tmp_path / "mine.yaml").read_text().splitlines().index(f"main_process_ip: {PLACEHOLDER}") + 1
     assert number > 1
     for part in (f"{tmp_path / 'mine.yaml'}, line {number}", PLACEHOLDER, "--main_process_ip"):
-        assert part in said
+        assert part in message
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "env", "first"),
+    ("options", "config", "env", "first"),
     [
         ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, SLURM, "10.0.1.1"),
         ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, SLURM, "10.0.1.1"),
@@ -153,17 +153,17 @@ def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
     ],
 )
 def test_source_of_the_first_address(
-    find: Find, given: dict[str, str], config: dict[str, Any], env: dict[str, str], first: str
+    find: Find, options: dict[str, str], config: dict[str, Any], env: dict[str, str], first: str
 ) -> None:
-    assert find(given, env, **config).first == first
+    assert find(options, env, **config).first == first
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
 def test_loopback_address_needs_a_machine_rank(find: Find, address: str) -> None:
     """With a rank it is allowed, for several launchers on one machine."""
-    for given, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
+    for options, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
                           ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
-        refusal(find, given, **config, says=[f"{address} is a loopback address", "hostname -I"])
+        refusal(find, options, **config, says=[f"{address} is a loopback address", "hostname -I"])
     machines = find({"main_process_ip": address, "machine_rank": "1"})
     assert (machines.first, machines.rank) == (address, 1)
 
@@ -191,8 +191,8 @@ def test_source_of_the_port(find: Find) -> None:
 @pytest.mark.parametrize("garbage", ["x", "1.5"])
 @pytest.mark.parametrize("name", ["machine_rank", "main_process_port", "NODE_RANK", "SLURM_NODEID"])
 def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) -> None:
-    given, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
-    refusal(find, {"main_process_ip": FIRST, **given}, env, own=[FIRST], says=[name, repr(garbage)])
+    options, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
+    refusal(find, {"main_process_ip": FIRST, **options}, env, own=[FIRST], says=[name, repr(garbage)])
 
 
 # --- this machine's own addresses

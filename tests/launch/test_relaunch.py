@@ -180,9 +180,9 @@ def test_process_stops_with_its_launcher_only(parent: str, number: str) -> None:
     assert done.stdout.split() == [number]
 
 
-@pytest.mark.parametrize(("seen", "each"), [(0, 1), (8, 8)])
-def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, seen: int, each: int) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+@pytest.mark.parametrize(("devices", "each"), [(0, 1), (8, 8)])
+def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, devices: int, each: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     arguments, requested = planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1")
     assert arguments.num_processes == requested["num_processes"] == 2 * each
 
@@ -245,9 +245,9 @@ OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG
 
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
 def test_clean_environment(outer: dict[str, str]) -> None:
-    kept = clean_environment(outer | OTHERS)
-    assert place_of(kept) == Place("python", 0, 1, 0, 1)
-    assert kept.items() >= OTHERS.items()
+    cleaned = clean_environment(outer | OTHERS)
+    assert place_of(cleaned) == Place("python", 0, 1, 0, 1)
+    assert cleaned.items() >= OTHERS.items()
 
 
 # --- the process becomes the launcher

@@ -22,14 +22,12 @@ from toolkit.launch.rendezvous import Peer, Rendezvous, RendezvousError
 
 @pytest.mark.multiprocess
 def test_all_ranks_join() -> None:
-    known = "[(m.rank, m.host, m.local_rank) for m in failure_detector.current.peers]"
-    tell = f"print(*{known}, *launch.list_machines(), sep='; ')"
-    body = f"wait_for_line()\n{tell}"
+    peers = "[(m.rank, m.host, m.local_rank) for m in failure_detector.current.peers]"
+    body = f"wait_for_line()\nprint(*{peers}, *launch.list_machines(), sep='; ')"
     ended = run_group(body, body, body, hosts=["A", "A", "B"])
     assert codes(ended) == [0, 0, 0]
-    known = "(0, 'A', 0); (1, 'A', 1); (2, 'B', 0); A (ranks 0, 1); B (rank 2)"
-    assert [one.out for one in ended] == [f"{known}\n"] * 3
-    assert [one.err for one in ended] == ["", "", ""]
+    line = "(0, 'A', 0); (1, 'A', 1); (2, 'B', 0); A (ranks 0, 1); B (rank 2)\n"
+    assert [(one.out, one.err) for one in ended] == [(line, "")] * 3
 
 
 TWIN = {"WORLD_SIZE": "3", "RANK": "1"}
@@ -81,11 +79,11 @@ def test_ranks_that_do_not_match(fault: str) -> None:
 EARLY = """
 from toolkit.errors import UserError
 find, calls = rendezvous.find_ranks, []
-def fails_at_first(*given):
-    calls.append(given)
+def fails_at_first(*arguments):
+    calls.append(arguments)
     if len(calls) == 1:
         raise UserError("unknown setting --trainfile")
-    find(*given)
+    find(*arguments)
 rendezvous.find_ranks = fails_at_first
 """
 
@@ -104,13 +102,13 @@ def test_early_failure_is_reported_on_the_other_machine(rank: int) -> None:
 @pytest.mark.multiprocess
 def test_rank_0_listens_on_master_addr_only() -> None:
     with group("", "", before={1: "wait_for_line()"}) as started:
-        rank_0, deadline, ours = psutil.Process(started.ranks[0].pid), time.monotonic() + 30, set()
-        while not ours and time.monotonic() < deadline:
-            found = [one for one in rank_0.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-            ours = {one.laddr.ip for one in found}
+        rank_0, deadline, addresses = psutil.Process(started.ranks[0].pid), time.monotonic() + 30, set()
+        while not addresses and time.monotonic() < deadline:
+            connections = rank_0.net_connections("tcp")
+            addresses = {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
         started.release(1)
         assert codes(started.end()) == [0, 0]
-    assert ours == {HERE}
+    assert addresses == {HERE}
 
 
 @pytest.mark.multiprocess
@@ -170,13 +168,13 @@ def test_taken_port_names_its_process() -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    found = free_port()
+    number = free_port()
     monkeypatch.setenv("MASTER_ADDR", HERE)
-    monkeypatch.setenv("MASTER_PORT", str(found))
-    return found
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
 
 
-def joined(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> Any:
+def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> Any:
     """This rank's rendezvous, or the error."""
     me = Peer("", rank, size, rank, size, host="A", node="a", pid=rank, number=secrets.token_hex(8), failure=failure)
     ranks = Rendezvous(me, seconds)
@@ -189,26 +187,26 @@ def joined(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -
 
 def test_exchange(port: int) -> None:
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(joined, range(3)))
-        assert [[peer.rank for peer in each.peers] for each in found] == [[0, 1, 2]] * 3
+        ranks = list(pool.map(join, range(3)))
+        assert [[peer.rank for peer in each.peers] for each in ranks] == [[0, 1, 2]] * 3
         for value in ("a", "b"):
-            said = pool.map(lambda each, value=value: each.exchange(f"{value}{each.me.rank}", 20), found)
-            assert list(said) == [[f"{value}{rank}" for rank in range(3)]] * 3
+            values = pool.map(lambda each, value=value: each.exchange(f"{value}{each.me.rank}", 20), ranks)
+            assert list(values) == [[f"{value}{rank}" for rank in range(3)]] * 3
     with pytest.raises(RendezvousError) as error:
-        found[0].exchange("x", 0.5)
+        ranks[0].exchange("x", 0.5)
     assert error.value.missing == [1, 2]
 
 
 def test_fault_is_raised_by_all_and_printable(port: int) -> None:
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda rank: joined(rank, failure="no \x1b[2J good" * (rank == 1)), range(3)))
-    assert [str(error) for error in found] == ["no  [2J good"] * 3
+        errors = list(pool.map(lambda rank: join(rank, failure="no \x1b[2J good" * (rank == 1)), range(3)))
+    assert [str(error) for error in errors] == ["no  [2J good"] * 3
 
 
 def test_another_programs_port(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
     with socket.create_server((HERE, port)):
-        assert "another program" in str(joined(1, seconds=0.1))
+        assert "another program" in str(join(1, seconds=0.1))
 
 
 @pytest.mark.parametrize(

@@ -104,13 +104,13 @@ ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("samples", "width", "recomputes", "says", "not_said"), ANSWERS)
+@pytest.mark.parametrize(("samples", "width", "recomputes", "parts", "absent"), ANSWERS)
 def test_explanation_names_the_settings(
-    samples: int, width: int, recomputes: bool | None, says: list[str], not_said: list[str]
+    samples: int, width: int, recomputes: bool | None, parts: list[str], absent: list[str]
 ) -> None:
     answer = memory.explain(batch_of(samples, width), recomputes, MemoryError())
     assert answer is not None
-    assert [part for part in says if part not in answer] == [part for part in not_said if part in answer] == []
+    assert [part for part in parts if part not in answer] == [part for part in absent if part in answer] == []
 
 
 @pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])

@@ -17,16 +17,16 @@ SAME = {"toolkit": "0.1.0", "python": "3.12", "torch": "2.13.0", "numpy": "2.4.0
 
 
 def test_versions_are_those_of_the_installed_libraries() -> None:
-    found = versions.versions([*versions.PACKAGES, "no-such-library"])
-    assert list(found) == ["toolkit", "python", *versions.PACKAGES, "no-such-library"]
-    assert found["toolkit"] == __version__
-    assert found["python"] == sys.version.split()[0]
-    assert found["torch"] == importlib.metadata.version("torch")
-    assert found["no-such-library"] is None
-    found = versions.comparable_versions()
-    assert found["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"  # patch releases may differ
-    assert {*versions.PACKAGES, "tokenizers", "safetensors", "toolkit", "code"} < set(found)
-    assert found["code"] == versions.code_digest()
+    installed = versions.versions([*versions.PACKAGES, "no-such-library"])
+    assert list(installed) == ["toolkit", "python", *versions.PACKAGES, "no-such-library"]
+    assert installed["toolkit"] == __version__
+    assert installed["python"] == sys.version.split()[0]
+    assert installed["torch"] == importlib.metadata.version("torch")
+    assert installed["no-such-library"] is None
+    installed = versions.comparable_versions()
+    assert installed["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"  # patch releases may differ
+    assert {*versions.PACKAGES, "tokenizers", "safetensors", "toolkit", "code"} < set(installed)
+    assert installed["code"] == versions.code_digest()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_describe_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "says", "not_said"),
+    ("others", "parts", "absent"),
     [
         ([{"torch": "2.12.1", "numpy": None}, {}], ["pip install torch==2.13.0 numpy==2.4.0"], ["git pull", "Python"]),
         ([{"code": "other"}], ["git pull"], ["pip"]),
@@ -82,7 +82,7 @@ def test_describe_differences() -> None:
         ([{"torch": "1", "code": "x"}, {"python": "3"}], ["torch==2.13.0", "git pull", "same Python"], []),
     ],
 )
-def test_remedy(others: list[dict[str, Any]], says: list[str], not_said: list[str]) -> None:
-    said = versions.remedy([("A", SAME), *((f"B{place}", SAME | other) for place, other in enumerate(others))])
-    assert all(part in said for part in says)
-    assert not any(part in said for part in not_said)
+def test_remedy(others: list[dict[str, Any]], parts: list[str], absent: list[str]) -> None:
+    advice = versions.remedy([("A", SAME), *((f"B{place}", SAME | other) for place, other in enumerate(others))])
+    assert all(part in advice for part in parts)
+    assert not any(part in advice for part in absent)
