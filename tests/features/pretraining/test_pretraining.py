@@ -30,6 +30,7 @@ from toolkit.data.tokens import load_split, load_tokenizer
 from toolkit.errors import UserError
 from toolkit.features.pretraining import model as masked_model
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
+from toolkit.features.pretraining.feature import FEATURE
 from toolkit.features.pretraining.model import load_masked_model, predict_masked_only, with_new_tokens
 from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
 from toolkit.models.to_bigbird import SparseSizes, to_bigbird
@@ -430,6 +431,12 @@ def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_
                       tmp_path / "run", script="recipes/pretrain.py").succeeded()  # fmt: skip
     assert "--per_device_batch_size auto: 11" in finished.err
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["digest"] in prepared.out
+
+
+@pytest.mark.parametrize(("name", "expected"), [("BERT", "cls"), ("BigBird", "bigbird")])
+def test_the_next_command_is_a_recipe_for_the_model(name: str, expected: str, models: Runs) -> None:
+    settings = build(PretrainSettings, {"model_name_or_path": str(models[name])})
+    assert f"recipes/{expected}.py" in str(FEATURE.next_command(Path("run"), settings))
 
 
 def test_a_label_column_is_an_unknown_setting() -> None:

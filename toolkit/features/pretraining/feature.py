@@ -43,8 +43,11 @@ class PretrainingFeature(Feature):
     def next_command(self, folder: Path, settings: Any) -> str | None:
         if not isinstance(settings, PretrainSettings):
             return None
+        from toolkit.pretrained import load_config
+
+        recipe = "bigbird" if load_config(settings.model).model_type == "big_bird" else "cls"
         model = shlex.quote(str(folder / "model"))
-        return f"python recipes/cls.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
+        return f"python recipes/{recipe}.py --model_name_or_path {model} --train_file YOUR_FILE.csv"
 
 
 FEATURE = PretrainingFeature()
