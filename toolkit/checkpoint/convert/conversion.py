@@ -25,6 +25,7 @@ from toolkit.checkpoint.convert.model_files import (
 from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.read.weights import first_with
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
@@ -253,8 +254,8 @@ def _rename(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
 def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path | None:
     """The folder with the model's config; with LoRA the adapter's folder may have none."""
     if reader.has_lora:
-        return _first_with(CONFIG, settings.config_from, reader.model_folder, settings.base_model)
-    return settings.config_from or _first_with(CONFIG, reader.model_folder)
+        return first_with(CONFIG, settings.config_from, reader.model_folder, settings.base_model)
+    return settings.config_from or first_with(CONFIG, reader.model_folder)
 
 
 def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora.AdapterConfig | None:
@@ -267,17 +268,12 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
         return None
     folder = reader.path if reader.path.is_dir() else reader.path.parent
     if not (folder / lora.ADAPTER_CONFIG).is_file():  # not a folder that peft saved
-        with_config = _first_with(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
+        with_config = first_with(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
         return lora.read_adapter_config(with_config, reader)
     if not settings.merge_lora:
         hint = f"for the merged model: toolkit convert {folder} OUT --merge_lora --base_model FOLDER"
         raise UserError(f"{folder} is an adapter's folder, which PeftModel.from_pretrained(base, FOLDER) loads; {hint}")
     return lora.read_adapter_config(folder, reader)
-
-
-def _first_with(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that contains `name`."""
-    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
 def _full_model(
@@ -319,7 +315,7 @@ def _from_base(
     """
     base_name = str(reader.details.get("base_model") or "")
     folder = settings.base_model
-    if folder is None and reader.excluded and base_name and _first_with(CONFIG, Path(model_path(base_name))):
+    if folder is None and reader.excluded and base_name and first_with(CONFIG, Path(model_path(base_name))):
         folder = Path(model_path(base_name))
     if folder is None and missing:
         raise UserError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from toolkit.checkpoint.folder import (
     step_number,
 )
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
+from toolkit.checkpoint.read.weights import SUFFIXES, first_with, open_weights
 from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import (
     CheckpointReader,
@@ -88,19 +87,15 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
     if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
         raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint it was made from")
     if is_tag_folder(path):
-        return open_deepspeed(path, path, _model_folder(path, path.parent)), path
+        return open_deepspeed(path, path, first_with("config.json", path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
         if checkpoints.is_dir() and (newest := complete(checkpoints)[:1]):
             return _open_run_checkpoint(path, newest[0]), newest[0]
     if tag := find_tag_folder(path):
-        return open_deepspeed(path, tag, _model_folder(path)), path
+        return open_deepspeed(path, tag, first_with("config.json", path)), path
     if weights := open_weights(path):
         return weights, path
     return _open(_only_checkpoint_in(path))
-
-
-def _model_folder(*folders: Path) -> Path | None:
-    return next((folder for folder in folders if os.path.lexists(folder / "config.json")), None)
 
 
 def _only_checkpoint_in(path: Path) -> Path:

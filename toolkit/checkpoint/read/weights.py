@@ -65,9 +65,14 @@ def open_weights(path: Path) -> CheckpointReader | None:
         weights=tensors,
         tied=tied,
         engine_dtype=max(("F32", "BF16", "F16"), key=dtypes.count),
-        model_folder=next((each for each in model_folders if os.path.lexists(each / "config.json")), None),
+        model_folder=first_with("config.json", *model_folders),
         details=details | {"files": files_read},
     )
+
+
+def first_with(name: str, *folders: Path | None) -> Path | None:
+    """The first folder that contains `name`."""
+    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
