@@ -69,7 +69,7 @@ def save_model(
             if step is not None:
                 write_new(draft / _STATE, json.dumps({"global_step": step}))
             make_readable(draft)
-        if lora:  # after the model: a resumed run compares the model's step alone
+        if lora:  # after the model: if killed in between, a resumed run sees the model's step and saves both again
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 write_adapter(module, state, draft)
                 make_readable(draft)

@@ -150,7 +150,7 @@ def _member(file: Path, opened: _Range, entry: zipfile.ZipInfo, directory: int, 
     # the header ends with the lengths of the name and the extra field, which follow it
     start = entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
     if start + entry.file_size > directory:
-        raise MalformedError(f"{entry.filename} where its directory is")
+        raise MalformedError(f"{entry.filename} overlapping its directory")
     return Member(file, entry.filename, start, entry.file_size, entry.CRC if with_checksum else None)
 
 
