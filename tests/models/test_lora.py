@@ -128,7 +128,7 @@ def test_settings_reach_peft(tiny_model: Path) -> None:
         ("querry", "(did you mean query?); its linear layers are dense, key, query, value, or all-linear"),
         ("classifier", "no linear layer of the encoder"),
         ("word_embeddings", "no linear layer of the encoder"),
-        ("", "names nothing"),
+        ("", "is empty"),
     ],
 )
 def test_wrong_target_modules(tiny_model: Path, name: str, says: str) -> None:

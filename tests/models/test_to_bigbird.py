@@ -33,13 +33,13 @@ NONE, CLASSIFIER = "the BERT has no MLM head to keep", "classifier.bias, classif
 # class -> class of the result, whether it has a pooler, what is said of its heads
 KINDS: dict[str, tuple[str, bool, str]] = {
     "BertModel": ("BigBirdModel", True, NONE),
-    "BertForMaskedLM": ("BigBirdForMaskedLM", False, "MLM head kept; no pooler, which the BERT has not"),
+    "BertForMaskedLM": ("BigBirdForMaskedLM", False, "MLM head kept; the BERT has no pooler"),
     "BertForPreTraining": ("BigBirdForPreTraining", True, "MLM and NSP heads kept"),
     "BertForNextSentencePrediction": (
-        "BigBirdModel", True, f"{NONE}; left behind: cls.seq_relationship.bias, cls.seq_relationship.weight"),
-    "BertForSequenceClassification": ("BigBirdModel", True, f"{NONE}; left behind: {CLASSIFIER}"),
+        "BigBirdModel", True, f"{NONE}; dropped: cls.seq_relationship.bias, cls.seq_relationship.weight"),
+    "BertForSequenceClassification": ("BigBirdModel", True, f"{NONE}; dropped: {CLASSIFIER}"),
     "BertForTokenClassification": (
-        "BigBirdModel", False, f"{NONE}; no pooler, which the BERT has not; left behind: {CLASSIFIER}"),
+        "BigBirdModel", False, f"{NONE}; the BERT has no pooler; dropped: {CLASSIFIER}"),
 }  # fmt: skip
 Bert = Callable[..., Path]
 SMALL = SparseSizes(max_length=128, block_size=8, num_random_blocks=1)  # sparse above 56 tokens
@@ -195,8 +195,8 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model_type": "roberta"}, "is of model_type roberta, and only bert becomes a BigBird: bert-base-chinese"),
-        ({"model_type": "big_bird"}, "is a BigBird already, of 48 positions"),
+        ({"model_type": "roberta"}, "has model_type roberta, and only bert can be converted: use bert-base-chinese"),
+        ({"model_type": "big_bird"}, "already is a BigBird, with 48 positions"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type relative_key"),
         ({"is_decoder": True}, "is a decoder"),
         ({"num_hidden_layers": 1}, "do not match its config.json (encoder.layer.1."),
@@ -215,11 +215,11 @@ def test_other_models_are_refused(bert: Bert, out: Path, changed: dict[str, Any]
     ("given", "said"),
     [
         ({"max_length": 40}, "--max_length 40 is less than the 48 positions"),
-        ({"max_length": 100}, "--max_length 100 is no multiple of --block_size 8: take 104"),
+        ({"max_length": 100}, "--max_length 100 is not a multiple of --block_size 8: use 104"),
         ({"max_length": 56}, "--max_length 56 is too short for the sparse pattern"),
-        ({"block_size": 0}, "both are at least 1"),
-        ({"num_random_blocks": 0}, "both are at least 1"),
-        ({"max_length": 4096, "block_size": 128, "num_random_blocks": 5}, "take fewer"),
+        ({"block_size": 0}, "both must be at least 1"),
+        ({"num_random_blocks": 0}, "both must be at least 1"),
+        ({"max_length": 4096, "block_size": 128, "num_random_blocks": 5}, "the first 1024 tokens"),
     ],
 )
 def test_lengths_that_do_not_fit(bert: Bert, out: Path, given: dict[str, Any], said: str) -> None:
@@ -243,15 +243,15 @@ def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -
     source = bert()
     out.mkdir()
     convert(source, out)  # an empty folder is no loss
-    assert "is there and not empty: name another folder, or replace it with --overwrite" in fault_of(source, out)
+    assert "exists and is not empty: name another folder, or replace it with --overwrite" in fault_of(source, out)
     convert(source, out, max_length=136, overwrite=True)
     assert len(load_file(out / "model.safetensors")["embeddings.position_embeddings.weight"]) == 136
 
     (out / "notes.txt").write_text("mine")
-    assert "holds notes.txt, not as toolkit to-bigbird wrote it" in fault_of(source, out, overwrite=True)
+    assert "holds notes.txt, which" in fault_of(source, out, overwrite=True)
     (out / "notes.txt").unlink()
     edit_json(out / "config.json", hidden_act="relu")  # someone trained it, or edited
-    assert "holds config.json, not as" in fault_of(source, out, overwrite=True)
+    assert "holds config.json, which" in fault_of(source, out, overwrite=True)
     (out / "meta.json").unlink()
     assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
     assert len(list(out.iterdir())) == 4
@@ -298,7 +298,7 @@ def test_a_recipes_long_model_is_made_once(bert: Bert, monkeypatch: pytest.Monke
     same_numbers(source, path, AutoModel, batch())
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write", lambda *given: pytest.fail("made again"))
+        patch.setattr(module, "_write_bigbird", lambda *given: pytest.fail("made again"))
         assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
     weights = (path / "model.safetensors").read_bytes()
     for damaged in (b"", b"\0" * len(weights)):  # as after a power cut

@@ -17,7 +17,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.models.exported import ExportedClassifier, export_format
 from toolkit.models.first_token import read_first_token_only
-from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
+from toolkit.models.layers import freeze_layers, keep_layers, reinit_layers
 from toolkit.models.lora import add_lora
 from toolkit.pretrained import (
     encoder_config,
@@ -75,7 +75,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     if settings.num_hidden_layers:
         keep_layers(model, settings.num_hidden_layers, name)
     if settings.reinit_layers:
-        renew_layers(model, settings.reinit_layers, name, seed)
+        reinit_layers(model, settings.reinit_layers, name, seed)
     if settings.freeze_layers is not None:
         freeze_layers(model, settings.freeze_layers, name)
     choose_attention(model, settings.attn_implementation)

@@ -1,4 +1,4 @@
-"""A model's layers: which they are, how far each is from the head, frozen ones and new ones."""
+"""Finds a model's layers and their distance from the head; keeps some, freezes or reinitializes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.pretrained import whole_weights
 
 
 def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of a model's `ModuleList`s, except lists inside another layer."""
+    """The modules of a model's `ModuleList`s, without lists nested in a layer."""
     return [layer for stack in _stacks(model) for layer in stack]
 
 
@@ -23,8 +23,8 @@ def _stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
 
 
 def distances(model: torch.nn.Module) -> dict[int, int]:
-    """id of a parameter -> how far it is from the head: 0 for the head (a pooler, a last norm), 1 for the top layer,
-    one more than there are layers for the embeddings. A decoder counts its own layers. Empty without layers."""
+    """id of a parameter -> its distance from the head: 0 for the head (and a pooler or last norm), 1 for the top layer,
+    the number of layers + 1 for embeddings. A decoder's layers count separately. Empty without layers."""
     stacks = _stacks(model)
     distance_of = {
         id(parameter): len(stack) - place
@@ -34,42 +34,42 @@ def distances(model: torch.nn.Module) -> dict[int, int]:
     }
     bottom, below = 1 + max(map(len, stacks), default=0), True
     for name, parameter in model.named_parameters() if distance_of else ():
-        below = below and id(parameter) not in distance_of  # what comes before the first layer
+        below = below and id(parameter) not in distance_of  # before the first layer
         if id(parameter) not in distance_of:
             distance_of[id(parameter)] = bottom if below or "embed" in name else 0
     return distance_of
 
 
 def keep_layers(model: Any, count: int, name: str) -> None:
-    """Keeps so many of a model's layers, evenly spaced from the first to the last, as DistilBERT began as six of
-    BERT's twelve (Sanh et al., 2019). Raises UserError where it has fewer, or one for all."""
+    """Keeps `count` layers, evenly spaced from the first to the last, as DistilBERT started from six of BERT's twelve
+    (Sanh et al., 2019). Raises UserError where there are fewer, or they share weights."""
     layers = _layers_of(model, count, "num_hidden_layers", name)
     total = len(layers)
     places = np.linspace(0, total - 1, count).round().astype(int).tolist()
     stack = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and [*part] == layers)
     for place in sorted(set(range(total)) - set(places), reverse=True):
         del stack[place]
-    for key, value in list(vars(model.config).items()):  # its lists with an entry per layer
+    for key, value in list(vars(model.config).items()):  # lists with an entry per layer
         if isinstance(value, list) and len(value) == total:
             setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
     for place, layer in enumerate(stack):
         for part in filter(lambda part: hasattr(part, "layer_idx"), layer.modules()):
-            setattr(part, "layer_idx", place)  # noqa: B010  # where a decoder keeps its keys and values
+            setattr(part, "layer_idx", place)  # noqa: B010  # place in a decoder's key-value cache
 
 
 def freeze_layers(model: Any, count: int, name: str) -> None:
-    """Freezes the embeddings and the first `count` layers. Raises UserError where there are fewer, or all would be."""
+    """Freezes the embeddings and the first `count` layers. Raises UserError where there are fewer."""
     layers = _layers_of(model, count, "freeze_layers", name)
-    far = distances(model)
+    distance_of = distances(model)
     for parameter in model.parameters():
-        if far[id(parameter)] > len(layers) - count:
+        if distance_of[id(parameter)] > len(layers) - count:
             parameter.requires_grad_(False)
 
 
-def renew_layers(model: Any, count: int, name: str, seed: int) -> None:
-    """Gives the top `count` layers (and a pooler) the weights that a model of this config begins its pretraining with,
-    the same in every process (Zhang et al., 2021, "Revisiting Few-sample BERT Fine-tuning")."""
+def reinit_layers(model: Any, count: int, name: str, seed: int) -> None:
+    """Initializes the top `count` layers (and a pooler) as for pretraining, equally in every process (Zhang et al.,
+    2021, "Revisiting Few-sample BERT Fine-tuning")."""
     layers = _layers_of(model, count, "reinit_layers", name)
     with torch.random.fork_rng(devices=[]), whole_weights():
         set_seed(seed)
@@ -89,5 +89,5 @@ def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn
     if len(layers) < config_count:
         raise UserError(f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out")
     if count > len(layers):
-        raise UserError(f"--{setting} {count}: {name} has {len(layers)} layers: name at most that")
+        raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
     return layers

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021, arXiv:2106.09685): a few small matrices are trained in place of the encoder."""
+"""LoRA (Hu et al., 2021, arXiv:2106.09685) by peft: trains low-rank matrices in place of the encoder."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ ALL_LINEAR = "all-linear"  # peft's word
 def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> Any:
     """Freezes a classifier, adds LoRA to it in place, and returns the PeftModel around it.
 
-    The modules after the encoder are trained whole, and so is a pooler whose parameters are among
-    `new`, those that the checkpoint lacks. Random numbers come from torch's generator: seed it.
-    Raises UserError for target modules that the model has not, or that are no linear layers.
+    Modules outside the encoder are fully trained, and so is a pooler with parameters among `new`, those missing in the
+    checkpoint. Seed torch's generator before. Raises UserError for target modules that the model lacks, or that are not
+    linear layers.
     """
     import peft  # takes a second
 
-    whole = trained_whole(model, new)
+    fully_trained = fully_trained_modules(model, new)
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_CLS,
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha or 2 * (settings.lora_r or 0),
         lora_dropout=(settings.lora_dropout or 0.0) if settings.dropout is None else settings.dropout,
-        target_modules=target_modules(model, settings.lora_target_modules, whole),
-        modules_to_save=[name for name in whole if name not in ("classifier", "score")],  # which peft adds itself
+        target_modules=target_modules(model, settings.lora_target_modules, fully_trained),
+        modules_to_save=[
+            name for name in fully_trained if name not in ("classifier", "score")
+        ],  # which peft adds itself
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
         return peft.get_peft_model(model, config)
 
 
-def trained_whole(model: Any, new: Iterable[str] = ()) -> list[str]:
-    """Modules without LoRA whose every parameter is trained: the head, and a pooler made anew."""
+def fully_trained_modules(model: Any, new: Iterable[str] = ()) -> list[str]:
+    """Modules to train without LoRA: the head, and a new pooler."""
     modules = [name for name, _ in model.named_children() if name != model.base_model_prefix]
     heads = [name for name in modules if next(model.get_submodule(name).parameters(), None) is not None]
     poolers = {key[: key.index("pooler")] + "pooler" for key in new if "pooler" in key}
@@ -46,15 +48,15 @@ def trained_whole(model: Any, new: Iterable[str] = ()) -> list[str]:
     return [*heads, *sorted(poolers - set(heads))]
 
 
-def target_modules(model: Any, setting: str | None, whole: Sequence[str]) -> list[str]:
-    """Names as peft takes them (the end of a module's path): those of the setting, or peft's for this architecture, or
-    of all linear layers that the output depends on. Raises UserError with every wrong name."""
+def target_modules(model: Any, setting: str | None, fully_trained: Sequence[str]) -> list[str]:
+    """Names for peft (suffixes of module paths): those of the setting, or peft's for this architecture, or those of
+    all trainable linear layers of the encoder. Raises UserError with all wrong names."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
     linear = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and not _within(name, whole)
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and not _within(name, fully_trained)
     }
     every = sorted({name.rsplit(".", 1)[-1] for name in linear})
     if setting is None:
@@ -65,20 +67,20 @@ def target_modules(model: Any, setting: str | None, whole: Sequence[str]) -> lis
         return every
     faults, choices = Faults(), f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
     if not names:
-        faults.add(f"--lora_target_modules names nothing: {choices}")
+        faults.add(f"--lora_target_modules is empty: {choices}")
     for name in names:
         paths = {path for path, _ in model.named_modules() if _ends(path, [name])}
         if not paths & linear:
             near = did_you_mean(name, every)
             faults.add(f"--lora_target_modules {name}: no linear layer of the encoder has this name{near}; {choices}")
         elif any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in paths):
-            faults.add(f"--lora_target_modules {name} is also the name of what is no linear layer; {choices}")
+            faults.add(f"--lora_target_modules {name} also matches modules other than linear layers; {choices}")
     faults.raise_if_any()
     return names
 
 
 def _ends(path: str, names: Iterable[str]) -> bool:
-    """peft's rule: a name stands for every module whose path ends with it."""
+    """Whether peft would apply one of these names to the module at this path."""
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
@@ -87,7 +89,7 @@ def _within(path: str, modules: Iterable[str]) -> bool:
 
 
 def describe(model: torch.nn.Module, settings: ModelSettings) -> str:
-    """`LoRA r=8: 12,345 of 1,234,567 parameters are trained (1.0 %)`; the model may be sharded."""
+    """`LoRA r=8: 12,345 of 1,234,567 parameters are trained (1.0 %)`, also for a sharded model."""
     counts = [
         (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
         for name, parameter in model.named_parameters()

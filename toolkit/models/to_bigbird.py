@@ -1,9 +1,8 @@
-"""Any BERT -> a BigBird of the same weights that reads long texts.
+"""Converts a BERT to a BigBird with the same weights, for long texts.
 
-BigBird (Zaheer et al. 2020, arXiv:2007.14062) has BERT's layers; what differs is which tokens attend to which. So
-every weight moves over as it is, but for the position table, which is repeated until it is long enough, as Longformer
-does (Beltagy et al. 2020, arXiv:2004.05150, section 5). Up to (5 + 2 random) * block tokens BigBird runs full
-attention: within BERT's own positions it then gives BERT's numbers.
+BigBird (Zaheer et al. 2020, arXiv:2007.14062) has BERT's layers with sparse attention. So weights are copied, and the
+position table is repeated up to the new length, as in Longformer (Beltagy et al. 2020, arXiv:2004.05150, section 5).
+Up to (5 + 2 random) * block tokens BigBird runs full attention: within BERT's positions it computes what BERT does.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ Settings = TypeVar("Settings", bound=PretrainedSettings)
 
 _MADE_BY = "toolkit to-bigbird"
 _META = "meta.json"
-_LAYOUT = 1  # of what is in the cache: a change here that changes it counts this up
-# What a tokenizer that was saved and loaded wrongly would read differently: case, accents, Chinese, special tokens
+_LAYOUT = 1  # increase this when a change in this file changes the files in the cache
+# Texts to compare a saved and loaded tokenizer by: case, accents, Chinese, special tokens
 _PROBES = ("今天的服務很好，房间小。", "The Café's 2nd ROOM wasn't bad!\n東京 [MASK] 42", "ﬁlm\u3000𠮷 😀 ２０２４年")
 
 _ENCODER = re.compile(r"(bert\.)?(embeddings|encoder|pooler)\.")
@@ -66,32 +65,32 @@ _COPIED = (
 
 
 class SparseSizes(NamedTuple):
-    """How far a BigBird reads, and what each token in it attends to."""
+    """The length and the attention pattern of a BigBird."""
 
     max_length: int = 4096  # tokens
     block_size: int = 64  # tokens
-    num_random_blocks: int = 3  # that each block of queries reads besides its neighbours
+    num_random_blocks: int = 3  # per query block
 
     @property
     def sparse_above(self) -> int:
-        """Tokens up to which the pattern does not fit."""
+        """The longest text, in tokens, with full attention."""
         return full_attention_up_to(self.block_size, self.num_random_blocks)
 
 
 def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = False) -> list[str]:
     """Writes a BigBird with the weights of `source` (a folder, a hub name or a `demo:` name) to the folder `output`.
 
-    The folder has its name only when it is complete. With `overwrite` it may replace one that this function wrote
-    and nobody has changed since. Returns lines that say what was made. Raises UserError for a source that is no BERT,
-    lacks a tokenizer or does not fit its config, for a length that does not fit, and for an output that is there.
+    `output` appears only when it is complete. With `overwrite` it may replace a folder that this function wrote and
+    that has not changed since. Returns lines that describe the result. Raises UserError for a source that is not a
+    BERT, lacks a tokenizer or does not fit its config, for an unsuitable length, and for an existing output.
     """
     with explain_write_errors(output):
-        _check_place(output, overwrite)
+        _check_output(output, overwrite)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
     with explain_write_errors(output), replace_folder(output, overwrite) as draft:
-        parameters, heads = _write(source, draft, sizes)
+        parameters, heads = _write_bigbird(source, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
         (draft / _META).write_text(json.dumps(meta, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -104,76 +103,74 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
 
 
 def long_model(settings: Settings, max_length: int | None, accelerator: Accelerator | None = None) -> Settings:
-    """The settings with a BigBird in place of a BERT, of 4096 positions or `max_length` tokens if that is more.
+    """Replaces a BERT in the settings by a BigBird of 4096 positions, or of `max_length` if that is more.
 
-    It is written once per machine, to the cache; all processes must call this. A BigBird, and no model, are
-    returned as they are. Raises UserError for other models.
+    Writes it to the cache, once per machine; all processes must call this. Returns settings with a BigBird or without a
+    model unchanged. Raises UserError for other models.
     """
     if settings.model_name_or_path is None:
         return settings
     name, config = settings.model_name_or_path, load_config(settings)
-    if config.model_type in ("big_bird", "encoder-decoder"):  # the latter was made of one, by recipes/title.py
+    if config.model_type in ("big_bird", "encoder-decoder"):  # an encoder-decoder of recipes/title.py has one
         return settings
     _check_kind(name, config)
-    usual = SparseSizes()
-    length = max(usual.max_length, max_length or 0, config.max_position_embeddings)
-    sizes = usual._replace(max_length=-(-length // usual.block_size) * usual.block_size)
+    default = SparseSizes()
+    length = max(default.max_length, max_length or 0, config.max_position_embeddings)
+    sizes = default._replace(max_length=-(-length // default.block_size) * default.block_size)
 
     with explain_load_errors(name):
         folder_name = _folder_name(name, sizes)
     with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
         if draft:
-            _write(name, draft, sizes)
+            _write_bigbird(name, draft, sizes)
     return dataclasses.replace(settings, model_name_or_path=str(folder))
 
 
 def _folder_name(name: str, sizes: SparseSizes) -> str:
-    """A digest of the content, with a readable beginning: a model card names its base model so."""
+    """A readable prefix, which model cards show as the base model, and a digest of the content."""
     base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
     digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
     return f"{base}-bigbird-{sizes.max_length}-{digits}"
 
 
-def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
-    """Fills an empty folder, and returns the number of parameters and which heads it has.
-
-    Raises UserError when the source cannot be loaded or does not fit.
-    """
+def _write_bigbird(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
+    """Fills an empty folder. Returns the number of parameters, and a description of the heads. Raises UserError for a
+    source that cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
     bert, new, unknown = _load(name)
-    pooler, mlm, nsp = (not _within(new, prefix) for prefix in (_POOLER, *_HEADS.values()))
+    pooler, mlm, nsp = (not _with_prefix(new, prefix) for prefix in (_POOLER, *_HEADS.values()))
     heads = (("MLM", "NSP") if nsp and pooler else ("MLM",)) if mlm else ()
     config = _config_of(bert, tokenizer, sizes)
     family = _FAMILIES[heads]
     weights = {key: weight for key, weight in bert.state_dict().items() if key not in new}
     prefixes = ("bert.", *(_HEADS[head] for head in heads))
     dropped = sorted({*unknown, *(key for key in weights if not key.startswith(prefixes) and key != _DECODER)})
-    tensors = _renamed(name, weights, family, config, pooler)
+    tensors = _bigbird_tensors(name, weights, family, config, pooler)
     config.architectures, config.dtype = [family.__name__], str(bert.dtype).removeprefix("torch.")
-    # `save_pretrained` writes in the first process of a group only, and says nothing in the others
+    # not `save_pretrained`, which writes only in the first process of a group
     config.to_json_file(folder / "config.json")
     try:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # a full disk, for one
+    except SafetensorError as error:  # a full disk, say
         raise OSError(errno.EIO, str(error)) from error
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     make_readable(folder)
     head_names = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept"
     message = head_names if heads else "the BERT has no MLM head to keep"
-    message += "" if pooler else "; no pooler, which the BERT has not"
-    message += f"; left behind: {listing(dropped, 4)}" if dropped else ""
+    message += "" if pooler else "; the BERT has no pooler"
+    message += f"; dropped: {listing(dropped, 4)}" if dropped else ""
     return sum(tensor.numel() for tensor in tensors.values()), message
 
 
-def _within(names: Iterable[str], prefix: str) -> list[str]:
+def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
 def _load(name: str) -> tuple[Any, set[str], list[str]]:
-    """Whatever head the checkpoint has: BertForPreTraining holds them all, but for those of a task.
+    """Loads a checkpoint as BertForPreTraining, which has all heads of pretraining.
 
-    Returns the model, names in it that did not come from the checkpoint (random, that is), and names in the
-    checkpoint that it has no place for. Raises UserError for an encoder that is not whole.
+    Returns the model, the names of its parameters that the checkpoint lacks (random ones), and names in the checkpoint
+    that it does not use. Raises UserError for an incomplete encoder.
     """
     with explain_load_errors(name), whole_weights(), quiet_transformers():
         bert, loading = BertForPreTraining.from_pretrained(
@@ -181,18 +178,18 @@ def _load(name: str) -> tuple[Any, set[str], list[str]]:
         )
     mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
     new = {*loading["missing_keys"], *mismatched}
-    pooler = _within(new, _POOLER)
-    lost = set(_within(new, "bert.")) - set(pooler) | set(_within(mismatched, "bert."))
-    lost |= set(pooler) if len(pooler) == 1 else set()  # half of it
-    lost |= {key for key in unknown if _ENCODER.match(key)}  # layers that the config does not count
+    pooler = _with_prefix(new, _POOLER)
+    lost = set(_with_prefix(new, "bert.")) - set(pooler) | set(_with_prefix(mismatched, "bert."))
+    lost |= set(pooler) if len(pooler) == 1 else set()  # weight without bias, or the reverse
+    lost |= {key for key in unknown if _ENCODER.match(key)}  # layers beyond the config's number
     refuse_random(name, lost)
     return bert, new, unknown
 
 
 def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
-    """BERT's sizes and its tokenizer's ids; BigBird's own defaults are those of another vocabulary."""
+    """With BERT's sizes and its tokenizer's ids; BigBird's default ids are those of another vocabulary."""
     options = {name: getattr(bert.config, name) for name in _COPIED}
-    # by the weights: transformers leaves an output layer of its own untied, whatever the config says
+    # from the weights: transformers unties an output layer that differs, whatever the config says
     options["tie_word_embeddings"] = bert.get_output_embeddings().weight is bert.get_input_embeddings().weight
     if options["pad_token_id"] is None:
         options["pad_token_id"] = tokenizer.pad_token_id
@@ -212,12 +209,11 @@ def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
     )
 
 
-def _renamed(name: str, weights: dict[str, Tensor], family: Any, config: BigBirdConfig, pooler: bool) -> dict[str, Any]:
-    """BERT's tensors under the names of each parameter of the BigBird, once where two are tied.
-
-    The position table is repeated over and over, so that neighbours stay neighbours but at the seams. Raises UserError
-    for a parameter that BERT has not.
-    """
+def _bigbird_tensors(
+    name: str, weights: dict[str, Tensor], family: Any, config: BigBirdConfig, pooler: bool
+) -> dict[str, Any]:
+    """Returns the BigBird's parameters by name (tied ones once), from BERT's tensors, with the position table repeated.
+    Raises UserError for a parameter that BERT lacks."""
     with torch.device("meta"):
         model = family(config)
     prefix = "bert." if family is BigBirdModel else ""
@@ -228,7 +224,7 @@ def _renamed(name: str, weights: dict[str, Tensor], family: Any, config: BigBird
     shapes = {
         key: parameter.shape
         for key, parameter in model.named_parameters()
-        if pooler or not f"{prefix}{key}".startswith(_POOLER)  # a random one would pass for pretrained
+        if pooler or not f"{prefix}{key}".startswith(_POOLER)  # leave out a random pooler
     }
     misfits = [key for key, shape in shapes.items() if getattr(renamed.get(prefix + key), "shape", None) != shape]
     if misfits:
@@ -237,87 +233,88 @@ def _renamed(name: str, weights: dict[str, Tensor], family: Any, config: BigBird
 
 
 def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) -> None:
-    """Saves BERT's, and verifies that AutoTokenizer loads it beside a BigBird's config, not BigBird's own.
-
-    Raises UserError when it tokenizes a text otherwise.
-    """
+    """Saves BERT's tokenizer, and raises UserError if AutoTokenizer, given a BigBird's config, loads another one."""
     tokenizer.model_max_length = max_length
-    ids = tokenizer(list(_PROBES)).input_ids  # also takes off a truncation that tokenizer.json may have brought
+    ids = tokenizer(list(_PROBES)).input_ids  # also resets a truncation stored in tokenizer.json
     tokenizer.save_pretrained(folder)
     reloaded = load_plain_tokenizer(str(folder))
     if type(reloaded) is not type(tokenizer) or reloaded(list(_PROBES)).input_ids != ids:
         raise UserError(
-            f"{name}: its tokenizer, a {type(tokenizer).__name__}, is a {type(reloaded).__name__} after saving and may "
-            "read texts otherwise: name its class as tokenizer_class in its tokenizer_config.json"
+            f"{name}: its tokenizer, a {type(tokenizer).__name__}, becomes a {type(reloaded).__name__} when saved and "
+            "loaded, and may tokenize differently: set tokenizer_class in its tokenizer_config.json"
         )
 
 
 def _check_kind(name: str, config: Any) -> None:
-    """Raises UserError for a model whose weights would compute something else in a BigBird."""
+    """Raises UserError for a model that a BigBird with the same weights would not reproduce."""
     kind = config.model_type
     if kind == "big_bird":
-        raise UserError(f"{name} is a BigBird already, of {config.max_position_embeddings} positions: use it as it is")
+        raise UserError(
+            f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it directly"
+        )
     if kind != "bert":
         raise UserError(
-            f"{name} is of model_type {kind}, and only bert becomes a BigBird: bert-base-chinese, bert-base-uncased, "
-            "hfl/chinese-roberta-wwm-ext (a BERT, whatever its name says), or name a BigBird itself"
+            f"{name} has model_type {kind}, and only bert can be converted: use bert-base-chinese, bert-base-uncased, "
+            "hfl/chinese-roberta-wwm-ext (a BERT in spite of its name), or a BigBird"
         )
     positions = getattr(config, "position_embedding_type", None) or "absolute"  # old configs have it
     if positions != "absolute":
         raise UserError(
-            f"{name} has position_embedding_type {positions}, which BigBird has not: take a BERT with absolute "
-            "positions, as most have"
+            f"{name} has position_embedding_type {positions}, which BigBird does not support: use a BERT with absolute "
+            "positions"
         )
     if config.is_decoder or config.add_cross_attention:
-        raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): take an encoder")
+        raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an encoder")
 
 
 def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
-    """Raises UserError for lengths that do not fit together; `positions` are the BERT's."""
+    """Raises UserError for inconsistent lengths; `positions` are the BERT's."""
     length, block, random = sizes
     pattern = f"--block_size {block} and --num_random_blocks {random}"
     if block < 1 or random < 1:
-        raise UserError(f"{pattern}: both are at least 1; 64 and 3 are usual")
+        raise UserError(f"{pattern}: both must be at least 1; the defaults are 64 and 3")
     fault = ""
     if length < positions:
-        fault = f"less than the {positions} positions {name} has: ask for more, or cut texts when they are tokenized"
+        fault = f"less than the {positions} positions of {name}: raise it, and truncate texts when you tokenize them"
     elif length % block:
-        fault = f"no multiple of --block_size {block}: take {-(-length // block) * block}"
+        fault = f"not a multiple of --block_size {block}: use {-(-length // block) * block}"
     elif length <= sizes.sparse_above:
         fault = (
             f"too short for the sparse pattern: with {pattern} texts of up to {sizes.sparse_above} tokens get full "
-            f"attention; take {sizes.sparse_above + block} or more, or smaller blocks"
+            f"attention; use {sizes.sparse_above + block} or more, or smaller blocks"
         )
     if fault:
         raise UserError(f"--max_length {length} is {fault}")
-    try:  # otherwise training would end at the first batch of a length with a rule of its own
+    try:  # otherwise training would fail at the first batch of one of these lengths
         for width in plan.PAPER_LENGTHS:
             if sizes.sparse_above < width <= length and width % block == 0:
                 plan.random_blocks(plan.Pattern(0, 1, block, random, length, width, training=True))
     except ValueError as error:
         raise UserError(
-            f"{pattern} want more random blocks than BigBird draws from (the first 1024 tokens): take fewer"
+            f"{pattern}: BigBird draws random blocks from the first 1024 tokens, which have fewer: reduce one of them"
         ) from error
 
 
-def _check_place(output: Path, overwrite: bool) -> None:
-    """Raises UserError for what must not be replaced."""
+def _check_output(output: Path, overwrite: bool) -> None:
+    """Raises UserError for an output that must not be replaced."""
     if os.path.lexists(output) and (not output.is_dir() or output.is_symlink()):
-        raise UserError(f"{output} is there and is not a folder: name another output")
+        raise UserError(f"{output} exists and is not a folder: name another output")
     present = sorted(output.iterdir()) if output.exists() else []
     if present and not overwrite:
-        raise UserError(f"{output} is there and not empty: name another folder, or replace it with --overwrite")
-    if foreign := _foreign(present, output / _META):
+        raise UserError(f"{output} exists and is not empty: name another folder, or replace it with --overwrite")
+    if foreign := _foreign_files(present, output / _META):
         raise UserError(
-            f"{output} holds {listing(foreign, 3)}, not as {_MADE_BY} wrote it, and --overwrite would remove that: "
-            "name another folder, or remove it yourself"
+            f"{output} holds {listing(foreign, 3)}, which {_MADE_BY} did not write, or which have changed since: name "
+            "another folder, or remove it yourself"
         )
 
 
-def _foreign(present: Sequence[Path], meta: Path) -> list[str]:
-    """The names of files that this command did not write, or somebody has changed since."""
+def _foreign_files(present: Sequence[Path], meta: Path) -> list[str]:
+    """Names of files that this command did not write, or that have changed since."""
     digests: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it may be anybody's
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, TypeError, RecursionError
+    ):  # any file may have this name
         content = json.loads(meta.read_text(encoding="utf-8"))
         digests = dict(content["files"]) if content["made_by"] == _MADE_BY else {}
     others = [path for path in present if path != meta or not digests]

@@ -1,11 +1,11 @@
-"""Two ways to compute the sparse attention of one layer; both give transformers' numbers.
+"""Two implementations of the sparse attention of one layer, with the same results as transformers.
 
-`gathered` uses operators that every device has. `flex` is one fused kernel each way on CUDA, compiled for each shape:
-so batches are cut and padded to few shapes. Where there are more, or one cannot be compiled, `gathered` computes it. On
-a CPU torch 2.13 compiles its forward pass only, and uncompiled it is exact and dense, which serves the tests. No line
-of it has run on a GPU yet: tests marked `gpu` are there for who has one.
+`gathered` uses operators of every device. `flex` is one fused kernel for forward and one for backward on CUDA, compiled
+for each shape: so batches are split and padded to few shapes. `gathered` takes over for further shapes, and where one
+does not compile. On a CPU torch 2.13 compiles only its forward pass; uncompiled it is exact and dense, which the tests
+use. It has not run on a GPU yet (tests marked `gpu` cover it).
 
-Both take queries, keys and values (B, nh, S, hs) and give (B, nh, S, hs). `bias` (B, S) is added to every score of a
+Both take queries, keys and values (B, nh, S, hs) and return (B, nh, S, hs). `bias` (B, S) is added to every score of a
 key; S is `pattern.length`.
 
 B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks, R query blocks, W key blocks of each,
@@ -41,12 +41,12 @@ _TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
     """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
-    if torch.compiler.is_compiling():  # a mask would have to be built within the graph, in every layer
+    if torch.compiler.is_compiling():  # the graph would have to build a mask in every layer
         return gathered(query, key, value, bias, pattern)
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     missing = mask.seq_lengths[0] - pattern.length
     padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value)]
-    if bias is None and may_repeat(pattern):  # one kind of kernel for all that changes scores
+    if bias is None and may_repeat(pattern):  # one kernel for repeats and for padding
         bias = query.new_zeros(len(query), pattern.length)
     bias = None if bias is None else F.pad(bias, (0, missing))
     parts = []
@@ -60,8 +60,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern
 
 
 def few_widths(blocks: int) -> int:
-    """The next power of two: a kernel that is compiled for each width then is for few. A block of padding reads one
-    block, where others read eight."""
+    """The next power of two, so that few kernels are compiled. A block of padding costs little: it reads one block,
+    others read eight."""
     return 1 << (blocks - 1).bit_length()
 
 
@@ -73,22 +73,21 @@ def _parts(samples: int) -> list[slice]:
 
 
 class Mask(NamedTuple):
-    """What one pattern needs, whatever the batch."""
+    """The inputs of flex_attention that depend only on the pattern."""
 
     blocks: BlockMask
     repeats: Tensor
-    """(nh, N, N): the logarithm of how often a query block reads a key block."""
+    """(nh, N, N): logarithm of how often each query block reads each key block."""
 
 
 _masks: OrderedDict[tuple[Pattern, torch.device, torch.dtype], tuple[Mask, int]] = OrderedDict()
 
 
 def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
-    """Made once per pattern, and cached for all layers, micro-batches and steps, up to `_MOST_MASK_BYTES`.
-    `dtype` is that of scores."""
+    """Cached for all layers, micro-batches and steps, up to `_MOST_MASK_BYTES`. `dtype`: of scores."""
     key = (pattern, device, dtype)
     if key not in _masks:
-        with torch.inference_mode(False):  # later callers may train
+        with torch.inference_mode(False):  # inference tensors would fail in training
             _masks[key] = _make_mask(*key)
         while len(_masks) > 1 and sum(size for _, size in _masks.values()) > _MOST_MASK_BYTES:
             _masks.popitem(last=False)
@@ -97,12 +96,12 @@ def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
 
 
 def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tuple[Mask, int]:
-    """A mask and its bytes. Every block that is read at all is read whole: it holds full blocks only."""
+    """Returns a mask and its bytes. It has only full blocks, since a block is read as a whole."""
     width, block = few_widths(pattern.length // pattern.block), pattern.block
     count = counts(pattern, width, device)
     read = count > 0
     keys, queries = _ordered(read), _ordered(read.transpose(1, 2))  # of each query, of each key
-    partial_keys, partial_queries, no_repeats = _nothing(pattern.heads, width, device, dtype)
+    partial_keys, partial_queries, no_repeats = _empty_tables(pattern.heads, width, device, dtype)
 
     def reads(sample: Any, head: Any, query: Any, key: Any) -> Any:
         return read[head, query // block, key // block]
@@ -117,16 +116,16 @@ def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tu
 
 
 def _ordered(read: Tensor) -> tuple[Tensor, Tensor]:
-    """(nh, N, N) -> (1, nh, N), how many blocks each block reads, and (1, nh, N, N) with these first."""
+    """(nh, N, N) -> (1, nh, N), the number of blocks that each block reads, and (1, nh, N, N), their indices first."""
     order = read.int().argsort(dim=-1, descending=True, stable=True).int()
     return read.sum(-1, dtype=torch.int32).unsqueeze(0), order.unsqueeze(0)
 
 
 @functools.cache
-def _nothing(
+def _empty_tables(
     heads: int, width: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What all masks of a width have in common: no block is read in part, from either side, and none repeatedly."""
+    """Shared by all masks of a width: no partial blocks for queries and for keys, and no repeats."""
     partial = [torch.zeros(1, heads, width, dtype=torch.int32, device=device),
                torch.zeros(1, heads, width, width, dtype=torch.int32, device=device)]  # fmt: skip
     return partial, [tensor.clone() for tensor in partial], partial[1][0].to(dtype)
@@ -142,12 +141,12 @@ def _score(repeats: Tensor, bias: Tensor, block: int) -> Callable[..., Any]:
 
 
 _compiles: dict[tuple[Any, ...], bool] = {}
-"""A shape, and all else that a kernel is compiled for -> whether there is one for it."""
+"""Shape, dtype and the other properties that a kernel is compiled for -> whether that succeeded."""
 
 
 def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask) -> Tensor | None:
-    """(B, nh, N * b, hs), or None where there is no kernel for such inputs: as long as the process lives, so that
-    activations are recomputed as they were computed."""
+    """(B, nh, N * b, hs), or None where no kernel exists for such inputs. This does not change within a process, so
+    recomputed activations are the same."""
     query = inputs[0]
     if not _compiled_on(query.device.type):
         plain: Any = flex_attention
@@ -161,32 +160,32 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
             context: Tensor = _compile(*inputs, score, mask)
             _compiles[shape] = True
             return context
-        why = f"{_MOST_SHAPES} have been compiled"
+        why = f"{_MOST_SHAPES} shapes have been compiled"
     except _compiler_errors() as error:
         why = f"{type(error).__name__}: {first_line(getattr(error, 'inner_exception', error))}"
     _compiles[shape] = False
     warnings.warn(
-        f"flex_attention has no kernel for one more shape of batches [{why}]: gathered attention computes them, with "
-        "the same numbers, in more time",
+        f"flex_attention has no kernel for another shape of batches [{why}]: they run gathered attention, with the "
+        "same results, but slower",
         stacklevel=2,
     )
     return None
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    from torch._dynamo import exc  # takes a second to import; whoever raises one has it
+    from torch._dynamo import exc  # takes a second; imported already where one is raised
 
     return exc.FailOnRecompileLimitHit, exc.TorchDynamoException
 
 
 def _compiled_on(device: str) -> bool:
-    """Where it can be trained; on a CPU it runs as it is."""
+    """On a CPU it runs uncompiled, since its compiled backward pass is missing."""
     return device != "cpu"
 
 
 def _compile(*arguments: Any) -> Any:
-    """Runs a shape for the first time. Its backward kernel is compiled at once, too: what fails in the backward pass
-    can no longer be computed otherwise."""
+    """Compiles and runs a new shape, with its backward kernel: a failure in the backward pass would be too late for
+    another implementation."""
     from torch._functorch import config
 
     with config.patch(force_non_lazy_backward_lowering=True):
@@ -195,12 +194,12 @@ def _compile(*arguments: Any) -> Any:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """Never dense scores: `fullgraph` makes torch raise FailOnRecompileLimitHit where a shape is too many for it."""
+    """With `fullgraph` torch raises FailOnRecompileLimitHit at its limit of shapes, and does not fall back to dense."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any] | None, mask: BlockMask) -> Any:
         options: Any = _TILES if query.is_cuda else None
         return flex_attention(query, key, value, score_mod=score, block_mask=mask, kernel_options=options)
 
-    compile_it: Any = torch.compile  # its stub does not know recompile_limit
+    compile_it: Any = torch.compile  # its type stub lacks recompile_limit
     compiled: Callable[..., Any] = compile_it(attend, dynamic=False, fullgraph=True, recompile_limit=4 * _MOST_SHAPES)
     return compiled

@@ -1,10 +1,9 @@
-"""The sparse attention of one layer by kernels that every device has, a few heads at a time.
+"""The sparse attention of one layer by operators of every device, a few heads at a time.
 
-The softmax of a query block over all that it reads is computed in parts, each by a kernel that also gives the
-logarithm of its sum of exponentials; parts are merged by those, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
-So the first and the last block are one product with all queries, the three neighbours of each block are views of the
-keys, and only its random blocks are copied. The backward pass computes each part again: a layer keeps its queries,
-keys, values and outputs.
+The softmax of a query block is computed in parts, each by a kernel that also returns the logarithm of its sum of
+exponentials, by which parts are merged as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). So the first and the last
+block are one product with all queries, the three neighbours of each block are views of the keys, and only random
+blocks are copied. The backward pass recomputes the parts: a layer saves only queries, keys, values and outputs.
 
 B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks; of a part: P pairs of a sample and a head,
 R rows of Q queries each, K keys of each row
@@ -21,26 +20,26 @@ from torch import Tensor
 
 from toolkit.models.bigbird.plan import Pattern, tables
 
-# blocks of queries at once: those of 4 heads at 4096 tokens, whose keys and values stay in a CPU's cache
+# query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache
 _BLOCKS = 256
-_tables = torch.compiler.disable(tables)  # a graph would hold the draws of one pattern
+_tables = torch.compiler.disable(tables)  # a graph would contain the random blocks of one pattern
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
-    """(B, nh, S, hs) each, and (B, S) that is added to every score of a key -> (B, nh, S, hs).
+    """(B, nh, S, hs) each, and a bias (B, S), added to every score of a key -> (B, nh, S, hs).
 
-    A block that the plan names twice counts twice in the softmax. There are no second derivatives.
+    A block that occurs twice in the plan counts twice in the softmax. Supports no second derivatives.
     """
-    of = _tables(pattern, query.device)
-    fixed = of["middle"].shape[-1] - pattern.random
-    context: Tensor = _Sparse.apply(query, key, value, bias, pattern.block, of["second"], of["middle"][..., fixed:])
+    blocks = _tables(pattern, query.device)
+    random = blocks["middle"][..., blocks["middle"].shape[-1] - pattern.random :]
+    context: Tensor = _Sparse.apply(query, key, value, bias, pattern.block, blocks["second"], random)
     return context
 
 
 class _Part(NamedTuple):
-    """Some rows of queries, and the keys that each reads. Both take (P, n, b, ...)."""
+    """Some rows of queries, and the keys that they read, both selected from (P, n, b, ...)."""
 
     rows: Callable[[Tensor], Tensor]
     """A view, (P, R, Q, ...)."""
@@ -54,15 +53,15 @@ class _Part(NamedTuple):
 
 
 def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
-    """Of blocks that read what the tables (P, 2, W) and (P, n - 4, r) name."""
+    """All parts, for tables of key blocks (P, 2, W) and (P, n - 4, r)."""
     middle = random.shape[1]
-    yield _Part(  # the first and the last block read everything
+    yield _Part(  # the first and the last block read all blocks
         lambda x: x[:, :: x.shape[1] - 1],
         lambda x: x.flatten(1, 2).unsqueeze(1).expand(-1, 2, *x.flatten(1, 2).shape[1:]),
         lambda total, grad: total.add_(grad.sum(1).view_as(total)),
     )
     yield _Part(lambda x: x[:, 1 :: x.shape[1] - 3], *_blocks_of(second))
-    yield _Part(  # and are read by everything
+    yield _Part(  # all blocks read the first and the last
         lambda x: x[:, 2:-2].flatten(1, 2).unsqueeze(1),
         lambda x: x[:, :: x.shape[1] - 1].flatten(1, 2).unsqueeze(1),
         lambda total, grad: total[:, :: total.shape[1] - 1].add_(grad.unflatten(2, (2, -1)).squeeze(1)),
@@ -73,7 +72,7 @@ def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
 
 
 def _neighbours(x: Tensor) -> Tensor:
-    """(P, n, b, hs) -> a view of each block from the third on with those before and after it, (P, n - 4, 3 b, hs)."""
+    """(P, n, b, hs) -> a view of each middle block with the blocks before and after it, (P, n - 4, 3 b, hs)."""
     block = x.shape[2]
     return x[:, 1:-1].flatten(1, 2).unfold(1, 3 * block, block).transpose(2, 3)
 
@@ -84,7 +83,7 @@ def _add_neighbours(total: Tensor, grad: Tensor) -> None:
 
 
 def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Any]]:
-    """The blocks of a table (P, R, W), copied."""
+    """Functions that copy the blocks of a table (P, R, W), and that add their gradients."""
     pairs, rows, _ = table.shape
 
     def places(blocks: int) -> Tensor:
@@ -101,7 +100,7 @@ def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Ten
 
 
 def _groups(samples: int, heads: int, blocks: int) -> Iterator[tuple[slice, slice]]:
-    """Samples and heads that are computed at once: whole samples, or some heads of one."""
+    """Groups of samples and heads to compute together: all heads of some samples, or some heads of one."""
     at_once, some = max(1, _BLOCKS // (blocks * heads)), min(heads, max(1, _BLOCKS // blocks))
     for sample in range(0, samples, at_once):
         for head in range(0, heads, some):
@@ -160,18 +159,18 @@ class _Sparse(torch.autograd.Function):
 
 
 def _like(query: Tensor) -> Tensor:
-    """Empty (B, nh, S, hs) whose heads lie side by side, as the next projection reads them."""
+    """Empty (B, nh, S, hs) with the memory layout (B, S, nh, hs), for the next projection."""
     samples, heads, length, size = query.shape
     return query.new_empty(samples, length, heads, size).transpose(1, 2)
 
 
 def _sum_dtype(query: Tensor) -> torch.dtype:
-    """Of the softmax's logarithms, of merged outputs and of sums of gradients: 64 terms need more than bfloat16."""
+    """For the softmax's logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms."""
     return torch.promote_types(query.dtype, torch.float32)
 
 
 def _blocked(x: Tensor, block: int) -> Tensor:
-    """Of a group, (samples, heads, S, hs) -> (P, n, b, hs), contiguous."""
+    """(samples, heads, S, hs) of a group -> (P, n, b, hs), contiguous."""
     return x.flatten(0, 1).contiguous().unflatten(1, (-1, block))
 
 
@@ -190,15 +189,15 @@ def _of_group(group: tuple[slice, slice], *of_heads: Tensor) -> Iterator[Tensor]
 
 
 def _merge(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
-    """Merges what the same queries read elsewhere, (P, R, Q, hs) and (P, R, Q), into `out` and `logs`."""
+    """Merges another part of the same queries, (P, R, Q, hs) and (P, R, Q), into `out` and `logs`."""
     merged = torch.logaddexp(logs, more_logs)
     out.mul_((logs - merged).exp_().unsqueeze(-1)).add_(more.to(out.dtype) * (more_logs - merged).exp_().unsqueeze(-1))
     logs.copy_(merged)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(P, R, Q, hs), twice (P, R, K, hs), (P, R, Q, K) -> outputs (P, R, Q, hs), and the logarithms of the sums of
-    exponentials (P, R, Q)."""
+    """(P, R, Q, hs), twice (P, R, K, hs), (P, R, Q, K) -> outputs (P, R, Q, hs), and logarithms of sums of exponentials
+    (P, R, Q)."""
     if query.device.type != "cpu":
         return _plain(query, key, value, bias)
     outputs, logs = _flash(query, key, value, attn_mask=bias)
@@ -208,7 +207,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> t
 def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. `outputs` and `logs` may be of more keys than these."""
+    """The gradients of query, key and value. `outputs` and `logs` are over all parts."""
     if query.device.type != "cpu":
         return _plain_backward(grad, query, key, value, outputs, logs, bias)
     q_grad, k_grad, v_grad = _flash_backward(grad, query, key, value, outputs, logs, 0.0, False, attn_mask=bias)
@@ -216,7 +215,7 @@ def _attend_backward(
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`_attend` of any device."""
+    """`_attend` on any device."""
     scores = _scores(query, key, bias)
     logs = scores.logsumexp(-1)
     return _product((scores - logs.unsqueeze(-1)).exp_(), value), logs
@@ -225,7 +224,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tu
 def _plain_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_attend_backward` of any device."""
+    """`_attend_backward` on any device."""
     weights = (_scores(query, key, bias) - logs.unsqueeze(-1)).exp_()
     errors = _product(grad, value.mT) - (grad * outputs).sum(-1, keepdim=True, dtype=logs.dtype)
     errors = errors.mul_(weights) * query.shape[-1] ** -0.5
@@ -238,7 +237,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In float32 at least."""
+    """In at least float32."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     device = left.device.type
     available = torch.amp.is_autocast_available(device)

@@ -1,8 +1,8 @@
-"""transformers' BigBird with the forward pass replaced in two of its modules, and nothing else.
+"""Replaces the forward pass of two modules of transformers' BigBird.
 
-Both classes take over instances that exist (`toolkit.models.bigbird.install`): parameters, names, hooks and what is
-saved stay as they are. Which attention runs depends on the batch's length and the module's constants alone: a short
-batch changes nothing for later ones, and a layer recomputed in the backward pass decides alike.
+`toolkit.models.bigbird.install` sets these classes on existing instances: parameters, names, hooks and saved files do
+not change. The attention depends only on the batch's length and the module's constants: a short batch does not affect
+later ones, and a layer recomputed in the backward pass chooses the same.
 
 B samples, nh heads, S tokens, H = nh * hs hidden
 """
@@ -26,11 +26,11 @@ from toolkit.pretrained import full_attention_up_to
 
 _SPARSE = {"gathered": gathered, "flex": flex}
 ATTENTIONS = ("auto", *_SPARSE, "full")
-_HIDDEN_SCORE = -10000.0  # transformers' own: finite, so that a row of nothing but padding stays a number
+_HIDDEN_SCORE = -10000.0  # as in transformers: finite, so that a text of only padding gives no NaN
 
 
 class SparseAttention(theirs.BigBirdAttention):
-    """BigBirdAttention without dense scores; its `to_mask` is None, or (B, S) with true for all but padding."""
+    """BigBirdAttention without dense scores; `to_mask` is None, or (B, S), true except for padding."""
 
     fast_attention: str  # one of ATTENTIONS
 
@@ -53,7 +53,7 @@ class SparseAttention(theirs.BigBirdAttention):
         name = self.fast_attention
         if name == "auto":
             name = "flex" if query.is_cuda and pattern.block % TILE == 0 else "gathered"
-        # transformers leaves attention dropout out here, and so do we
+        # without attention dropout, as in transformers
         context = _SPARSE[name](query, key, value, _bias(visible, query, _HIDDEN_SCORE), pattern)
         return context if visible is None else context * visible[:, None, :, None]
 
@@ -65,20 +65,20 @@ class SparseAttention(theirs.BigBirdAttention):
 
 
 def runs_full(part: Any, length: int) -> bool:
-    """Whether a batch of so many tokens runs full attention in a module: by its setting, or as too short for sparse."""
+    """Whether a batch of `length` tokens runs full attention: by the module's setting, or as too short for sparse."""
     short = length <= full_attention_up_to(part.config.block_size, part.config.num_random_blocks)
     return short or part.fast_attention == "full" or part.attention_type != "block_sparse"
 
 
 def _bias(visible: Tensor | None, like: Tensor, hidden: float) -> Tensor | None:
-    """What is added to the scores of each key, (B, S), in the type of the queries."""
+    """The bias of each key's scores, (B, S), in the dtype of the queries."""
     if visible is None:
         return None
     return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, hidden)
 
 
 class BigBirdModel(theirs.BigBirdModel):
-    """BigBirdModel, an encoder, that decides per batch. Its name is transformers', which `save_pretrained` writes."""
+    """An encoder that chooses the attention per batch. `save_pretrained` writes its name, so it is transformers'."""
 
     fast_attention: str  # one of ATTENTIONS
 
@@ -91,10 +91,8 @@ class BigBirdModel(theirs.BigBirdModel):
         inputs_embeds: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """As transformers' for (B, S) ids or (B, S, H) embeddings and a mask (B, S).
-
-        Raises UserError for attention weights, which are never computed, and for inputs that do not fit.
-        """
+        """As in transformers, for (B, S) ids or (B, S, H) embeddings and a mask (B, S). Raises UserError for attention
+        weights, which are not computed, and for unsuitable inputs."""
         if options.get("output_attentions", self.config.output_attentions):
             raise UserError("the fast BigBird attention computes no attention weights: leave output_attentions "
                             "out, or load the model with --attn_implementation eager")  # fmt: skip
@@ -102,7 +100,7 @@ class BigBirdModel(theirs.BigBirdModel):
             raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("BigBird takes either input_ids or inputs_embeds")
-        # a GPU would have to be waited for
+        # not on a GPU, where the check synchronises
         if attention_mask is None and input_ids is not None and input_ids.device.type == "cpu":
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
@@ -123,13 +121,13 @@ class BigBirdModel(theirs.BigBirdModel):
     def _padded(
         self, tokens: Tensor, visible: Tensor | None, embedded: dict[str, Tensor | None]
     ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """Everything at a multiple of the block, padded as transformers does."""
+        """Pads the mask and the inputs to a multiple of the block, as transformers does."""
         length, block = tokens.shape[1], self.config.block_size
         missing = -length % block
         if embedded["position_ids"] is None and length + missing > self.config.max_position_embeddings:
             raise UserError(
-                f"{length} tokens do not fit a BigBird of {self.config.max_position_embeddings} positions in blocks of "
-                f"{block}: cut the text at --max_length {self.config.max_position_embeddings // block * block}"
+                f"{length} tokens, padded to blocks of {block}, do not fit the {self.config.max_position_embeddings} "
+                f"positions of this BigBird: pass --max_length {self.config.max_position_embeddings // block * block}"
             )
         if missing:
             embedded = {name: self._pad(name, value, missing) for name, value in embedded.items()}
@@ -138,7 +136,7 @@ class BigBirdModel(theirs.BigBirdModel):
         return visible, embedded
 
     def _pad(self, name: str, value: Tensor | None, missing: int) -> Tensor | None:
-        """`_pad_to_block_size` without its line in the log, which would break a compiled graph."""
+        """`_pad_to_block_size` without its log line, which would break a compiled graph."""
         padding = self.config.pad_token_id or 0
         if value is None:
             return None
@@ -149,8 +147,8 @@ class BigBirdModel(theirs.BigBirdModel):
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A mask on a
-    GPU is not checked, which would synchronise: a batch without padding comes without a mask (`Collator`)."""
+    """(B, S), true except for padding; None without padding, so that no kernel adds a bias of zeros. Masks on a GPU are
+    not checked, which would synchronise: a batch without padding has no mask (`Collator`)."""
     if attention_mask is None:
         return None
     visible = attention_mask != 0

@@ -1,9 +1,8 @@
-"""Which key blocks each query block reads: transformers' random plan, with numpy's generator left as it was.
+"""Which key blocks each query block reads: transformers' random blocks, without changing numpy's generator.
 
-The pattern is that of BigBird (Zaheer et al. 2020, arXiv:2007.14062): the first and the last block read everything
-and are read by everything, each block reads itself and its neighbours, and each reads some random blocks. Which
-ones is a property of the checkpoint's code, not of its weights: `modeling_big_bird.py` seeds numpy's global generator
-with the layer's index and draws. That is done here once per pattern.
+In BigBird's pattern (Zaheer et al. 2020, arXiv:2007.14062) the first and the last block read all blocks and are read by
+all, and each block reads itself, its neighbours and some random blocks. transformers draws these in code
+(`modeling_big_bird.py`): it seeds numpy's global generator with the layer's index. Here that is done once per pattern.
 
 nh heads, b block size, n = length / b blocks, r random blocks, W key blocks of a query block
 """
@@ -21,13 +20,13 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 
 from toolkit.utils.compat import require
 
-# Lengths whose random blocks transformers draws from the first _EARLY tokens, by the paper's own rule
+# For these lengths transformers draws random blocks from the first _RANDOM_RANGE tokens, by the paper's rule
 PAPER_LENGTHS = (1024, 3072, 4096)
-_EARLY = 1024
+_RANDOM_RANGE = 1024
 
 
 class Pattern(NamedTuple):
-    """What decides who reads whom in one layer."""
+    """Determines the key blocks of all query blocks of one layer."""
 
     seed: int  # the layer's index
     heads: int
@@ -39,23 +38,26 @@ class Pattern(NamedTuple):
 
 
 def random_blocks(pattern: Pattern) -> np.ndarray:
-    """The random key blocks of query blocks 1 to n - 2, drawn by transformers: (nh, n - 2, r) int64.
+    """The random key blocks of query blocks 1 to n - 2, as transformers draws them: (nh, n - 2, r) int64.
 
-    In evaluation all of them are block 0, as in transformers. Raises ValueError for more blocks than it draws from.
+    In evaluation all are block 0, as in transformers. Raises ValueError for more blocks than it can draw.
     """
     seed, heads, block, random, longest, length, training = pattern
     config = BigBirdConfig(hidden_size=heads, num_attention_heads=heads, block_size=block, num_random_blocks=random)
-    with torch.device("meta"):  # without weights, for which random numbers would be drawn
-        theirs = BigBirdBlockSparseAttention(config).train(training)
+    with torch.device("meta"):  # without weights, whose initialization would draw random numbers
+        layer = BigBirdBlockSparseAttention(config).train(training)
     before = np.random.get_state()
     np.random.seed(seed)
     try:
-        if length in PAPER_LENGTHS:  # by the paper's own rule, for the longest text whatever the batch's length
-            paper = require(theirs, "_bigbird_block_rand_mask", "transformers")
-            draws = [paper(longest, longest, block, block, random, _EARLY)[: length // block - 2] for _ in range(heads)]
+        if length in PAPER_LENGTHS:  # by the paper's rule, for the longest text, not the batch's length
+            paper = require(layer, "_bigbird_block_rand_mask", "transformers")
+            draws = [
+                paper(longest, longest, block, block, random, _RANDOM_RANGE)[: length // block - 2]
+                for _ in range(heads)
+            ]
         else:
-            plan = require(theirs, "_get_rand_attn_plan", "transformers")(length, block, random)
-            of_heads = require(theirs, "_bigbird_block_rand_mask_with_head", "transformers")
+            plan = require(layer, "_get_rand_attn_plan", "transformers")(length, block, random)
+            of_heads = require(layer, "_bigbird_block_rand_mask_with_head", "transformers")
             draws = of_heads(length, length, block, block, heads, *plan)
     finally:
         np.random.set_state(before)
@@ -63,18 +65,17 @@ def random_blocks(pattern: Pattern) -> np.ndarray:
 
 
 def may_repeat(pattern: Pattern) -> bool:
-    """Whether a query block may read a key block more than once: in evaluation block 0; in training the last
-    block at 1024 tokens, which is the last one that the paper's rule draws."""
-    return pattern.random > 0 and (not pattern.training or pattern.length == _EARLY)
+    """Whether a query block may read a key block more than once: in evaluation block 0, in training the last block at
+    1024 tokens, up to which the paper's rule draws."""
+    return pattern.random > 0 and (not pattern.training or pattern.length == _RANDOM_RANGE)
 
 
 # the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
 @functools.lru_cache(maxsize=8192)
 def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The key blocks that each query block reads, cached on the device.
+    """The key blocks that each query block reads, cached on the device; do not write to them.
 
-    `second` (nh, 2, 4 + r) holds those of query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) those of the
-    blocks between. They must not be written to.
+    `second` (nh, 2, 4 + r) is for query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) for those between.
     """
     blocks, draws = pattern.length // pattern.block, random_blocks(pattern)
     middle = np.arange(2, blocks - 2)
@@ -84,7 +85,7 @@ def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Te
         "middle": np.stack([ends, middle - 1, middle, middle + 1, ends + blocks - 1], axis=-1),
     }
     random = {"second": draws[:, [0, -1]], "middle": draws[:, 1:-1]}
-    # ordinary tensors although the first caller may be in inference mode: later ones may train
+    # inference tensors would fail in training
     with torch.inference_mode(False):
         arrays = {
             name: np.concatenate([np.broadcast_to(part, (pattern.heads, *part.shape)), random[name]], axis=-1)
@@ -94,8 +95,8 @@ def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Te
 
 
 def counts(pattern: Pattern, width: int, device: torch.device | str) -> Tensor:
-    """How often each query block reads each key block: (nh, width, width). Blocks from n on are padding, of which each
-    reads itself."""
+    """How often each query block reads each key block: (nh, width, width). Blocks from n on are padding, and read only
+    themselves."""
     blocks, blocks_of = pattern.length // pattern.block, tables(pattern, device)
     read = torch.eye(width, dtype=torch.int32, device=device).repeat(pattern.heads, 1, 1)
     read[:, :blocks, :blocks] = 0
