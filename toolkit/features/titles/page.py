@@ -22,12 +22,10 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
     titles = [line["title"].strip() for line in lines]
 
     def example(index: int) -> dict[str, Any]:
-        line, text = lines[index], texts[index] if texts else ""
-        shown = {"text": text, "title": titles[index], "reference": line["reference"]}
-        return {name: truncate(part) for name, part in shown.items()} | {
-            "row": line["id"] + 1,
-            "rouge": line["scores"]["rougeL"],
-        }
+        line = lines[index]
+        parts = {"text": texts[index] if texts else "", "title": titles[index], "reference": line["reference"]}
+        shown = {name: truncate(part) for name, part in parts.items()}
+        return shown | {"row": line["id"] + 1, "rouge": line["scores"]["rougeL"]}
 
     example_indices = _choose([line["scores"]["rougeL"] for line in lines])
     plain, references = [*map(_plain, titles)], [_plain(line["reference"]) for line in lines]
