@@ -1,7 +1,7 @@
-"""Runs recipes/cls.py and ends one of its processes badly behind step 4. The tracker `trackio` is another one here: it
-writes what it gets into its folder when it is closed, and nothing before.
+"""Runs recipes/cls.py and ends one of its processes after step 4. Its tracker `trackio` is a fake that writes its steps
+when it is closed, not before.
 
-python tests/ends_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
+python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 def fail() -> None:
-    raise ValueError("a fault of the recipe's own")
+    raise ValueError("a bug in the recipe")
 
 
 def interrupt_twice() -> None:
@@ -37,12 +37,10 @@ def hang_when_stopped() -> None:
 
 
 class LateTracker:
-    """Its project is the file."""
-
     name = "trackio"
 
     def __init__(self, run_name: str, name: str) -> None:
-        self.path, self.steps = Path(run_name), list[str]()
+        self.path, self.steps = Path(run_name), list[str]()  # the project is the file
 
     def start(self) -> None:
         pass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.ends_worker import STEPS
+from tests.failing_worker import STEPS
 from tests.runs import WAYS, recipe
 from toolkit.launch import exit_state
 
@@ -30,7 +30,7 @@ def test_logged_steps_reach_the_trackers(
 ) -> None:
     settings = [*tiny_job, *SETTINGS, "--report_to", "tensorboard,trackio", "--project", str(tmp_path / "late"),
                 "--output_dir", str(tmp_path / "run")]  # fmt: skip
-    done = recipe(how, rank, *settings, *WAYS[way], script="tests/ends_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
+    done = recipe(how, rank, *settings, *WAYS[way], script="tests/failing_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
     assert done.code == code, done.err
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
