@@ -278,7 +278,7 @@ class FailureDetector:
         if not self._main_exits:
             self.exit(failure)
 
-    # --- who is gone: the connections
+    # --- ranks that are gone: the connections
 
     def _watch_connections(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -291,7 +291,7 @@ class FailureDetector:
                 self._polls += 1
 
     def _receive(self, rank: int) -> bool:
-        """Whether the connection is still open."""
+        """Reads from the connection; returns False when it is closed."""
         failure = Failure(rank, "gone")
         try:
             if self._connections[rank].recv(64):
@@ -308,7 +308,7 @@ class FailureDetector:
             self._declare(failure)
         return False
 
-    # --- who does not arrive: the store
+    # --- ranks that are late: the store
 
     def _watch_store(self) -> None:
         # rank 0 names who does not join; if rank 0 itself is stopped, the others do, later

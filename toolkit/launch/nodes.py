@@ -142,14 +142,14 @@ def _port(options: Mapping[str, str | None], config: Mapping[str, Any], default:
     value = options.get("main_process_port") or config.get("main_process_port") or default
     port = parse_int("main_process_port", value, path)
     if not 0 < port <= 65535:
-        raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
+        raise UserError(f"{path}: main_process_port {port} is not a TCP port: choose one from 1024 to 65535")
     return port
 
 
 def _machines(option: str | None, in_file: object, count: int, path: Path) -> list[str]:
-    if in_file and not option and not isinstance(in_file, list):
+    items = option.split(",") if option else in_file or []
+    if not isinstance(items, list):
         raise UserError(f"{path}: machines is {in_file!r} and should be a list: `machines: [10.0.0.1, 10.0.0.2]`")
-    items: Sequence[object] = option.split(",") if option else in_file if isinstance(in_file, list) else []
     names = [str(name).strip() for name in items]
     if names and (len(names) != count or len(set(names)) != count or "" in names):
         raise UserError(
