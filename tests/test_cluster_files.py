@@ -127,7 +127,7 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
     error = process.communicate(timeout=30)[1]
     called = (tmp_path / "log").read_text(encoding="utf-8")
     assert (process.returncode, "scontrol requeue 4711" in called) == (code, requeued), error
-    assert ("put back 20 times" in error) == (restarts == 20)
+    assert ("20 requeues" in error) == (restarts == 20)
 
 
 def started_by(name: str, folder: Path) -> list[str]:

@@ -1,10 +1,10 @@
-"""Labels a data set with Ray Data: a saved model folder, read by transformers alone, in every worker of a cluster.
+"""Labels a data set with Ray Data and a saved model folder; needs only transformers.
 
     pip install 'ray[data]' torch transformers
     python ray_label.py MODEL new.csv labelled
 
 MODEL is a run's `model/` folder on a disk that all workers share, or a hub name; the output is a folder of Parquet
-files with all columns of the input, `prediction` and `probability`. With GPUs: --num_gpus 1 for each worker.
+files with all columns of the input, `prediction` and `probability`. --num_gpus 1 gives each worker a GPU.
 """
 
 import argparse

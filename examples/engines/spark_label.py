@@ -1,6 +1,6 @@
-"""Labels a data set with Spark: a saved model folder, read by transformers alone, in every Python worker.
+"""Labels a data set with Spark and a saved model folder; needs only transformers.
 
-    pip install pyspark pandas pyarrow torch transformers     (and Java, as every Spark)
+    pip install pyspark pandas pyarrow torch transformers     (and Java)
     spark-submit spark_label.py MODEL new.csv labelled
 
 MODEL is a run's `model/` folder on a disk that all workers share, or a hub name; the output is a folder of Parquet
