@@ -1,5 +1,5 @@
-"""`toolkit predict` with windows of 16 rows: in a group of processes (tests/jobs_worker.py), or as a script, which
-prints the first row of each part that it has written, and sends itself a signal behind that of the row KILLED_AT."""
+"""`toolkit predict` with windows of 16 rows, in a group of processes (tests/jobs_worker.py), or as a script, which
+prints the first row of each part that it writes, and sends itself a signal after the part that begins at KILLED_AT."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def main() -> None:
 
 
 class _Killed(Parts):
-    def write(self, start: int, *given: Any) -> None:
-        super().write(start, *given)
+    def write(self, start: int, *part: Any) -> None:
+        super().write(start, *part)
         print(start, flush=True)
         if os.environ.get("KILLED_AT") == str(start):
             os.kill(os.getpid(), int(os.environ.get("KILLED_BY", signal.SIGKILL)))

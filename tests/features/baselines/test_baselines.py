@@ -1,4 +1,4 @@
-"""The largest class and tf-idf beside a model: by hand, and in a bounded time."""
+"""The largest class and tf-idf as baselines: their metrics by hand, and their limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEVERAL = Labels("multi_label_classification", ("a", "b", "c"), ("label",))
 
 
 def made(count: int, seed: int, multi: bool = False) -> Split:
-    """Texts of nine words, two of which, as neighbours, tell the class; of the first there are most."""
+    """Texts of nine words, of which a bigram determines the class; the first class is the largest."""
     generator = np.random.default_rng(seed)
     truth = generator.choice(3, count, p=[0.6, 0.3, 0.1])
     tokens = generator.integers(10, 40, (count, 9)).astype(np.int32)
@@ -34,7 +34,7 @@ def made(count: int, seed: int, multi: bool = False) -> Split:
 
 
 @pytest.mark.parametrize("labels", [THREE, SEVERAL])
-def test_what_each_is_worth(labels: Labels) -> None:
+def test_the_metrics_of_each_model(labels: Labels) -> None:
     multi = labels is SEVERAL
     train, split = made(400, 1, multi), made(301, 2, multi)
     logits = np.random.default_rng(0).normal(size=(301, 3)).astype(np.float32)
@@ -45,12 +45,12 @@ def test_what_each_is_worth(labels: Labels) -> None:
     assert models[LARGEST]["accuracy"]["value"] == pytest.approx(truth[:, 0].mean())
     assert models[LINEAR]["accuracy"]["value"] > 0.95
     right = (logits > 0) == truth if multi else (logits.argmax(1) == split.labels)[:, None]
-    assert models[MODEL]["accuracy"]["value"] == pytest.approx(right.all(axis=1).mean())
     accuracy = models[MODEL]["accuracy"]
+    assert accuracy["value"] == pytest.approx(right.all(axis=1).mean())
     assert accuracy["low"] < accuracy["value"] < accuracy["high"]
 
 
-def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_ROWS", 100)
     logits = np.zeros((50, 3), np.float32)
     assert baselines(made(400, 1), made(50, 2), logits, ClassAnswers(THREE))["trained_on"] == 100
@@ -59,17 +59,17 @@ def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.Monkey
     assert baselines(made(40, 1), made(50, 2), logits[:, :1], ClassAnswers(number)) == {}
 
 
-def test_the_file_is_of_its_evaluation_alone(tmp_path: Path) -> None:
+def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:
     split, logits = made(50, 2), np.zeros((50, 3), np.float32)
     data: Any = SimpleNamespace(train=made(90, 1), labels=THREE)
     lines = write_baselines(tmp_path, data, (split, logits), ClassAnswers(THREE))
     assert LINEAR in lines[0]
     assert LINEAR in lines[1]  # warns that the model is not better
-    read = read_baselines(tmp_path, Evaluation("test", {"num_samples": 50}, None))
-    assert read is not None
-    assert read["train"] == 90
-    assert read_baselines(tmp_path, Evaluation("test", {"num_samples": 51}, None)) is None
+    same, other = (Evaluation("test", {"num_samples": count}, None) for count in (50, 51))
+    content: Any = read_baselines(tmp_path, same)
+    assert content["train"] == 90
+    assert read_baselines(tmp_path, other) is None
     settings = build(TaskSettings, {"baselines": False})
     assert FEATURE.results(tmp_path, settings, data, None, None) == ()
     assert list(tmp_path.iterdir()) == []
-    assert read_baselines(tmp_path / "none", Evaluation("test", {"num_samples": 50}, None)) is None
+    assert read_baselines(tmp_path, same) is None

@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi and torch report them."""
+"""Checks of GPUs from the output of nvidia-smi and torch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ BLIND = replace(GPU_BUILD, gpus=GPUS, names=[], nccl="")
 INSTALL = "pip install --force-reinstall 'torch>=2.13,<2.14'"
 
 
-def findings(found: Devices, env: dict[str, str] | None = None) -> dict[str, Finding]:
-    return {finding.name: finding for finding in devices.check(found, env or {}, INSTALL)}
+def findings(hardware: Devices, env: dict[str, str] | None = None) -> dict[str, Finding]:
+    return {finding.name: finding for finding in devices.check(hardware, env or {}, INSTALL)}
 
 
-def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def smi(script: str) -> Devices:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
         return devices.look()
 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = smi("echo '0, NVIDIA L4, 23034, 20000, 550.54.15'; echo '1, NVIDIA L4, 23034, [N/A], 550.54.15'")
-    assert findings(found)["driver"].text == "NVIDIA 550.54.15"
-    assert (findings(found)["gpu 0"].level, findings(found)["gpu 1"].level) == ("warn", "ok")
-    assert "/dev/nvidia0" in findings(found)["gpu 0"].remedy
-    assert found.environment["torch_version"] == found.torch
+    hardware = smi("echo '0, NVIDIA L4, 23034, 20000, 550.54.15'; echo '1, NVIDIA L4, 23034, [N/A], 550.54.15'")
+    by_name = findings(hardware)
+    assert by_name["driver"].text == "NVIDIA 550.54.15"
+    assert (by_name["gpu 0"].level, by_name["gpu 1"].level) == ("warn", "ok")
+    assert "/dev/nvidia0" in by_name["gpu 0"].remedy
+    assert hardware.environment["torch_version"] == hardware.torch
     fault = "Driver/library version mismatch"
     assert smi(f"echo '{fault}'; exit 18").driver_fault == fault
 
@@ -50,7 +51,7 @@ def test_good_gpus_and_none() -> None:
     assert findings(replace(CPU_BUILD, gloo=False))["backend"].level == "fail"
 
 
-@pytest.mark.parametrize(("found", "env", "text", "remedy"), [
+@pytest.mark.parametrize(("hardware", "env", "text", "remedy"), [
     (replace(CPU_BUILD, driver_fault="Failed to initialize NVML: Driver/library version mismatch"), {}, "NVML",
      "sudo reboot"),
     (replace(CPU_BUILD, driver_fault="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"),
@@ -61,8 +62,6 @@ def test_good_gpus_and_none() -> None:
      "built with CUDA 12.6, sees no GPU of 2 (driver 550.54): The NVIDIA driver", "a newer driver"),
     (replace(BLIND, warnings=["CUDA initialization: error 802"]), {}, "error 802", "sudo modprobe nvidia_uvm"),
 ])  # fmt: skip
-def test_a_torch_that_sees_no_gpu_and_a_driver_that_does_not_answer(
-    found: Devices, env: dict[str, str], text: str, remedy: str
-) -> None:
-    fault = findings(found, env)["driver" if found.driver_fault else "torch"]
+def test_failures_of_torch_and_the_driver(hardware: Devices, env: dict[str, str], text: str, remedy: str) -> None:
+    fault = findings(hardware, env)["driver" if hardware.driver_fault else "torch"]
     assert (fault.level, text in fault.text, remedy in fault.remedy) == ("fail", True, True)

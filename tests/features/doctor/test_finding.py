@@ -1,4 +1,4 @@
-"""What is printed: grouped, without control characters, and nothing of another machine in a line to paste."""
+"""Printed text has no control characters; remedies are quoted, and contain nothing that another machine sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.launch.nodes import Nodes, doctor_command
 from toolkit.launch.rendezvous import RendezvousError
 
 
-def test_text_from_elsewhere_carries_no_control_characters() -> None:
+def test_printable_text_has_no_control_characters() -> None:
     assert printable("\x1b]0;title\x07red\x1b[31m\nnext\u202e") == "]0;title red [31m next"
     assert printable("文本 Ärger") == "文本 Ärger"
     assert len(printable("x" * 5000)) == 1000
@@ -37,13 +37,12 @@ FAILED = [{"ok": False, "error": HOSTILE}] * 2
         job.line_to_start(job.read(["recipes/cls.py", "--train_file", HOSTILE], {})),
     ],
 )
-def test_lines_to_paste_are_quoted(line: str) -> None:
-    """Whatever the user calls a path or a machine."""
+def test_paths_and_host_names_in_remedies_are_quoted(line: str) -> None:
     assert HOSTILE not in line
     assert """it'"'"'s; reboot'""" in line
 
 
-def test_nothing_that_another_machine_sends_becomes_a_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_contain_nothing_that_another_machine_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RendezvousError(HOSTILE, [1])
     for own in (0, 1):
         unknown = Nodes(2, own, "", ("10.0.0.1",), 1)

@@ -26,8 +26,8 @@ TWO = Nodes(2, 0, "--machine_rank", ("10.0.0.1", "10.0.0.2"), 29600)
 
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "fail")])
-def test_room_where_a_run_writes(free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the nearest folder that exists; and in /dev/shm."""
+def test_free_disk_space(free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the nearest folder that exists, and of /dev/shm."""
     (tmp_path / "it's").mkdir()
     monkeypatch.setattr(host.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
     disk, *shared = host.check_disk(tmp_path / "it's" / "runs" / "today")
@@ -39,8 +39,8 @@ def test_room_where_a_run_writes(free: int, level: str, tmp_path: Path, monkeypa
     assert """it'"'"'s'`""" in unwritable.remedy
 
 
-def test_the_lock_of_a_running_build_is_no_fault_and_that_of_a_killed_one_is(tmp_path: Path) -> None:
-    """As torch's FileBaton takes it."""
+def test_the_lock_of_a_running_and_of_a_killed_build(tmp_path: Path) -> None:
+    """The lock is created as by torch's FileBaton."""
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True) as process:
@@ -56,7 +56,7 @@ def test_the_lock_of_a_running_build_is_no_fault_and_that_of_a_killed_one_is(tmp
     assert "deepspeed_shm_comm" in stale.text
 
 
-def test_torch_looks_in_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
@@ -65,7 +65,7 @@ def test_torch_looks_in_the_same_place(tmp_path: Path, monkeypatch: pytest.Monke
     assert (none.level, none.text) == ("ok", f"{get_default_build_root()}: no stale lock")
 
 
-def test_variables_that_a_launcher_left_and_those_of_nccl() -> None:
+def test_variables_of_launchers_and_of_nccl() -> None:
     assert list(host.check_shell({"PATH": "/bin", "ACCELERATE_LOG_LEVEL": "info"})) == []
     env = {"WORLD_SIZE": "8", "RANK": "3", "ACCELERATE_USE_DEEPSPEED": "true", "TORCHELASTIC_RUN_ID": "\x1b[31mx",
            "PATH": "/bin", "NCCL_IB_DISABLE": "1"}  # fmt: skip
@@ -77,8 +77,8 @@ def test_variables_that_a_launcher_left_and_those_of_nccl() -> None:
     assert (variables.level, variables.text) == ("note", "NCCL_IB_DISABLE=1")
 
 
-def test_the_interface_that_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way out; other networks cannot be reached."""
+def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10.0.x.x is reachable by eth0, other networks are not."""
     addresses = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "172.17.0.1": "docker0"}
     states = {name: SimpleNamespace(mtu=1500, isup=name != "docker0") for name in addresses.values()}
     monkeypatch.setattr(host.network, "source_address_for", lambda to: "10.0.0.1" if to.startswith("10.0.") else None)

@@ -1,4 +1,4 @@
-"""The command line of a run, read without starting it."""
+"""The command line of a run, parsed without starting it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(line: str) -> job.Job:
     return job.read(shlex.split(line), {})
 
 
-def test_the_line_of_a_run(tmp_path: Path) -> None:
+def test_the_command_line_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text,label\n")
     line = read(
         f"recipes/cls.py --train_file {tmp_path}/x.csv --learning_rate 3e-5 --gradient_checkpointing "
@@ -29,7 +29,7 @@ def test_the_line_of_a_run(tmp_path: Path) -> None:
     assert line.files == {"train_file": tmp_path / "x.csv"}  # the model is the hub's
     options = line.options
     assert (options.json, options.timeout, options.output_dir) == (True, 5.0, f"{tmp_path}/out")
-    for folder in (str(tmp_path), "./missing"):  # a folder is meant: it is looked at
+    for folder in (str(tmp_path), "./missing"):  # a local path is checked
         files = read(f"recipes/cls.py --model_name_or_path {folder}").files
         assert files == {"model_name_or_path": Path(folder)}
 
@@ -40,12 +40,7 @@ def test_the_command_line_wins_over_the_yaml_file(tmp_path: Path) -> None:
     assert files == {"train_file": Path("here.csv"), "test_file": Path("mine.csv")}
 
 
-@pytest.mark.parametrize("name", ["absent.py", "absent.yaml"])
-def test_files_of_the_line_that_are_missing(name: str) -> None:
-    refusal(read, name, match=f"there is no {name}")
-
-
-def test_settings_of_a_recipe_of_ones_own(tmp_path: Path) -> None:
+def test_settings_of_a_users_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Focal:\n    gamma: float = 2.0\n")
     assert read(f"{tmp_path}/mine.py --gamma 2").script == tmp_path / "mine.py"
     refusal(read, f"{tmp_path}/mine.py --gama 2", match=r"neither an option .* nor a setting of a recipe: --gama")
@@ -54,6 +49,8 @@ def test_settings_of_a_recipe_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("absent.py", "there is no absent.py"),
+        ("absent.yaml", "there is no absent.yaml"),
         ("--timeout soon", "see toolkit doctor --help"),
         ("--peers 10.0.0.1", "names 10.0.0.1 alone"),
         ("--peers 192.0.2.77,192.0.2.78", "none of 192.0.2.77, 192.0.2.78 is an address of this machine"),
@@ -63,7 +60,7 @@ def test_settings_of_a_recipe_of_ones_own(tmp_path: Path) -> None:
         ("--config_file", "--config_file.*expected one argument"),
     ],
 )
-def test_lines_that_cannot_be_meant(line: str, words: str) -> None:
+def test_wrong_command_lines(line: str, words: str) -> None:
     refusal(read, line, match=words)
 
 
@@ -75,7 +72,7 @@ def test_machines_from_peers_and_from_a_config_file() -> None:
     assert (line.nodes.count, line.nodes.rank, line.nodes.addresses) == (2, 0, (OWN,))
 
 
-def test_a_config_file_of_one_machine_and_nothing_mean_this_one() -> None:
+def test_one_machine() -> None:
     line = read("")
     assert (line.nodes.count, line.nodes.port, line.script, line.files) == (1, 29500, None, {})
     line = read("recipes/cls.py --config_file accelerate_configs/zero2.yaml")
@@ -83,7 +80,7 @@ def test_a_config_file_of_one_machine_and_nothing_mean_this_one() -> None:
 
 
 @needs_address
-def test_the_lines_to_type() -> None:
+def test_the_commands_to_type() -> None:
     line = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --timeout 5")
     assert job.line_elsewhere(line, 1) == (
         f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 1 --timeout 5"

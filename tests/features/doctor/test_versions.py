@@ -1,4 +1,4 @@
-"""Libraries that do not fit this package or each other."""
+"""Libraries with incompatible versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.features.doctor.finding import Finding
 
 
 def findings(out: str, monkeypatch: pytest.MonkeyPatch, err: str = "") -> list[Finding]:
-    """But for Python and the list of libraries."""
+    """The findings of `pip check`'s output."""
     result = SimpleNamespace(stdout=out, stderr=err)
     monkeypatch.setattr(versions.subprocess, "run", lambda *_, **__: result)
     python, libraries, *others = versions.check()
@@ -27,7 +27,7 @@ def findings(out: str, monkeypatch: pytest.MonkeyPatch, err: str = "") -> list[F
     ('accelerate 1.15.0 has requirement numpy>=1.17; python_version > "3", but you have numpy 1.1.', "numpy",
      "numpy>=1.17"),
 ])  # fmt: skip
-def test_a_library_that_does_not_fit(line: str, name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incompatible_library(line: str, name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = findings(f"another 1 requires thing, which is not installed.\n{line}\n", monkeypatch)
     assert (fault.level, fault.name, fault.text) == ("fail", name, line)
     assert fault.remedy == f"pip install '{needed}'"
@@ -38,7 +38,6 @@ def test_an_environment_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (note.level, "pip check" in note.remedy) == ("note", True)
 
 
-def test_this_environment_fits() -> None:
-    """The tests run where `make install` has been: its own pins hold."""
+def test_this_environment_has_compatible_versions() -> None:
     assert [finding for finding in versions.check() if finding.level != "ok"] == []
     assert "'torch>=2" in versions.install_command("torch") or "'torch<2" in versions.install_command("torch")

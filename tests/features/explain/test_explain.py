@@ -1,4 +1,4 @@
-"""`toolkit report RUN --explain`: attributions that add up, words that can be read, on a page that escapes them."""
+"""`toolkit report RUN --explain`: attributions add up, tokens become words, and the page escapes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def difference(logits: torch.Tensor) -> torch.Tensor:
     return logits[:, 0] - logits[:, 1]
 
 
-def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, tmp_path: Path) -> None:
+def test_attributions_add_up_to_the_difference_of_the_outputs(sharp_model: Path, tmp_path: Path) -> None:
     folder = classifier(sharp_model, tmp_path / "m", AB)
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForSequenceClassification, AutoTokenizer))
     model.eval().requires_grad_(False)
@@ -49,10 +49,9 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
         encoded = tokenizer(text, return_tensors="pt", return_special_tokens_mask=True)
         special = encoded.pop("special_tokens_mask")[0].bool()
         adds = attribute(model, dict(encoded), special, difference, math.inf)
-        # the same special tokens with padding between them
-        ids = torch.where(special, encoded["input_ids"], tokenizer.pad_token_id)
-        output, baseline = (float(difference(model(**{**encoded, "input_ids": x}).logits))
-                            for x in (encoded["input_ids"], ids))  # fmt: skip
+        padding = torch.where(special, encoded["input_ids"], tokenizer.pad_token_id)
+        output, baseline = (float(difference(model(**{**encoded, "input_ids": ids}).logits))
+                            for ids in (encoded["input_ids"], padding))  # fmt: skip
         assert abs(output - baseline) > 0.01
         assert adds.sum() == pytest.approx(output - baseline, rel=2e-2, abs=2e-3)
         assert (adds[special.numpy()] == 0).all()
@@ -62,7 +61,7 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
     assert not model.get_input_embeddings()._forward_hooks
 
 
-def test_a_bigbird_up_to_its_length() -> None:
+def test_a_bigbird() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = BigBirdConfig(vocab_size=99, max_position_embeddings=1024, block_size=16, num_random_blocks=2, **sizes)
@@ -79,7 +78,7 @@ def test_a_bigbird_up_to_its_length() -> None:
     assert adds.sum() == pytest.approx(output - baseline, rel=5e-2, abs=5e-3)
 
 
-def test_pieces_of_words_are_one_and_chinese_characters_are_not(tokenizer: Any) -> None:
+def test_pieces_of_words_are_joined_and_chinese_characters_are_not(tokenizer: Any) -> None:
     text = "unpaid 房间 <b>"
     encoded = tokenizer(text, return_offsets_mapping=True)
     tokens = [(*span, word, 1.0) for span, word in zip(encoded["offset_mapping"], encoded.word_ids(), strict=True)
@@ -88,14 +87,14 @@ def test_pieces_of_words_are_one_and_chinese_characters_are_not(tokenizer: Any) 
     assert "".join(word.text for word in words) == f"{text} "
     assert [word.text for word in words if word.adds is not None] == ["unpaid", "房", "间", "<", "b", ">"]
     assert words[0].adds == 6.0  # the sum of its pieces
-    # a tokenizer that takes white space, and a sentence, for part of a word
+    # a tokenizer whose words include leading spaces, and whole Chinese sentences
     words = explain.join_tokens("a 很好", [(0, 1, 0, 1.0), (1, 3, 1, 2.0), (3, 4, 1, 3.0)])
     assert words[:4] == [Word("a", 1.0), Word(" ", None), Word("很", 2.0), Word("好", 3.0)]
 
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
-def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) -> None:
-    """Pieces of words, bytes of characters, sentences without spaces: nothing is lost, and no character is torn."""
+def test_the_words_of_every_kind_of_tokenizer_are_the_text(name: str, tmp_path: Path) -> None:
+    """Pieces of words, bytes of characters, sentences without spaces."""
     text = "The café is fine, 服务很好 unbelievably. 😀"
     make_architecture(name, tmp_path / "base", ["The café is fine and unbelievably good."] * 3)
     names: Any = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}, "problem_type": AB.problem_type}
@@ -107,14 +106,13 @@ def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) 
     assert "".join(word.text for word in explanation.words).rstrip() == text
     adds = [word.adds or 0 for word in explanation.words]
     assert sum(adds) == pytest.approx(explanation.difference, rel=1e-4, abs=1e-6)
-    read = [word.text for word in explanation.words if word.adds is not None]
-    if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # which take what they do not know for one token
-        assert {"服", "务", "很", "好"} <= set(read)
-    assert "unbelievably" in " ".join(read)
+    words = [word.text for word in explanation.words if word.adds is not None]
+    if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # for which unknown characters are one token
+        assert {"服", "务", "很", "好"} <= set(words)
+    assert "unbelievably" in " ".join(words)
 
 
-def test_a_jieba_tokenizer_explains_its_tokens(sharp_model: Path, tmp_path: Path) -> None:
-    """It has no offsets into the text."""
+def test_tokens_of_a_jieba_tokenizer_which_has_no_offsets(sharp_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("jieba")
     tokenizer = words_first(AutoTokenizer.from_pretrained(sharp_model))
     tokenizer.save_pretrained(classifier(sharp_model, tmp_path / "model", AB))
@@ -123,14 +121,12 @@ def test_a_jieba_tokenizer_explains_its_tokens(sharp_model: Path, tmp_path: Path
     assert explanation.difference
 
 
-def test_long_texts_are_cut_and_their_strongest_words_are_named_all_the_same() -> None:
+def test_summaries() -> None:
+    """A long text is truncated, but not its strongest words; punctuation has no strength, but counts in the sum."""
     explanation = explain.summarize([Word("word", 0.1), Word(" ", None)] * 1000 + [Word("last", -3.0)], "pos", "neg")
     assert explanation.words[-1] == Word("…", None)
     assert 1400 < sum(len(word.text) for word in explanation.words) < 1600
     assert explanation.strongest[0] == Word("last", -3.0, 1.0)
-
-
-def test_the_darkest_mark_is_a_word_and_punctuation_still_counts() -> None:
     words = [Word("（", 5.0), Word("房", -0.5), Word("<", -1.0), Word("good", 0.25)]
     explanation = explain.summarize(words, "pos", "neg")
     assert [word.strength for word in explanation.words] == [0, 1, 0, 0.5]
@@ -138,15 +134,15 @@ def test_the_darkest_mark_is_a_word_and_punctuation_still_counts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
-def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_path: Path) -> None:
+def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Path) -> None:
     names = ("price",) if kind == "regression" else ("neg", "pos")
-    labels = Labels(kind, names, ("label",))
-    lines: dict[str, list[dict[str, Any]]] = {
-        "single_label_classification": [{"label": "neg", "prediction": "pos", "probabilities": [0.1, 0.9]}] * 3,
-        "multi_label_classification": [{"label": [], "prediction": ["pos"], "probabilities": [0.1, 0.9]}] * 3,
-        "regression": [{"label": 1.0, "prediction": 3.0}] * 3,
-    }
-    predictions = [{"id": place, **line} for place, line in enumerate(lines[kind])]
+    labels, probabilities = Labels(kind, names, ("label",)), {"probabilities": [0.1, 0.9]}
+    line, towards, against = {
+        "single_label_classification": ({"label": "neg", "prediction": "pos", **probabilities}, "pos", "neg"),
+        "multi_label_classification": ({"label": [], "prediction": ["pos"], **probabilities}, "pos", "not pos"),
+        "regression": ({"label": 1.0, "prediction": 3.0}, "a greater price", "a smaller one"),
+    }[kind]
+    predictions = [{"id": place, **line} for place in range(3)]
     metrics = ("pearson", "mae") if kind == "regression" else ("accuracy", "f1_macro", "f1_micro")
     last = make_run(tmp_path / "run", labels, predictions, dict.fromkeys(("loss", *metrics), 0.5))
     classifier(sharp_model, tmp_path / "run" / "model", labels)
@@ -155,8 +151,6 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
     assert page.open == page.loads() == []
     cells = [row[1] for row in page.rows["mistakes"][1:]]
     assert sum("strongest:" in cell for cell in cells) == 2, cells
-    towards, against = {"single_label_classification": ("pos", "neg"), "multi_label_classification": ("pos", "not pos"),
-                        "regression": ("a greater price", "a smaller one")}[kind]  # fmt: skip
     assert f"towards{towards}+,towards{against}−".replace(" ", "") in cells[0].replace(" ", "")
     assert "".join(cells[1].split()).startswith("".join(NASTY.split()))
     assert "服务很好" in "".join(cells[1].split())
@@ -164,8 +158,7 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
     assert [tag for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
 
 
-def test_what_is_explained_is_what_the_model_read(sharp_model: Path, tmp_path: Path) -> None:
-    """As in training the text is cut, here at 20 tokens."""
+def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -> None:
     run, line = tmp_path / "run", {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]}
     make_run(run, AB, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, run / "model", AB)

@@ -1,4 +1,4 @@
-"""`toolkit export`: what it writes answers as the model does, or nothing is written."""
+"""`toolkit export`: the exported model predicts like the original, or nothing is written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from transformers import (
     BigBirdForSequenceClassification,
 )
 
+from tests.faults import refusal
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError
 from toolkit.evaluation.saved_model import SavedModel
 
 pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
@@ -41,7 +41,7 @@ KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
-    """The model of a run that has learned its few rows by heart, so that its answers are sure ones."""
+    """The model of a run that overfits its few rows, so that its predictions are confident."""
     run = tmp_path_factory.mktemp("exported") / "run"
     train("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to", "none",
           "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run, pages=True)  # fmt: skip
@@ -74,7 +74,7 @@ def bare(model: Path, reviews: Path) -> Path:
 
 
 @pytest.mark.parametrize(("to", "int8"), KINDS)
-def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported: Any, model: Path, bare: Path) -> None:
+def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any, model: Path, bare: Path) -> None:
     folder, done = exported[to, int8]
     result = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
     assert result
@@ -82,12 +82,11 @@ def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported:
     assert {path.name for path in folder.iterdir()} >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
     assert not list(folder.glob("*.safetensors"))
     assert AutoConfig.from_pretrained(folder).id2label == {0: "neg", 1: "pos"}
-    assert (
-        AutoTokenizer.from_pretrained(folder).model_max_length == AutoTokenizer.from_pretrained(model).model_max_length
-    )
+    limits = {AutoTokenizer.from_pretrained(path).model_max_length for path in (folder, model)}
+    assert len(limits) == 1
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert result[0] in card
-    assert "## Labels" in card  # of the model's own
+    assert "## Labels" in card  # from the model's card
     mine, theirs = predicted(folder, bare), predicted(model, bare)
     chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
     assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
@@ -98,7 +97,7 @@ def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported:
 
 @pytest.mark.parametrize("to", FILES)
 def test_any_number_of_rows(to: str, exported: Any) -> None:
-    """A batch may be computed in parts; each row's numbers are those that it has alone, in the order that was given."""
+    """A batch may be computed in parts; each row gets the logits that it gets alone."""
     folder, _ = exported[to, False]
     model = ExportedClassifier(folder, AutoConfig.from_pretrained(folder))
     ids = torch.randint(5, 40, (5, 9), generator=torch.Generator().manual_seed(0))
@@ -125,8 +124,8 @@ def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.Monk
             assert script_names["answers"] == [line["prediction"] for line in expected]
 
 
-def test_what_servers_look_for(exported: Any) -> None:
-    """As text-embeddings-inference's router and its ONNX Runtime backend read a folder, and OpenVINO a graph."""
+def test_what_servers_need(exported: Any) -> None:
+    """text-embeddings-inference's router with its ONNX Runtime backend, and OpenVINO."""
     import onnxruntime
     import openvino
 
@@ -151,22 +150,20 @@ def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
-def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"accuracy .*answers are the same, on 21 rows.*nothing was written.") as caught:
-        export(options(model, tmp_path / "out", max_drop=-1, max_changed=-1))  # 0 points are too many
-    assert str(caught.value).endswith("pass --max_drop 0 --max_changed 0")
+def test_a_model_that_predicts_differently_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
+    message = refusal(export, options(model, tmp_path / "out", max_drop=-1, max_changed=-1),
+                      match=r"accuracy .*answers are the same, on 21 rows.*nothing was written.")  # fmt: skip
+    assert message.endswith("pass --max_drop 0 --max_changed 0")
     assert not list(tmp_path.iterdir())
     folder, _ = exported["openvino", False]
-    with pytest.raises(UserError, match="exists: name another folder"):
-        export(options(model, folder))
-    with pytest.raises(UserError, match="is already exported to openvino"):
-        export(options(folder, tmp_path / "out"))
+    refusal(export, options(model, folder), match="exists: name another folder")
+    refusal(export, options(folder, tmp_path / "out"), match="is already exported to openvino")
 
 
-def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
+def test_the_error_names_the_setting_and_the_value_that_passes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One answer of 21 changes, from wrong to right: accuracy rises, and the other limit is what refuses it."""
+    """One prediction of 21 changes: from wrong to right, which only `max_changed` limits, and from right to wrong."""
     truth = np.array([lines["label"] == "pos" for lines in lines_of(model.parent / "predictions.jsonl")])
     right = np.eye(2)[truth.astype(int)]
     before = right.copy()
@@ -176,34 +173,31 @@ def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
         logits = iter([expected, exported_logits] * 2)
         monkeypatch.setattr(SavedModel, "compute_outputs", lambda *_, logits=logits: next(logits))
         limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
-        with pytest.raises(UserError) as caught:
-            export(options(model, tmp_path / "out", **limits))
-        assert str(caught.value).endswith(f"pass --{setting} {value}")
+        message = refusal(export, options(model, tmp_path / "out", **limits))
+        assert message.endswith(f"pass --{setting} {value}")
         export(options(model, tmp_path / "out", **limits | {setting: float(value)}))
         shutil.rmtree(tmp_path / "out")
 
 
-def test_what_cannot_be_exported_says_why(
+def test_models_that_cannot_be_exported(
     model: Path, tokenizer: Any, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "alone")
-    with pytest.raises(UserError, match="pass --validation_file and --calibration_file"):
-        export(options(copy, tmp_path / "out", int8=True))
+    wanted = options(copy, tmp_path / "out", int8=True)
+    refusal(export, wanted, match="pass --validation_file and --calibration_file")
     sparse = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=127, hidden_size=32, num_hidden_layers=1,
                                                             num_attention_heads=2, intermediate_size=32))  # fmt: skip
     sparse.save_pretrained(tmp_path / "sparse")
     tokenizer.save_pretrained(tmp_path / "sparse")
-    with pytest.raises(UserError, match="BigBird with block-sparse attention"):
-        export(options(tmp_path / "sparse", tmp_path / "out"))
+    refusal(export, options(tmp_path / "sparse", tmp_path / "out"), match="BigBird with block-sparse attention")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'"):
-        export(options(copy, tmp_path / "out", int8=True))
+    refusal(export, wanted, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'")
 
 
-def test_files_beside_a_run(
+def test_a_model_without_a_run(
     model: Path, reviews: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any classifier with files of one's own; without labels the answers alone are compared."""
+    """It needs files; without labels only the predictions are compared."""
     copy = shutil.copytree(model, tmp_path / "alone")
     files = {"validation_file": str(reviews), "calibration_file": str(bare)}
     export(options(copy, tmp_path / "one", **files, int8=True, max_drop=5, max_changed=5))
@@ -214,9 +208,7 @@ def test_files_beside_a_run(
     assert re.match(r"100.00 % of the answers are the same, on 211 rows", capsys.readouterr().out)
 
 
-def test_numbers_are_exported_too(
-    tokenizer: Any, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_regression(tokenizer: Any, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grades = BertForSequenceClassification(BertConfig.from_dict({
         "vocab_size": 127, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1,
         "intermediate_size": 32, "problem_type": "regression", "type_vocab_size": 2}))  # fmt: skip
@@ -226,7 +218,7 @@ def test_numbers_are_exported_too(
     assert "100.00 % of the variance of its numbers is the same" in capsys.readouterr().out
 
 
-def test_what_is_compared() -> None:
+def test_compare() -> None:
     single = Labels("single_label_classification", ("a", "b"), ())
     logits, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
     result, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)

@@ -1,4 +1,4 @@
-"""`--push_to_hub` against a stand-in of the hub's API on this machine."""
+"""`--push_to_hub` with a fake of the hub's API on this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOKEN = "hf_notARealTokenOfAnybody"
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes repositories and commits, as the hub does, and keeps what it got."""
+    """Accepts repositories and commits, and records them."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.requests: list[tuple[str, str | None, Any]] = []
         self.refuses = ""
-        """The end of the path of requests that are refused."""
+        """Requests whose path ends with this are refused."""
 
     @property
     def url(self) -> str:
@@ -98,7 +98,7 @@ def hub() -> Iterator[Hub]:
 
 
 def push(hub: Hub, job: list[str], *more: str, token: str = TOKEN) -> Finished:
-    """A run of one step that pushes, as a user starts it: what a fork has imported has read the variables."""
+    """Starts a run of one step that pushes. It is not forked, as huggingface_hub reads these variables on import."""
     env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
     words = ["recipes/cls.py", *job, "--max_steps", "1", "--global_batch_size", "8", "--push_to_hub", "true", *more]
     with begin(["python", *words], env) as process:
@@ -106,9 +106,8 @@ def push(hub: Hub, job: list[str], *more: str, token: str = TOKEN) -> Finished:
 
 
 @pytest.mark.multiprocess
-def test_one_process_of_two_uploads_what_the_run_saved_and_the_token_is_nowhere(
-    hub: Hub, tiny_job: list[str], tmp_path: Path
-) -> None:
+def test_one_of_two_processes_uploads_the_model(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
+    """And the token is in no output and in no file."""
     folder = tmp_path / "reviews"
     finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_private_repo", "true",
                     "--config_file", "accelerate_configs/ddp.yaml").succeeded()  # fmt: skip
@@ -126,7 +125,7 @@ def test_one_process_of_two_uploads_what_the_run_saved_and_the_token_is_nowhere(
     assert not [path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
 
 
-def test_a_refused_upload_costs_nothing_but_a_line(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
+def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
     folder, hub.refuses = tmp_path / "run", "/commit/main"
     finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_model_id", "me/reviews").succeeded()
     (line,) = [line for line in finished.out.splitlines() if "not uploaded" in line]
@@ -137,7 +136,7 @@ def test_a_refused_upload_costs_nothing_but_a_line(hub: Hub, tiny_job: list[str]
 
 
 @pytest.mark.parametrize(("refuses", "token", "named"), [("", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id")])
-def test_what_would_be_refused_at_the_end_ends_the_start(
+def test_a_missing_token_or_right_is_an_error_at_the_start(
     refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # without the token of whoever runs the tests

@@ -1,4 +1,4 @@
-"""toolkit/features/predict/command.py and parts.py: a file in parts that are kept, joined in the file's order."""
+"""toolkit/features/predict/command.py and parts.py: predictions in parts, joined in the order of the file."""
 
 from __future__ import annotations
 
@@ -52,13 +52,9 @@ def texts() -> list[str]:
 
 @pytest.fixture
 def predicted(
-    model: Path,
-    texts: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_launcher: None,
+    model: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_launcher: None,
     toolkit_cache: Path,
-) -> Predict:
+) -> Predict:  # fmt: skip
     """`predicted("out.csv", shard="1/3", window=16)` -> where the output is."""
     source = tmp_path / "rows.csv"
     pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(source, index=False)
@@ -79,10 +75,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         return list(csv.DictReader(file))
 
 
-def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """But for what a batch of other texts changes."""
-    assert [list(row) for row in found] == [list(row) for row in wanted]
-    for row, other in zip(found, wanted, strict=True):
+def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Up to rounding, as probabilities depend on the other texts of a batch."""
+    assert [list(row) for row in rows] == [list(row) for row in expected]
+    for row, other in zip(rows, expected, strict=True):
         for name in row:
             if name.startswith("probability_"):
                 assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-6)
@@ -99,8 +95,7 @@ def test_windows_change_nothing_and_a_text_is_computed_once(
     assert [row["id"] for row in whole] == [f"{row:03d}" for row in range(ROWS)]
     assert len({row["probability_a"] for row in whole}) > ROWS / 2
     assert_same(rows_of(predicted("windows.csv")), whole)
-    said = capsys.readouterr().err
-    assert re.search(r"\b1 of 70 rows .*\(rows 61\)", said)
+    assert re.search(r"\b1 of 70 rows .*\(rows 61\)", capsys.readouterr().err)
     assert not list(tmp_path.glob("*.parts"))
     predicted("once.csv", window=10**6)
     assert ", 9 of them repeat another's text" in capsys.readouterr().err
@@ -111,10 +106,10 @@ def test_windows_change_nothing_and_a_text_is_computed_once(
 def test_processes_share_each_window(
     predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str
 ) -> None:
-    """A shard of it alone, then all: the tokens that they shared are gone."""
-    whole, given = predicted("whole.csv"), [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
-    run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *given, tmp_path / "out.csv", *more]
-                                            for more in (["--shard", "2/3"], [])])  # fmt: skip
+    """A shard, then the whole file; the tokens that the processes shared are removed."""
+    whole, words = predicted("whole.csv"), [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
+    run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *words, tmp_path / "out.csv", *shard]
+                                            for shard in (["--shard", "2/3"], [])])  # fmt: skip
     assert_same(rows_of(tmp_path / "out.csv"), rows_of(whole))
     assert not list((toolkit_cache / "tokens").glob("*"))
 
@@ -125,7 +120,7 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     assert not (tmp_path / "out.csv").exists()
     refusal(predicted, "out.csv", "--join", match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70")
     predicted("out.csv", "--shard", "3/3")
-    (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # as one that was killed there leaves it
+    (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # left by a process killed while it joined
     capsys.readouterr()
     predicted("out.csv", "--shard", "1/3")
     assert joining.exists()
@@ -138,10 +133,10 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
 
 
-def test_a_shard_that_is_started_again_finds_its_work_done(
+def test_a_finished_shard_that_is_started_again(
     predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The same file, model and settings: it says so, computes nothing and fails not; otherwise the refusal stays."""
+    """With the same file, model and settings it succeeds without computing anything; otherwise it is an error."""
     for shard in ("1/2", "2/2"):
         predicted("out.csv", "--shard", shard)
     whole, parts = (tmp_path / "out.csv").read_bytes(), tmp_path / "out.csv.parts"
@@ -158,7 +153,7 @@ def test_a_shard_that_is_started_again_finds_its_work_done(
         refusal(predicted, "out.csv", "--shard", "2/2", match=r"out.csv exists: name another")
     plain = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
     assert list(plain[0]) == ["id", "text", "prediction"]
-    (tmp_path / "out.csv").unlink()  # whoever removes it wants it made again, with other settings too
+    (tmp_path / "out.csv").unlink()  # without it the output may be made again, also with other settings
     predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
     refusal(
         predicted, "out.csv", "--shard", "2/2", match=r"parts of another prediction \(it differs in probabilities\)"
@@ -169,14 +164,14 @@ def test_a_shard_that_is_started_again_finds_its_work_done(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_process_that_is_ended_loses_the_windows_in_work(
+def test_a_killed_process_loses_only_unfinished_windows(
     number: signal.Signals, predicted: Predict, model: Path, tmp_path: Path, fault: Fault
 ) -> None:
-    """Behind the second of five parts; the same command continues, and computes what is finished not again. After
-    Ctrl-C, where a part more may be finished, a line says so."""
+    """A signal after the second of five parts; the same command continues after the finished parts. After Ctrl-C,
+    during which one more may be finished, a line counts them."""
     whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
-    given = ["tests/predict_worker.py", model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
-    ended = recipe(*given[1:], script=given[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(number))})
+    words = ["tests/predict_worker.py", model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
+    ended = recipe(*words[1:], script=words[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(number))})
     parts = sorted(path.name for path in Path(f"{out}.parts").glob("part-*"))
     assert parts[:2] == ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
     if number == signal.SIGKILL:
@@ -186,9 +181,9 @@ def test_a_process_that_is_ended_loses_the_windows_in_work(
         assert ended.code == 130, ended.err
         line = next(line for line in ended.err.splitlines() if str(out) in line)
         assert f"{16 * len(parts)} of {ROWS} rows" in line
-        assert " ".join(map(str, given)) in line
+        assert " ".join(map(str, words)) in line
         fault("Ctrl-C in `toolkit predict`", line, "the windows that were being computed")
-    again = recipe(*given[1:], script=given[0]).succeeded()
+    again = recipe(*words[1:], script=words[0]).succeeded()
     assert f"{16 * len(parts)} of {ROWS} rows are done in {out}.parts: continuing" in again.err
     assert again.out.split() == [str(start) for start in range(16 * len(parts), ROWS, 16)]
     assert out.read_bytes() == whole
@@ -204,27 +199,25 @@ def test_rows_without_an_answer_are_counted(predicted: Predict, model: Path, tmp
     assert re.search(rf"\b{unanswered} of {ROWS} rows .*0.4.*abstain_below", capsys.readouterr().err)
 
 
-def test_a_file_is_read_and_written_with_the_quoting_of_the_run(
-    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """Double quotes that are part of the texts reach the model and the output; of a file of another format nothing is
-    known."""
+def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:
+    """Double quotes within texts reach the model and the output; for a file of another format the default holds."""
     shutil.copytree(model, tmp_path / "run" / "model")
     config = {"settings": {"train_file": "train.tsv.gz", "quoting": "none"}, "data": {"text_column": "text"}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     texts = ['"a good film"', '""', 'he said "dull"', "fine"]
-    (tmp_path / "a.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
-    given: dict[str, Any] = {"source": tmp_path / "a.tsv", "model": tmp_path / "run" / "model"}
-    written = predicted("out.tsv", **given).read_text().splitlines()
-    assert [line.split("\t")[0] for line in written] == ["text", *texts]
+
+    def predict(content: str, name: str, out: str, *words: str) -> Path:
+        (tmp_path / name).write_text(content)
+        return predicted(out, *words, source=tmp_path / name, model=tmp_path / "run" / "model")
+
+    content = "\n".join(["text", *texts, ""])
+    lines = predict(content, "a.tsv", "out.tsv").read_text().splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["text", *texts]
     assert "--quoting none" in capsys.readouterr().err
-    assert [row["text"] for row in rows_of(predicted("out.csv", **given))] == texts
-    (tmp_path / "explicit.tsv").write_text('text\n"a good film"\n')
-    given["source"] = tmp_path / "explicit.tsv"
-    assert predicted("as-csv.tsv", "--quoting", "csv", **given).read_text().splitlines()[1].startswith("a good film\t")
-    (tmp_path / "b.csv").write_text('text\n"a good, long film"\n')
-    given["source"] = tmp_path / "b.csv"
-    assert rows_of(predicted("b-out.csv", **given))[0]["text"] == "a good, long film"
+    assert [row["text"] for row in rows_of(predict(content, "a.tsv", "out.csv"))] == texts
+    explicit = predict('text\n"a good film"\n', "explicit.tsv", "as-csv.tsv", "--quoting", "csv").read_text()
+    assert explicit.splitlines()[1].startswith("a good film\t")
+    assert rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"] == "a good, long film"
     with pytest.raises(UserError, match=r"t.tsv: .* name an --output .*jsonl"):
         Parts(tmp_path / "t.tsv", "utf-8", unquoted=True).write(0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]})
 
@@ -247,7 +240,7 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     assert chance == pytest.approx(float(whole[0][f"probability_{best[0]}"]), abs=2e-6)
 
 
-def test_the_encoding_of_the_input_is_that_of_the_output(predicted: Predict, tmp_path: Path) -> None:
+def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:
     rows = "".join(f"很好{row},{row}\n" for row in range(40))
     (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")
     out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
@@ -255,7 +248,7 @@ def test_the_encoding_of_the_input_is_that_of_the_output(predicted: Predict, tmp
     assert len(out.splitlines()) == 41
 
 
-def test_files_by_a_pattern_are_one(predicted: Predict, tmp_path: Path) -> None:
+def test_files_of_a_pattern_are_one_input(predicted: Predict, tmp_path: Path) -> None:
     whole = rows_of(predicted("whole.csv", window=10**6))
     frame = pd.read_csv(tmp_path / "rows.csv", dtype=str, keep_default_na=False)
     (tmp_path / "in").mkdir()

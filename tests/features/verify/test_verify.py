@@ -1,4 +1,4 @@
-"""`toolkit verify`: the shipped recipe is the same training everywhere, and of wrong ones it names what is wrong."""
+"""`toolkit verify`: the shipped recipe passes, and the fault of a wrong recipe is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOSSES = "objective(batch, logits)"
 BACKWARD = f"accelerator.backward(step.mean({LOSSES}))  #"
 LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator"
 DROPOUT = LOGITS.replace("  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n")
-# name -> (what the recipe says and what it says instead, a part of the reason, the run that shows it)
+# name -> ({line of the recipe: its wrong version}, a part of the reason, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "mean": ({BACKWARD: f"step.mean({LOSSES}), accelerator.backward({LOSSES}.mean())  #"},
              "backward of a mean over the micro-batch", "other-micro-batches"),
@@ -41,7 +41,7 @@ def job(tiny_model: Path, reviews: Path) -> list[Any]:
 
 
 @pytest.mark.multiprocess
-def test_the_shipped_recipe_agrees(job: list[Any], tmp_path: Path) -> None:
+def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
     words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "bf16", *job]
     done, facts = verify(CLS, tmp_path / "verify", *words)
     assert (done.code, facts["agrees"]) == (0, True), done.out + done.err
@@ -57,7 +57,7 @@ def test_the_shipped_recipe_agrees(job: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [*WRONG, "pairs"])
-def test_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
+def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
     text = edited(edits_of(PAGES[0])["contrastive"])
     reason, shown = "depends on the others of its micro-batch", "other-micro-batches"
     if name in WRONG:
@@ -77,7 +77,7 @@ def test_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> N
     assert f"    -> {wrong[0]['reason']}\n" in done.out
 
 
-def test_a_run_that_fails_is_a_row(job: list[Any], tmp_path: Path) -> None:
+def test_a_failed_run_is_reported(job: list[Any], tmp_path: Path) -> None:
     done, facts = verify(CLS, tmp_path, *job, "--max_length", 9999)
     assert done.code == 1
     (run,) = facts["runs"]
@@ -85,7 +85,7 @@ def test_a_run_that_fails_is_a_row(job: list[Any], tmp_path: Path) -> None:
     assert f"ended with an error: {run['error']}\n" in done.out
 
 
-def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_missing_files_are_one_line(tmp_path: Path) -> None:
     start(["toolkit", "verify", "recipes/none.py"]).says_in_one_line("recipes/none.py")
     words = ["--config_file", "none.yaml", "--output_dir", str(tmp_path)]
     start(["toolkit", "verify", CLS, *words]).says_in_one_line("none.yaml")
