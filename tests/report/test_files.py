@@ -55,7 +55,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_draft(name: str, tmp_path: Path, 
             WRITERS[name](run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    ending = rf"what is finished is kept in {run / name}\.parts" if "out." in name else "nothing was left behind"
+    ending = rf"finished parts stay in {run / name}\.parts" if "out." in name else "nothing was left behind"
     assert re.fullmatch(rf"cannot write {run / name}: .*File too large; {ending}", str(caught.value))
     assert not list(run.glob("*.parts/*"))
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before

@@ -20,12 +20,12 @@ DROPOUT = LOGITS.replace("  # (B, C)\n", "\n            logits = torch.dropout(l
 # name -> ({line of the recipe: its wrong version}, a part of the reason, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "mean": ({BACKWARD: f"step.mean({LOSSES}), accelerator.backward({LOSSES}.mean())  #"},
-             "backward of a mean over the micro-batch", "other-micro-batches"),
+             "a mean over the micro-batch", "other-micro-batches"),
     "divided": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES} / len(logits)))  #"},
                 "divided by the micro-batch's size", "other-micro-batches"),
-    "randomness": ({LOGITS: DROPOUT}, "random numbers of its own", "other-randomness"),
+    "randomness": ({LOGITS: DROPOUT}, "its own random numbers", "other-randomness"),
     "unwrapped": ({LOGITS: LOGITS.replace("model(", "accelerator.unwrap_model(model)(")},
-                  "a forward pass around the prepared model", "ddp"),
+                  "a forward pass bypasses the prepared model", "ddp"),
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*WRONG, "pairs"])
 def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
     text = edited(edits_of(PAGES[0])["contrastive"])
-    reason, shown = "depends on the others of its micro-batch", "other-micro-batches"
+    reason, shown = "depends on the other samples of its micro-batch", "other-micro-batches"
     if name in WRONG:
         edits, reason, shown = WRONG[name]
         text = (ROOT / CLS).read_text(encoding="utf-8")

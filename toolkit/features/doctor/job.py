@@ -80,7 +80,7 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
         launch_config = {**launch_config, "num_machines": options.peers.count(",") + 1}
         if "," not in options.peers:
             here = ", ".join(external_addresses())
-            raise UserError(f"--peers names {options.peers} alone: name all machines, this one too (here: {here})")
+            raise UserError(f"--peers names {options.peers} alone: name all machines, including this one ({here})")
     nodes = find_nodes(vars(launch_options), launch_config, path or Path("this line"), env)
     files = _named_files(vars(options)) | ({"deepspeed_config": deepspeed} if deepspeed else {})
     return Job(options, words, script, files, path, nodes, bool(launch_config.get("use_cpu")))

@@ -134,7 +134,7 @@ def _check_backend(backend: str, results: Sequence[Mapping[str, Any]], hosts: Se
         other = shlex.quote(next(iter(nodes.others()), _SOMEWHERE))
         remedy = f"on each machine: sudo ufw allow from {_SOMEWHERE}; export {backend.upper()}_SOCKET_IFNAME=NAME; "
         remedy += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
-        remedy += "; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` says more" * (backend == "nccl")
+        remedy += "; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` logs more" * (backend == "nccl")
         return Finding(backend, "fail", f"failed between the machines ({'; '.join(faults)})", remedy)
     latency = max(float(result["latency_ms"]) for result in results)
     rate = min(float(result["mbytes_per_second"]) for result in results)

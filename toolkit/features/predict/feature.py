@@ -25,7 +25,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", action="append", help="print the answer for this text (may be repeated); no FILE then"
     )
-    parser.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
+    parser.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv next to the input]")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument(
         "--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]"
@@ -40,7 +40,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a run's model folder, any classifier, or a hub name")
     parser.add_argument("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
-    parser.add_argument("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation beside the input]")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation next to the input]")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--label_column", metavar="NAME", help="as in training, or found by its name, when not given")
     parser.set_defaults(text=None)
@@ -52,9 +52,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
     parser.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     parser.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
-    parser.add_argument(
-        "--delimiter", metavar="CHARACTER", help="between cells; as the file's ending says if not given"
-    )
+    parser.add_argument("--delimiter", metavar="CHARACTER", help="between cells; by the file's suffix when not given")
     parser.add_argument(
         "--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]"
     )

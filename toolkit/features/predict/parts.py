@@ -136,7 +136,7 @@ class Parts:
             yield "]"
 
     def _writing(self) -> AbstractContextManager[None]:
-        return explain_write_errors(self.output, f"what is finished is kept in {self.folder}")
+        return explain_write_errors(self.output, f"finished parts stay in {self.folder}")
 
     def _path(self, start: int, end: int) -> Path:
         return self.folder / f"part-{start:010d}-{end:010d}{self.kind}"

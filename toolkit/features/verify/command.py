@@ -87,7 +87,7 @@ class Trial:
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 where a run differs."""
     if not Path(options.recipe).is_file():
-        raise UserError(f"there is no recipe {options.recipe}: name recipes/cls.py, say")
+        raise UserError(f"there is no recipe {options.recipe}: pass its path, such as recipes/cls.py")
     verification = Verification(options, [word for word in words if word != "--"])
     trials = verification.run()
     faults = [trial.name for trial in trials if not trial.agrees]
@@ -118,7 +118,7 @@ class Verification:
             return [one]
         random = self._trial(f"other-randomness-{host}", "no", [], seed_offset=1)
         size = self._trial(f"other-micro-batches-{host}", "no", [], _OTHER_SIZE)
-        random.compare(one, "it draws random numbers of its own (dropout?): take them out, or draw them by batch.ids")
+        random.compare(one, "it draws its own random numbers (dropout?): remove them, or derive them from batch.ids")
         size.compare(one, random.reason or _reason_of_size(size, one))
         trials, references = [one, random, size], dict[str, Trial]()
         for name in self.configs:
@@ -133,7 +133,7 @@ class Verification:
                 reference.compare(one, "", math.inf)
                 references[kind] = reference
             half_precision = references[kind].difference if other.losses else None
-            reason = trial.reason or f"in fp32 it agrees: weights, or sums of gradients, are in {kind}"
+            reason = trial.reason or f"it agrees in fp32: weights, or gradient sums, are in {kind}"
             other.compare(one, reason, max(_ROUNDING.get(kind, 0.0), _MARGIN * (half_precision or 0.0)))
             trials.append(other)
         return trials
@@ -168,18 +168,18 @@ class Verification:
 def _reason_of_size(trial: Trial, one: Trial) -> str:
     """Why one process with other micro-batches gives other numbers."""
     if not trial.losses or math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
-        return "backward of a mean over the micro-batch, whose size then weighs its samples: take step.mean(losses)'s"
+        return "the backward pass starts from a mean over the micro-batch: use step.mean(losses)"
     if 0.5 < trial.losses[0] / one.losses[0] < 0.75:  # as the number of micro-batches, 7 instead of 11
-        return "the losses are divided by the micro-batch's size: give step.mean one loss per sample, undivided"
-    return "a sample's loss depends on the others of its micro-batch: pairs (contrastive), batch statistics (BatchNorm)"
+        return "the losses are divided by the micro-batch's size: give step.mean one undivided loss per sample"
+    return "a sample's loss depends on the other samples of its micro-batch (contrastive pairs, BatchNorm)"
 
 
 def _reason_of_strategy(trial: Trial, one: Trial) -> str:
     """Why a config gives other numbers, where one process gives the same with any micro-batches."""
     if trial.tokens != one.tokens:
-        return "its steps take other samples: a loader or an order of its own; step.micro_batches takes the same ones"
+        return "its steps use other samples (a custom loader or order?): take the batches of step.micro_batches"
     if trial.difference_from(one, 1) <= trial.allowed:
-        return "only the first step is the same: an optimizer of whole parameters, or state of one process alone"
+        return "only the first step agrees: an optimizer that needs unsharded parameters, or state that differs by rank"
     if math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
-        return "another gradient: a forward pass around the prepared model (model.module, unwrap_model)"
-    return "the first loss is another one: weights of a layer that each process begins with numbers of its own (a seed)"
+        return "the gradient differs: a forward pass bypasses the prepared model (model.module, unwrap_model)"
+    return "the first loss differs: a layer is initialised differently on each rank (seed?)"

@@ -13,7 +13,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.py")
     parser.add_argument("--config_file", action="append", metavar="FILE", help=f"may be repeated [{CONFIGS}]")
     parser.add_argument("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
-    parser.add_argument("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="beside fp32 [auto]")
+    parser.add_argument(
+        "--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="in addition to fp32 [auto]"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
     parser.add_argument("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
 
@@ -21,7 +23,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 FEATURE = Feature(
     Command(
         "verify",
-        "whether a recipe trains the same under every config, here",
+        "check that a recipe trains the same under every config",
         "toolkit.features.verify.command:run",
         _add_arguments,
         description="Compares a few steps in one process and under each config. Other words are the recipe's.",
