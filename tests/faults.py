@@ -42,8 +42,8 @@ def refusal(
 PAGE = """# What happens when something breaks
 [中文](faults.zh.md)
 
-Each row is a test that broke a run (or its input) in that way; `make test-faults` runs them and writes this page.
-Seconds are those of the whole test on {cores} CPU cores, its starts of Python and its second run included.
+Each row is a test that breaks a run or its input in this way; `make test-faults` runs them and writes this page.
+Seconds are the duration of the test on {cores} CPU cores, with starting Python and the second run.
 {count} faults; {versions}.
 
 | fault | what the user sees | what is lost | seconds |
