@@ -52,7 +52,7 @@ def split_of(problem: ProblemType, truth: Any) -> Split:
 
 @pytest.mark.parametrize("problem", [SINGLE, MULTI])
 def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
-    """Also of a class that never occurs and is never given, which counts as zero."""
+    """A class without labels and predictions counts as zero."""
     generator = np.random.default_rng(5)
     logits = generator.normal(size=(60, 4)) - [0, 0.2, 0.5, 20]
     truth = generator.integers(0, 3, 60) if problem == SINGLE else generator.random((60, 4)) < [0.5, 0.3, 0.2, 0]
@@ -83,7 +83,7 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
 
 
 @pytest.mark.parametrize(
-    ("wanted", "problem", "expected"),
+    ("metric", "problem", "expected"),
     [
         (None, SINGLE, ("f1_macro", True)),
         (None, MULTI, ("f1_micro", True)),
@@ -94,8 +94,8 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
         ("pearson", "regression", ("pearson", True)),
     ],
 )
-def test_best_metric(wanted: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
-    assert (Best(wanted, problem).metric, Best(wanted, problem).sign) == (expected[0], 1 if expected[1] else -1)
+def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
+    assert (Best(metric, problem).metric, Best(metric, problem).sign) == (expected[0], 1 if expected[1] else -1)
 
 
 def data_of(problem: ProblemType, truth: Any, size: int = 2) -> Any:
@@ -104,41 +104,41 @@ def data_of(problem: ProblemType, truth: Any, size: int = 2) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "problem", "truth", "meant"),
+    ("metric", "problem", "truth", "meant"),
     [("acuracy", SINGLE, [0, 1], "accuracy"), ("eval_f1_makro", MULTI, [[0, 1], [1, 0]], "f1_macro"),
      ("persson", "regression", [0.5, 1.5], "pearson")],
 )  # fmt: skip
-def test_a_misspelt_metric_lists_the_metrics(wanted: str, problem: ProblemType, truth: Any, meant: str) -> None:
+def test_a_misspelt_metric_lists_the_metrics(metric: str, problem: ProblemType, truth: Any, meant: str) -> None:
     data = data_of(problem, truth, 1 if problem == "regression" else 2)
-    says = (f"--metric_for_best_model {wanted}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem]))
-    refusal(make_best, ALONE, TrainingSettings(metric_for_best_model=wanted), data,
+    says = (f"--metric_for_best_model {metric}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem]))
+    refusal(make_best, ALONE, TrainingSettings(metric_for_best_model=metric), data,
             partial(classification_metrics, labels=data.targets), says=says)  # fmt: skip
 
 
 def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
-    own = {"regret": 1.0, "f1_macro": 0.5, "note": "a text is no metric"}
+    metrics = {"regret": 1.0, "f1_macro": 0.5, "note": "text"}
     for greater, sign in ((None, 1), (False, -1)):
         settings = TrainingSettings(metric_for_best_model="regret", greater_is_better=greater)
-        assert make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: own).sign == sign
+        assert make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: metrics).sign == sign
     settings = TrainingSettings(metric_for_best_model="note")
-    refusal(make_best, ALONE, settings, data_of(SINGLE, [0]), lambda *_: own, match="note")
+    refusal(make_best, ALONE, settings, data_of(SINGLE, [0]), lambda *_: metrics, match="note")
 
 
 @pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
 def test_numpy_and_torch_metrics_become_numbers(score: Any, tmp_path: Path) -> None:
     """For the best model, for curves, and in eval.jsonl."""
-    own = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
-           "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
+    metrics = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
+               "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
     for name in ("score", "right"):
         settings = TrainingSettings(metric_for_best_model=name)
-        best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: own)
-        evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(np.ones(2, np.float32), own)
+        best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: metrics)
+        evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(np.ones(2, np.float32), metrics)
         assert best.update(evaluation, 1)
-        assert best.value == float(own[name])
+        assert best.value == float(metrics[name])
     assert evaluation.single_numbers["score"] == 0.25
     RunFiles(ALONE, tmp_path).append_evaluation(evaluation, 1)
     line = json.loads((tmp_path / "eval.jsonl").read_text())
-    assert {key: line[key] for key in own} == {
+    assert {key: line[key] for key in metrics} == {
         "score": 0.25, "right": 3, "bad": None, "each": [[0, 1], [2, 3]], "by": {"7": [[1, 1]]},
     }  # fmt: skip
 

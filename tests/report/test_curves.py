@@ -13,7 +13,7 @@ from toolkit.report.record import Record
 
 
 def test_a_long_noisy_curve_is_small_and_its_spike_is_noted(tmp_path: Path) -> None:
-    numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "own": 2.0}
+    numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "custom": 2.0}
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     last = make_run(tmp_path / "run", labels, [], numbers)
     losses = np.random.default_rng(0).lognormal(size=20_000)
@@ -23,7 +23,7 @@ def test_a_long_noisy_curve_is_small_and_its_spike_is_noted(tmp_path: Path) -> N
          "peak_memory_bytes": 2**30} for step, loss in enumerate(losses.tolist(), 1)
     ])  # fmt: skip
     drawn = {chart.title: chart for chart in curves.charts(Record.load(tmp_path / "run", last))}
-    assert list(drawn) == ["Loss", "Metrics on validation", "own on validation", "Learning rate", "Gradient norm",
+    assert list(drawn) == ["Loss", "Metrics on validation", "custom on validation", "Learning rate", "Gradient norm",
                            "Samples per second", "Peak memory, GiB"]  # fmt: skip
     assert len(drawn["Loss"].svg) < 60_000
     assert drawn["Loss"].note == "up to 999 at step 8"

@@ -1,4 +1,4 @@
-"""The pages in a browser, as wide as a phone, a tablet and a desk: what it measures of them."""
+"""The layout of the pages in a browser at the widths of a phone, a tablet and a desktop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTHS = (375, 768, 1280)
 NAMES = ("Computers and Electronics", "Clothing, Shoes and Jewelry", "Office_Products_and_Stationery", "surprise", "书")
 LABELS = Labels("single_label_classification", NAMES, ("label",))
 Measured = dict[tuple[str, int], dict[str, Any]]
-"""(page, width) -> what the browser measured."""
+"""(page, width) -> the result of the script `MEASURE`."""
 TEXT = f"{NASTY} https://example.com/a/very/long/address/without/any/space/in/it?and=query&more=things"
 MEASURE = """<script>
 onload = () => {
@@ -45,7 +45,7 @@ onload = () => {
         for (const word of node.data.matchAll(/[A-Za-z0-9]+/g)) {
           const range = page.createRange();
           range.setStart(node, word.index), range.setEnd(node, word.index + word[0].length);
-          // of a word that an ellipsis cuts there are several, too, on one line
+          // a word that an ellipsis truncates has several, too, on one line
           const line = getComputedStyle(node.parentNode).writingMode.startsWith("vertical") ? "left" : "top";
           if (new Set([...range.getClientRects()].map(box => box[line])).size > 1) broken.push(word[0]);
         }
@@ -126,7 +126,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", ["report", "compare", "folds"])
 def test_a_page_is_as_wide_as_its_window(page: str, width: int, measured: Measured) -> None:
-    """What is wider scrolls within its run frame, which shows that there is more."""
+    """A wider table scrolls within its frame, which shows a shade."""
     measures = measured[page, width]
     assert measures["seen"] == width
     assert measures["whole"] == width
@@ -139,7 +139,7 @@ def test_a_page_is_as_wide_as_its_window(page: str, width: int, measured: Measur
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_bars_stand_beside_their_numbers_or_below(width: int, measured: Measured) -> None:
+def test_bars_do_not_cover_their_numbers(width: int, measured: Measured) -> None:
     bars = measured["report", width]["bars"]
     assert len(bars) >= 5
     for bar in bars:

@@ -44,9 +44,9 @@ def test_paths_and_host_names_in_remedies_are_quoted(line: str) -> None:
 
 def test_remedies_contain_nothing_that_another_machine_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RendezvousError(HOSTILE, [1])
-    for own in (0, 1):
-        unknown = Nodes(2, own, "", ("10.0.0.1",), 1)
-        findings = [peers._explain_missing(error, rank, unknown, 4.0, "go") for rank in (0, 1)]
+    for rank in (0, 1):
+        unknown = Nodes(2, rank, "", ("10.0.0.1",), 1)
+        findings = [peers._explain_missing(error, missing, unknown, 4.0, "go") for missing in (0, 1)]
         findings += [peers._check_backend(backend, FAILED, [HOSTILE] * 2, unknown) for backend in ("gloo", "nccl")]
         assert [finding.remedy for finding in findings if HOSTILE in finding.remedy] == []
 

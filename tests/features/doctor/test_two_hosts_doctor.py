@@ -50,7 +50,7 @@ def finish(running: Sequence[Process], timeout: float) -> list[Report]:
 def doctors(
     hosts: TwoHosts, a: Sequence[str] = PEERS, b: Sequence[str] | None = None, timeout: float = 20.0, **of_b: Any
 ) -> list[Report]:
-    """Both at once; host b has the words of host a where it has none of its own. `of_b` goes to `TwoHosts.start`."""
+    """Runs one on each host, on b with the words of a by default. `of_b` goes to `TwoHosts.start`."""
     more = ["--timeout", str(timeout)]
     running = [hosts.start("a", [*DOCTOR, *a, *more]), hosts.start("b", [*DOCTOR, *(b or a), *more], **of_b)]
     return finish(running, timeout)
@@ -120,7 +120,7 @@ def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["the network", "the other doctor"])
 def test_what_is_between_dies_in_the_middle(hosts: TwoHosts, what: str) -> None:
-    """Whatever they are doing then, those that live end."""
+    """The doctors that still run must end."""
     running = [hosts.start(host, [*DOCTOR, *PEERS, "--timeout", "10"]) for host in ("a", "b")]
     deadline = time.monotonic() + 60
     while not _connected(hosts) and time.monotonic() < deadline:
@@ -139,7 +139,7 @@ def test_what_is_between_dies_in_the_middle(hosts: TwoHosts, what: str) -> None:
 
 
 def _connected(hosts: TwoHosts) -> bool:
-    """Whether a connection to the port is open on host b, which only /proc of a process there shows."""
+    """Whether host b has an open connection to the port; only /proc of a process there shows it."""
     for process in hosts.processes("b"):
         with contextlib.suppress(OSError):  # it has just ended
             rows = [line.split() for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]]

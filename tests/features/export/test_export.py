@@ -183,15 +183,15 @@ def test_models_that_cannot_be_exported(
     model: Path, tokenizer: Any, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "alone")
-    wanted = options(copy, tmp_path / "out", int8=True)
-    refusal(export, wanted, match="pass --validation_file and --calibration_file")
+    in_8_bits = options(copy, tmp_path / "out", int8=True)
+    refusal(export, in_8_bits, match="pass --validation_file and --calibration_file")
     sparse = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=127, hidden_size=32, num_hidden_layers=1,
                                                             num_attention_heads=2, intermediate_size=32))  # fmt: skip
     sparse.save_pretrained(tmp_path / "sparse")
     tokenizer.save_pretrained(tmp_path / "sparse")
     refusal(export, options(tmp_path / "sparse", tmp_path / "out"), match="BigBird with block-sparse attention")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refusal(export, wanted, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'")
+    refusal(export, in_8_bits, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'")
 
 
 def test_a_model_without_a_run(
