@@ -53,11 +53,11 @@ def lines_of(ended: list[Finished], ranks: range | list[int]) -> list[str]:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[dict[str, Group]]:
     """Groups with a late rank, or with none, that run during the other tests."""
-    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
+    short, impatient = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
     with ExitStack() as stack:
         late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
-        headless = stack.enter_context(group(WAIT, WAIT, env=short, before=soon_asked))
-        idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=soon_asked))
+        headless = stack.enter_context(group(WAIT, WAIT, env=short, before=impatient))
+        idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
         partly = stack.enter_context(group(PART, PART, PART, env=short))
         for started in (late, headless, idle, partly):
             started.await_line("here")
