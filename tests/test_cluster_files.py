@@ -19,7 +19,7 @@ from tests.launch.test_nodes import pretend_network
 from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.launch.environment import set_torch_variables
-from toolkit.launch.relaunch import plan, split
+from toolkit.launch.relaunch import plan_launch, split_arguments
 
 FOLDER = ROOT / "docs" / "cluster"
 BATCH_FILES = ["slurm-accelerate.sbatch", "slurm-srun.sbatch"]
@@ -143,15 +143,15 @@ def test_each_node_of_a_slurm_job_starts_its_own_part(
 ) -> None:
     pretend_network(monkeypatch, ["10.0.0.9"])
     script, *words = started_by("slurm-accelerate.sbatch", tmp_path)
-    options, rest = split(words)
+    options, rest = split_arguments(words)
     env = {"SLURM_NODEID": str(rank), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]"}
-    nodes = plan(options, [script, *rest], env)[1]["nodes"]
+    nodes = plan_launch(options, [script, *rest], env)[1]["nodes"]
     assert (nodes["rank"], nodes["count"], nodes["addresses"]) == (rank, 2, ("gpu03",))
     assert "--checkpoint_every" in rest
 
 
 def test_each_task_of_a_slurm_job_knows_its_rank(tmp_path: Path) -> None:
-    options, _ = split(started_by("slurm-srun.sbatch", tmp_path)[1:])
+    options, _ = split_arguments(started_by("slurm-srun.sbatch", tmp_path)[1:])
     assert options.config_file is None  # srun is the launcher
     env = {"SLURM_PROCID": "11", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "3", "SLURM_NODEID": "1",
            "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "77"}  # fmt: skip
@@ -223,7 +223,7 @@ def starts_rank_one_of_sixteen(
     subprocess.run(command, cwd=ROOT, env={**os.environ, **env, **path}, check=True, timeout=60)
     script, *words = log.read_text(encoding="utf-8").splitlines()
     pretend_network(monkeypatch, ["10.0.0.9"])
-    options, rest = split(words)
-    requested = plan(options, [script, *rest], {})[1]
+    options, rest = split_arguments(words)
+    requested = plan_launch(options, [script, *rest], {})[1]
     nodes = requested["nodes"]
     assert (nodes["rank"], nodes["addresses"][0], requested["num_processes"]) == (1, "reviews-0", 16)

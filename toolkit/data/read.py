@@ -39,7 +39,7 @@ from toolkit.utils.cache import (
     digest_of_text,
 )
 from toolkit.utils.files import refuse_link_out
-from toolkit.utils.hub import reach
+from toolkit.utils.hub import check_reachable
 from toolkit.utils.memory import limit_memory
 
 if TYPE_CHECKING:  # a process whose tokens are cached does not import them
@@ -310,7 +310,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         content, limit = digest_of_files(folder, files), max_unpacked_bytes(*files)
         cache = str(cache_folder() / "datasets" / content)
     else:
-        reach(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
+        check_reachable(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:

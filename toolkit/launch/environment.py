@@ -27,7 +27,7 @@ _VARIABLES = {
     # SLURM_STEP_NUM_TASKS is set inside `srun` only, SLURM_NTASKS in any batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-# set by our launcher: what it was asked to start, as JSON (see `relaunch.plan`)
+# set by our launcher: what it was asked to start, as JSON (see `relaunch.plan_launch`)
 MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # variables by which to recognise a process that our launcher, torchrun or `accelerate launch` started
@@ -63,7 +63,7 @@ class Place:
 
 
 def launch_request() -> dict[str, Any]:
-    """What our launcher was asked to start (see `relaunch.plan`); empty under other launchers."""
+    """What our launcher was asked to start (see `relaunch.plan_launch`); empty under other launchers."""
     return dict(json.loads(os.environ.get(MARKER) or "{}"))
 
 

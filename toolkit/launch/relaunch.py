@@ -48,7 +48,7 @@ _SET_BY_LAUNCHERS = re.compile(
 )
 
 
-def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits a script's arguments into (launch options: str or None, the rest in order). Raises UserError."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
@@ -64,7 +64,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
 
     `argv` is `sys.argv`; `module` names the package for `python -m`.
     """
-    options, rest = split(argv[1:])
+    options, rest = split_arguments(argv[1:])
     for name, (variable, _) in TIMEOUTS.items():
         if (value := getattr(options, name)) is not None:
             parse_int(f"--{name} (seconds)", value, minimum=1)
@@ -83,7 +83,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
             f"--{present[0]} needs a config file: add --config_file accelerate_configs/ddp.yaml (or another file "
             "of that folder)"
         )
-    arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
+    arguments, requested = plan_launch(options, [argv[0], *rest], os.environ, module)
     nodes = requested["nodes"]
     if nodes["count"] > 1:
         line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['rank_source']}"
@@ -94,7 +94,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     return _become_launcher(arguments, {**requested, "typed": argv})
 
 
-def plan(
+def plan_launch(
     options: argparse.Namespace, script: Sequence[str], env: Mapping[str, str], module: str | None = None
 ) -> tuple[list[str], dict[str, Any]]:
     """(arguments for accelerate's launcher, the request that the processes get as JSON).

@@ -288,7 +288,7 @@ def _difference(peers: Sequence[Peer]) -> str:
 current: Rendezvous | None = None
 
 
-def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> Rendezvous | None:
+def join_ranks(place: Place, script: str, seconds: float, failure: str = "") -> Rendezvous | None:
     """Joins the rendezvous; None for a single process.
 
     Raises RendezvousError, naming the missing ranks or what differs between them. `failure` is why this process cannot
@@ -325,7 +325,7 @@ def announce_early_failure(place: Place, message: str) -> None:
     if not place.is_local and current is None and os.environ.get("MASTER_ADDR"):
         failure = f"rank {place.rank} on {socket.gethostname()} failed: {message}"
         with contextlib.suppress(Exception):  # the failure has been reported here
-            find_ranks(place, "", _EARLY_FAULT_SECONDS, failure)
+            join_ranks(place, "", _EARLY_FAULT_SECONDS, failure)
 
 
 def list_machines() -> list[str]:

@@ -38,7 +38,7 @@ from toolkit.launch.network import free_port
 from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision
 from toolkit.launch.relaunch import find_file, read_config
-from toolkit.launch.rendezvous import find_ranks, list_machines
+from toolkit.launch.rendezvous import join_ranks, list_machines
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster_precision, measure_cached, slowest_times
 from toolkit.utils import collector
@@ -78,7 +78,7 @@ def make_accelerator(
     plugin = _deepspeed_plugin(place)
     for name in TIMEOUTS:
         timeout_seconds(name)  # raises here: the threads that read it later could not report it
-    rendezvous = find_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
+    rendezvous = join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
     failure_detector.start(rendezvous, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":

@@ -18,7 +18,7 @@ _SECONDS = 5.0  # for each address of the host
 
 
 @cache
-def reach(name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None) -> None:
+def check_reachable(name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None) -> None:
     """Asks the hub for a name once, because libraries retry each file for a minute. If the hub cannot be reached, the
     copy in the cache (`copy` for a data set) is used; raises UserError if there is none."""
     file = "config.json" if kind == "model" else "README.md"

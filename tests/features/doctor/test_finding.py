@@ -53,7 +53,7 @@ def test_remedies_contain_nothing_that_another_machine_sent(monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise RendezvousError(f"not the same: {HOSTILE}")
 
-    monkeypatch.setattr(peers, "find_ranks", refuse)
+    monkeypatch.setattr(peers, "join_ranks", refuse)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", peers.MARKER):
         monkeypatch.setenv(name, "")
     (finding,), _ = peers.check(NODES, "", 1.0, False, {})

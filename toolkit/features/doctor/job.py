@@ -63,7 +63,7 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
     options, rest = _parser().parse_known_args(list(words))
     if not 1 <= options.timeout <= _LONGEST_TIMEOUT:
         raise UserError(f"--timeout {options.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
-    launch_options, rest = relaunch.split(rest)
+    launch_options, rest = relaunch.split_arguments(rest)
     script, settings_file = (_first_file(rest, suffixes) for suffixes in ((".py",), (".yaml", ".yml")))
     _refuse_unknown([word for word in rest if word.startswith("--")], script)
     in_yaml = read_yaml(settings_file) if settings_file else {}

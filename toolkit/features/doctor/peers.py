@@ -17,7 +17,7 @@ from toolkit.features.doctor.finding import Finding, in_area
 from toolkit.launch import network
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.nodes import Nodes
-from toolkit.launch.rendezvous import Rendezvous, RendezvousError, find_ranks
+from toolkit.launch.rendezvous import Rendezvous, RendezvousError, join_ranks
 from toolkit.utils.timeouts import call_with_timeout
 
 _CONNECT_SECONDS = 4.0  # ARP for an unused address fails after 3 s
@@ -43,7 +43,7 @@ def check(
                        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.first, "MASTER_PORT": str(nodes.port),
                        MARKER: json.dumps({"nodes": asdict(nodes)})})  # fmt: skip
     try:
-        rendezvous = find_ranks(Place("doctor", nodes.rank, nodes.count, 0, 1), script, seconds)
+        rendezvous = join_ranks(Place("doctor", nodes.rank, nodes.count, 0, 1), script, seconds)
         assert rendezvous is not None  # several ranks
         hosts = [printable(peer.host, 100) for peer in rendezvous.peers]
         text = f"{', '.join(hosts)} found each other, with the same Python, libraries and code"

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 
 from toolkit.errors import UserError, first_line, last_error
-from toolkit.launch.relaunch import split
+from toolkit.launch.relaunch import split_arguments
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
@@ -88,7 +88,7 @@ class Sweep:
         if task not in config.tasks():
             return {}
         demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
-        arguments = [*split(self.words)[1], *extra]
+        arguments = [*split_arguments(self.words)[1], *extra]
         parsed: Any = config.parse(config.tasks()[task], arguments, demo if demo.is_file() else None)
         return config.flat(parsed)
 

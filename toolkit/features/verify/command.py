@@ -24,7 +24,7 @@ from typing import NoReturn
 from toolkit.errors import UserError, last_error
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.launch.environment import OTHER_RANDOMNESS
-from toolkit.launch.relaunch import find_file, read_config, split
+from toolkit.launch.relaunch import find_file, read_config, split_arguments
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
 class Verification:
     def __init__(self, options: argparse.Namespace, words: Sequence[str]) -> None:
         """Raises UserError for a config that does not exist."""
-        launch, self.words = split(words)
+        launch, self.words = split_arguments(words)
         self.launch = [word for name, value in vars(launch).items() if value for word in (f"--{name}", value)]
         self.options, self.configs = options, options.config_file or CONFIGS
         self.folder = Path(options.output_dir or f"runs/verify-{Path(options.recipe).stem}")
