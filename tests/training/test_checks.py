@@ -1,4 +1,4 @@
-"""toolkit/training/checks.py: parameters of an edited recipe. Optimizers: tests/training/test_optimizer_trial.py."""
+"""toolkit/training/checks.py: parameters. Optimizers: tests/training/test_optimizer_trial.py."""
 
 from __future__ import annotations
 
@@ -25,19 +25,16 @@ def check(model: torch.nn.Module, parameters: Any, settings: TrainingSettings = 
     check_parameters(accelerator_of(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
 
 
-def test_a_parameter_of_the_loss_belongs_into_the_model() -> None:
-    """One process would train it and not save it, and several would each train their own."""
+def test_the_optimizer_has_a_parameter_outside_the_model() -> None:
     model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
-    says = ["the model's", "of shape (7,)", "docs/your-own-recipe.md"]
-    refusal(check, model, [*model.parameters(), temperature], says=says)
+    refusal(check, model, [*model.parameters(), temperature], says=["of shape (7,)", "docs/your-own-recipe.md"])
     model.temperature = temperature
     check(model, model.parameters())
 
 
-def test_a_loss_depends_on_no_parameters_but_the_models() -> None:
-    """As those of a second optimizer would be."""
+def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
     model, centres = tiny("bert"), torch.nn.Parameter(torch.ones(3))
-    delta = torch.zeros(1, requires_grad=True)  # of an adversarial text, say: nothing that is trained
+    delta = torch.zeros(1, requires_grad=True)  # of an adversarial text, say: not a parameter
     losses = model(input_ids=torch.ones(2, 5, dtype=torch.long)).logits.mean(-1) + delta
     refuse_foreign_parameters(model, losses)
     refuse_foreign_parameters(model, losses.detach())
@@ -47,19 +44,19 @@ def test_a_loss_depends_on_no_parameters_but_the_models() -> None:
     refuse_foreign_parameters(model, losses + centres.exp().sum())
 
 
-def test_the_optimizer_has_the_trained_parameters_and_no_others() -> None:
+def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
     model = tiny("bert")
     head = [*model.classifier.parameters()]  # type: ignore[union-attr]
-    says = ["lacks", "bert.embeddings.word_embeddings.weight", "more", "--freeze_layers", "--unfreeze_every"]
-    refusal(check, model, head, says=says)
+    names = ["bert.embeddings.word_embeddings.weight", "--freeze_layers", "--unfreeze_every"]
+    refusal(check, model, head, says=[*names, "lacks", "more"])
     every = [*model.parameters()]
     model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
-    refusal(check, model, every, says=["are frozen", "bert.embeddings.word_embeddings.weight", "--freeze_layers"])
+    refusal(check, model, every, says=[*names, "are frozen"])
     check(model, head)
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_what_is_trained_does_not_change_while_training(trains: bool) -> None:
+def test_requires_grad_changes_while_training(trains: bool) -> None:
     model = tiny("bert")
     model.base_model.embeddings.requires_grad_(not trains)  # type: ignore[operator, union-attr]
     check(model, [each for each in model.parameters() if each.requires_grad])
@@ -70,8 +67,7 @@ def test_what_is_trained_does_not_change_while_training(trains: bool) -> None:
     refuse_changes(model)
 
 
-def test_a_change_right_after_prepare_counts() -> None:
-    """Also where the strategy has made other parameters, as FSDP2 does."""
+def test_requires_grad_changes_after_fsdp2_has_replaced_parameters() -> None:
     model = tiny("bert")
     check(model, model.parameters())
     for part in model.modules():
@@ -81,7 +77,7 @@ def test_a_change_right_after_prepare_counts() -> None:
     refusal(refuse_changes, model, says=["classifier.weight, classifier.bias"])
 
 
-def test_a_parameter_without_dimensions_cannot_be_cut() -> None:
+def test_fsdp2_cannot_shard_a_scalar() -> None:
     model = torch.nn.Linear(2, 2)
     model.scale = torch.nn.Parameter(torch.tensor(1.0))
     check(model, model.parameters())
@@ -98,7 +94,7 @@ def test_unfreezing_needs_groups_by_layer_and_enough_steps(capsys: pytest.Captur
 
 
 class Sharded(torch.nn.Module):
-    """As ZeRO-3 leaves parameters outside of a forward."""
+    """Parameters as in ZeRO-3, outside of a forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +103,7 @@ class Sharded(torch.nn.Module):
             parameter.ds_status = SimpleNamespace(name=status)  # type: ignore[attr-defined]
 
     def forward(self) -> torch.Tensor:
-        return self.scale.sum()  # gathered by a hook, really
+        return self.scale.sum()  # ZeRO-3 would gather it in a hook
 
 
 @pytest.mark.parametrize(
@@ -115,14 +111,14 @@ class Sharded(torch.nn.Module):
     [lambda scale: scale.sum(), lambda scale: torch.ones(2) * scale, lambda scale: torch.stack([scale, scale]),
      lambda scale: torch.nn.functional.linear(torch.ones(2), scale), lambda scale: scale[0]],
 )  # fmt: skip
-def test_a_sharded_parameter_is_not_computed_with(use: Any) -> None:
+def test_sharded_parameters_cannot_be_used_outside_forward(use: Any) -> None:
     model = Sharded()
     with refuse_shards(model):
         refusal(use, model.scale, says=["scale: ", "docs/your-own-recipe.md"])
         assert model() == model.whole.sum() == 0
         assert model.scale.requires_grad
         assert model.scale.device.type == "cpu"
-        refusal(use, model.scale, says=["scale"])  # after a forward as before it
+        refusal(use, model.scale, says=["scale"])  # also after a forward
     assert model.scale.sum() == 0
     with refuse_shards(torch.nn.Linear(1, 1)) as nothing:
         assert nothing is None

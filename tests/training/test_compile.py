@@ -1,4 +1,4 @@
-"""`--torch_compile`: the same numbers, the same names, few graphs; refused where it could not win."""
+"""`--torch_compile`: equal numbers and names, few graphs; an error where it does not help."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accelerator(stage: int | None = None) -> Any:
 
 @pytest.mark.slow
 def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_it = torch.nn.Module.compile  # without a C++ compiler's minutes
+    compile_it = torch.nn.Module.compile  # a C++ compiler takes minutes
     monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -60,7 +60,7 @@ def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypat
     torch._dynamo.reset()
 
 
-def test_where_it_cannot_win() -> None:
+def test_unsuitable_models_and_strategies() -> None:
     bert, sparse = BertModel(BertConfig(**TINY, vocab_size=9)), BigBirdModel(BigBirdConfig(**TINY, vocab_size=9))
     for stage, model, why in ((3, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
         with pytest.raises(UserError, match=f"--torch_compile cannot be used: .*{why}.*leave it out"):
@@ -72,7 +72,7 @@ def test_where_it_cannot_win() -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2", "zero2 x2", "fsdp2 x2"])
-def test_runs_resume_with_it_and_without(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_runs_resume_with_and_without_it(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     common = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, "--dropout", 0, "--report_to",
               "none", "--mixed_precision", "no", "--learning_rate", "3e-3", "--lr_scheduler_type", "constant",
               "--per_device_batch_size", 5, "--global_batch_size", 22, "--eval_every", 4]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Numbers of dropout on a CPU: as often 1 as asked, of torch's generator, wherever dropout is drawn."""
+"""toolkit/training/dropout.py: the frequency of 1, reproducible by torch's generator, used by every dropout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from toolkit.training.dropout import _CHUNK, bernoulli
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
-def test_as_often_as_asked_and_independent(dtype: torch.dtype, p: float) -> None:
+def test_frequency_and_independence(dtype: torch.dtype, p: float) -> None:
     drawn = bernoulli(torch.empty(4 * _CHUNK + 3, dtype=dtype), p, generator=torch.Generator().manual_seed(1)).float()
     assert set(drawn.unique().tolist()) == {0.0, 1.0}
     deviation = math.sqrt(p * (1 - p) / len(drawn))
     assert abs(drawn.mean() - p) < 4 * deviation + 2**-17
-    for distance in (1, 2, 4, _CHUNK):  # of the four in 64 bits, too
+    for distance in (1, 2, 4, _CHUNK):  # 1 to 3: drawn from the same 64 bits
         both = (drawn[distance:] * drawn[:-distance]).mean()
         assert abs(both - p * p) < 5 * deviation + 2**-16
 
 
-def test_the_same_seed_draws_the_same_and_the_generator_goes_on() -> None:
+def test_the_seed_determines_the_numbers_and_the_generator_advances() -> None:
     generator = torch.Generator().manual_seed(7)
     first, second = (bernoulli(torch.empty(1000), 0.5, generator=generator) for _ in range(2))
     assert not torch.equal(first, second)
@@ -42,8 +42,8 @@ def test_shapes_and_probabilities() -> None:
             bernoulli(torch.empty(2), p)
 
 
-def test_every_dropout_draws_so_in_training() -> None:
-    """In a process of its own: it holds as long as the process."""
+def test_every_dropout_uses_it() -> None:
+    """In a separate process, since it stays installed."""
     code = """
 import warnings
 warnings.simplefilter("error")

@@ -1,7 +1,8 @@
-"""toolkit/training/mfu.py: useful arithmetic of a step, against what the device could do."""
+"""toolkit/training/mfu.py: model FLOPs utilization."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,8 @@ from transformers import BertConfig, BertForSequenceClassification, BigBirdConfi
 
 from toolkit.training.mfu import describe, peak_flops, training_flops, utilization
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "intermediate_size": 512,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 2,
+         "intermediate_size": 512}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def test_the_peak_of_known_devices(name: str, teraflops: int | None) -> None:
 
 
 @pytest.mark.parametrize("length", [32, 128, 512])
-def test_the_operations_are_those_that_torch_counts(length: int) -> None:
+def test_operations_equal_those_that_torch_counts(length: int) -> None:
     model = BertForSequenceClassification(BertConfig(**SIZES, attn_implementation="eager"))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.ones(4, length, dtype=torch.long)).logits.sum().backward()
@@ -58,8 +54,8 @@ def test_utilization_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator: Any = SimpleNamespace(device=torch.device("cuda", 0), mixed_precision="bf16", num_processes=2,
                                        unwrap_model=lambda wrapped: wrapped)  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    found, count, lengths = utilization(accelerator, model), training_flops(model), np.array([7, 20])
-    assert found(lengths, 0.5) == pytest.approx(count(lengths) / 0.5 / (2 * 312e12))
+    mfu, count, lengths = utilization(accelerator, model), training_flops(model), np.array([7, 20])
+    assert mfu(lengths, 0.5) == pytest.approx(count(lengths) / 0.5 / (2 * 312e12))
     accelerator.mixed_precision = "no"
     assert utilization(accelerator, model) is None
 
@@ -67,7 +63,6 @@ def test_utilization_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_summary() -> None:
     steps = [{"tokens": 90, "padding": 0.1, "samples": 10, "samples_per_second": 10.0, "mfu": 0.3},
              {"tokens": 50, "padding": 0.5, "samples": 10, "samples_per_second": 5.0, "mfu": 0.6}]  # fmt: skip
-    said = "training: 30.0% of all tokens were padding; 50.0% of the devices' peak arithmetic used (MFU)"
-    assert describe(steps) == said
-    assert describe([{**line, "mfu": 0} for line in steps][:0]) == ""
+    assert re.findall(r"[\d.]+%", describe(steps)) == ["30.0%", "50.0%"]
+    assert describe([]) == ""
     assert describe([{"tokens": 5, "padding": 0.0, "samples": 1, "samples_per_second": 1.0}]).endswith("were padding")

@@ -1,5 +1,5 @@
-"""toolkit/training/optimizer_trial.py: which optimizers pieces of parameters would turn into others. The verdicts on 50
-classes of `pytorch_optimizer` 4.1 were compared with real runs under one process, ZeRO-2, ZeRO-3 and FSDP2 by hand."""
+"""toolkit/training/optimizer_trial.py: which optimizers compute the same from shards of parameters. The verdicts on 50
+classes of `pytorch_optimizer` 4.1 were compared by hand with runs in one process, ZeRO-2, ZeRO-3 and FSDP2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.training.optimizer_trial import shard_fault, step_fault
 
 CPU = torch.device("cpu")
 STAGES = {"zero2": 2, "zero3": 3, "fsdp2": 0}
-CUT, ZERO, ZERO3 = ("zero2", "zero3", "fsdp2"), ("zero2", "zero3"), ("zero3",)
+SHARDED, ZERO, ZERO3 = ("zero2", "zero3", "fsdp2"), ("zero2", "zero3"), ("zero3",)
 
 
 class Model(torch.nn.Module):
@@ -36,12 +36,12 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def verdicts(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The strategies that it cannot be used with."""
+    """The strategies that do not support it."""
     return {name for name, stage in STAGES.items() if shard_fault(optimizer, CPU, stage)}
 
 
 class Rule(torch.optim.Optimizer):
-    """SGD whose update a rule makes: (parameter, gradient, state, group) -> update."""
+    """SGD with the updates of a rule: (parameter, gradient, state, group) -> update."""
 
     def __init__(self, params: Any, rule: Callable[..., torch.Tensor], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
@@ -72,26 +72,26 @@ def factored(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: An
 
 
 def growing(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
-    """A step size that is found from all parameters, and too small to be seen at first (Prodigy, Mishchenko, 2023)."""
+    """A step size estimated from all parameters, which is very small at first (Prodigy, Mishchenko, 2023)."""
     group["d"] = group.get("d", 1e-9) + 1e-12 * float(gradient.norm())
     return gradient * group["d"]
 
 
 RULES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "weight by weight": (lambda w, g, s, group: g.sign() * w.abs().clamp(max=1), ()),
-    "a parameter's norm (NovoGrad, LAMB)": (lambda w, g, s, group: g / g.norm(), CUT),
+    "a parameter's norm (NovoGrad, LAMB)": (lambda w, g, s, group: g / g.norm(), SHARDED),
     "a parameter's shape": (lambda w, g, s, group: g if w.ndim > 1 else g / 2, ZERO),
     "rows": (lambda w, g, s, group: g - g.mean(-1, keepdim=True) if w.ndim > 1 else g, ZERO),
-    "columns": (lambda w, g, s, group: g - g.mean(0, keepdim=True), CUT),
-    "right angles": (projected, CUT),
-    "only of many rows": (factored, CUT),
-    "only late": (lambda w, g, s, group: g / g.norm() if s["step"] == 11 else g, CUT),
-    "only of large gradients": (lambda w, g, s, group: g / max(1.0, float(g.norm()) / 100), CUT),
-    "a step size of its own": (growing, CUT),
+    "columns": (lambda w, g, s, group: g - g.mean(0, keepdim=True), SHARDED),
+    "right angles": (projected, SHARDED),
+    "only of many rows": (factored, SHARDED),
+    "only late": (lambda w, g, s, group: g / g.norm() if s["step"] == 11 else g, SHARDED),
+    "only of large gradients": (lambda w, g, s, group: g / max(1.0, float(g.norm()) / 100), SHARDED),
+    "a step size of its own": (growing, SHARDED),
     "the calls, counted in each group": (lambda w, g, s, group: g / group["count"], ZERO3),
     "the calls, counted by the optimizer": (lambda w, g, s, group: g / group["calls"], ZERO),
-    "chance": (lambda w, g, s, group: g * torch.rand_like(g), CUT),
-    "matrices alone": (lambda w, g, s, group: g @ g.T @ g if w.ndim > 1 else g, CUT),
+    "chance": (lambda w, g, s, group: g * torch.rand_like(g), SHARDED),
+    "matrices alone": (lambda w, g, s, group: g @ g.T @ g if w.ndim > 1 else g, SHARDED),
 }
 
 
@@ -107,7 +107,7 @@ class Clipping(Rule):
 
 
 class Early(Rule):
-    """Keeps what it needs of each parameter from its construction on, as those do that never make it later."""
+    """Creates the state of all parameters in its constructor, and never later."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lambda w, g, s, group: g + 0 * s["sum"])
@@ -116,13 +116,13 @@ class Early(Rule):
                 self.state[parameter]["sum"] = torch.ones_like(parameter)
 
 
-# of torch.optim: those that work on pieces, and those that are refused there
+# of torch.optim: those that work on shards, and those that need whole parameters
 ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 WHOLE = ("Adafactor", "Adagrad", "Muon")
-OTHERS = ("LBFGS", "SparseAdam")  # tried in a loop below
+OTHERS = ("LBFGS", "SparseAdam")  # fail in any loop
 
 
-def test_each_of_pytorchs_optimizers_is_tried() -> None:
+def test_all_optimizers_of_pytorch_are_tested() -> None:
     kinds = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and name != "Optimizer"}
     assert kinds == {*ELEMENTWISE, *WHOLE, *OTHERS}
 
@@ -132,19 +132,19 @@ def test_each_of_pytorchs_optimizers_is_tried() -> None:
     [
         *((partial(Rule, rule=rule), refused) for rule, refused in RULES.values()),
         *((partial(getattr(torch.optim, name), lr=5e-5), ()) for name in ELEMENTWISE),
-        (Clipping, CUT),
-        (Early, CUT),
+        (Clipping, SHARDED),
+        (Early, SHARDED),
         (lambda groups: torch.optim.AdamW(groups, lr=5e-5, fused=True), ()),
         (lambda groups: torch.optim.AdamW(groups, lr=5e-5, foreach=False, amsgrad=True), ()),
         (lambda groups: torch.optim.SGD(groups, lr=5e-5, momentum=0.9, nesterov=True), ()),
         (Lion, ()),
-        (torch.optim.Adafactor, CUT),
-        (lambda groups: transformers.Adafactor(groups, lr=1e-4, relative_step=False), CUT),
-        (lambda groups: Muon([groups[0] | {HIDDEN: True}, groups[1]]), CUT),
-        (lambda groups: torch.optim.Muon(groups[:1]), CUT),
+        (torch.optim.Adafactor, SHARDED),
+        (lambda groups: transformers.Adafactor(groups, lr=1e-4, relative_step=False), SHARDED),
+        (lambda groups: Muon([groups[0] | {HIDDEN: True}, groups[1]]), SHARDED),
+        (lambda groups: torch.optim.Muon(groups[:1]), SHARDED),
     ],
 )
-def test_optimizers_on_pieces(make: Any, refused: tuple[str, ...]) -> None:
+def test_optimizers_on_shards(make: Any, refused: tuple[str, ...]) -> None:
     optimizer = make(groups_of(Model()))
     assert step_fault(optimizer, CPU) == ""
     assert verdicts(optimizer) == set(refused)
@@ -152,7 +152,7 @@ def test_optimizers_on_pieces(make: Any, refused: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
-    """A group of one on gloo, in which FSDP2's DTensors are made."""
+    """A process group of one on gloo, for DTensors."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -160,19 +160,18 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_pytorchs_optimizers_on_dtensors(name: str, one_process: None) -> None:
-    """Rprop assigns to elements by a mask, which DTensors do not."""
+    """Rprop assigns to elements by a mask, which DTensors do not support."""
     optimizer = getattr(torch.optim, name)(groups_of(Model()), lr=5e-5)
     assert bool(shard_fault(optimizer, CPU, 0)) is (name == "Rprop")
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_cannot_step_in_the_loop_is_refused_everywhere(name: str) -> None:
+def test_optimizers_that_fail_in_the_loop(name: str) -> None:
     optimizer = getattr(torch.optim, name)(Model().parameters())
     refusal(optimizer_faults(accelerator_of(), optimizer).raise_if_any, says=[name, "--optimizer adamw"])
 
 
-def test_a_trial_leaves_everything_as_it_was() -> None:
-    """Weights, state, groups, random numbers; and it takes no memory of the model's size."""
+def test_a_trial_changes_nothing() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(groups_of(model), lr=5e-5, fused=True)
     before, random = [each.clone() for each in model.parameters()], torch.get_rng_state()
@@ -186,9 +185,9 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [5e-5, 5e-5]
 
 
-def test_a_wrapped_optimizer_is_tried_with_what_it_wraps() -> None:
+def test_wrapped_optimizers() -> None:
     class Wrapper(torch.optim.Optimizer):
-        """As a Lookahead: another optimizer's groups are its own."""
+        """Shares the groups of the wrapped optimizer, as a Lookahead does."""
 
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner, self.defaults = inner, inner.defaults
@@ -197,12 +196,12 @@ def test_a_wrapped_optimizer_is_tried_with_what_it_wraps() -> None:
         def step(self, closure: Any = None) -> None:
             self.inner.step()
 
-    # ZeRO-1 and 2 give the wrapper one group at a time, and AdamW steps all of its own for each
+    # ZeRO-1 and 2 set one group at a time in the wrapper, and AdamW steps all of its groups each time
     assert verdicts(Wrapper(torch.optim.AdamW(groups_of(Model())))) == {"zero2"}
-    assert verdicts(Wrapper(torch.optim.Adafactor(groups_of(Model())))) == set(CUT)
+    assert verdicts(Wrapper(torch.optim.Adafactor(groups_of(Model())))) == set(SHARDED)
 
 
-def test_what_cannot_be_tried_is_refused_where_parameters_are_cut_and_nowhere_else() -> None:
+def test_optimizers_that_cannot_be_copied_are_refused_for_shards_only() -> None:
     class Holds(torch.optim.SGD):
         ended = 0
 
@@ -210,7 +209,7 @@ def test_what_cannot_be_tried_is_refused_where_parameters_are_cut_and_nowhere_el
             Holds.ended += 1
 
     optimizer = Holds(groups_of(Model()), lr=0.1)
-    assert verdicts(optimizer) == set(CUT)
+    assert verdicts(optimizer) == set(SHARDED)
     assert step_fault(optimizer, CPU) == ""
     Holds.__module__ = "deepspeed.ops.adam.cpu_adam"  # made for it
     assert optimizer_faults(accelerator_of(2), optimizer).faults == []
@@ -231,7 +230,7 @@ def accelerator_of(stage: int = 0, is_fsdp2: bool = False) -> Any:
         (lambda groups: Rule(groups, RULES["rows"][0]), {2: "with ddp or fsdp2 ", 3: "with ddp or fsdp2 "}),
     ],
 )
-def test_the_line_names_the_strategies_that_an_optimizer_can_be_used_with(make: Any, ways: dict[Any, str]) -> None:
+def test_the_error_names_supported_strategies(make: Any, ways: dict[Any, str]) -> None:
     for strategy in (0, 2, 3, "fsdp2"):
         accelerator = accelerator_of(is_fsdp2=True) if strategy == "fsdp2" else accelerator_of(strategy)
         faults = optimizer_faults(accelerator, make(groups_of(Model())))

@@ -1,4 +1,4 @@
-"""toolkit/training: how many optimizer steps, of how many micro-batches, at which learning rate."""
+"""toolkit/training: numbers of steps and micro-batches, loss normalisation, learning rates."""
 
 from __future__ import annotations
 
@@ -26,17 +26,11 @@ from toolkit.training.strategy import align_strategy
 
 @pytest.mark.parametrize(
     ("given", "samples", "steps_per_epoch", "total"),
-    [
-        ({}, 100, 4, 12),
-        ({"num_train_epochs": 0.5}, 100, 4, 2),
-        ({"num_train_epochs": 0.3}, 100, 4, 2),
-        ({"num_train_epochs": 2.5}, 96, 3, 8),
-        ({"max_steps": 7}, 100, 4, 7),
-        ({"max_steps": 7, "num_train_epochs": 1}, 100, 4, 7),
-        ({"global_batch_size": 1}, 5, 5, 15),
-        ({"global_batch_size": 1000}, 5, 1, 3),
-    ],
-)
+    [({}, 100, 4, 12), ({"num_train_epochs": 0.5}, 100, 4, 2), ({"num_train_epochs": 0.3}, 100, 4, 2),
+     ({"num_train_epochs": 2.5}, 96, 3, 8), ({"max_steps": 7}, 100, 4, 7),
+     ({"max_steps": 7, "num_train_epochs": 1}, 100, 4, 7), ({"global_batch_size": 1}, 5, 5, 15),
+     ({"global_batch_size": 1000}, 5, 1, 3)],
+)  # fmt: skip
 def test_steps(given: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
     for processes in range(1, 9):
         schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(samples, 8)), processes)
@@ -45,26 +39,16 @@ def test_steps(given: dict[str, Any], samples: int, steps_per_epoch: int, total:
 
 @pytest.mark.parametrize(
     ("per_device", "processes", "accumulation", "micro"),
-    [
-        (32, 1, 1, 32),
-        (8, 1, 4, 8),
-        (8, 2, 2, 8),
-        (8, 4, 1, 8),
-        (8, 3, 2, 6),
-        (5, 1, 7, 5),
-        (100, 2, 1, 16),
-        (1, 64, 1, 1),
-    ],
-)
-def test_accumulation_follows_from_the_upper_bound(
-    per_device: int, processes: int, accumulation: int, micro: int
-) -> None:
+    [(32, 1, 1, 32), (8, 1, 4, 8), (8, 2, 2, 8), (8, 4, 1, 8), (8, 3, 2, 6), (5, 1, 7, 5), (100, 2, 1, 16),
+     (1, 64, 1, 1)],
+)  # fmt: skip
+def test_accumulation(per_device: int, processes: int, accumulation: int, micro: int) -> None:
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
     schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
 
 
-def test_a_text_that_fits_no_batch_is_an_error() -> None:
+def test_a_text_longer_than_any_batch() -> None:
     lengths = np.array([8, 100, 30])
     says = ("--max_tokens_per_batch 99", "the longest text, which has 100 tokens", "--max_length 99")
     refusal(make_schedule, TrainingSettings(max_tokens_per_batch=99), of_lengths(lengths), processes=1, says=says)
@@ -72,7 +56,7 @@ def test_a_text_that_fits_no_batch_is_an_error() -> None:
 
 
 class Toy(torch.nn.Module):
-    """Reads a text as the mean of its tokens; answers with two numbers, or with one of 20 tokens at each place."""
+    """Embeds a text as the mean of its tokens, and predicts two classes, or 20 tokens at each position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +75,7 @@ class Toy(torch.nn.Module):
 
 
 def split_of(titled: bool) -> Split:
-    """50 texts of 1 to 40 tokens, in two classes or with titles of 2 to 12 tokens."""
+    """50 texts of 1 to 40 tokens, with two classes or titles of 2 to 12 tokens."""
     generator = np.random.default_rng(5)
 
     def tokens(most: int, least: int) -> tuple[np.ndarray, np.ndarray]:
@@ -104,8 +88,7 @@ def split_of(titled: bool) -> Split:
 
 
 def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
-    """(the loss and the norm of the gradient of each step, the weights at the end, the numbers of micro-batches that
-    steps had)."""
+    """(loss and gradient norm of each step, final weights, numbers of micro-batches of steps)."""
     settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **given)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
@@ -141,8 +124,7 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
 
 
 @pytest.mark.parametrize("titled", [False, True])
-def test_a_limit_of_tokens_changes_no_loss_no_gradient_and_no_weight(titled: bool, no_launcher: None) -> None:
-    """Steps are divided into other micro-batches, of other sizes, and some into more than others."""
+def test_max_tokens_per_batch_changes_no_loss_gradient_or_weight(titled: bool, no_launcher: None) -> None:
     split = split_of(titled)
     numbers, weights, counts = trained(split)
     assert counts == {1}
@@ -154,7 +136,6 @@ def test_a_limit_of_tokens_changes_no_loss_no_gradient_and_no_weight(titled: boo
 
 
 def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None) -> None:
-    """Not over titles: a short one counts less than a long one."""
     split = split_of(titled=True)
     torch.manual_seed(0)
     model = Toy()
@@ -178,8 +159,8 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
 )
 def test_evaluations(given: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(100, 8)), processes=3)
-    every: Any = SimpleNamespace(schedule=schedule)
-    due = [Step(every, number, np.zeros(0), 0, 1).evaluates for number in range(1, schedule.total_steps + 1)]
+    run: Any = SimpleNamespace(schedule=schedule)
+    due = [Step(run, number, np.zeros(0), 0, 1).evaluates for number in range(1, schedule.total_steps + 1)]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
 
 
@@ -200,15 +181,9 @@ def rates(total: int, **given: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     ("given", "warmup"),
-    [
-        ({}, 0),
-        ({"warmup_steps": 3}, 3),
-        ({"warmup_ratio": 0.2}, 2),
-        ({"warmup_ratio": 0.11}, 2),
-        ({"warmup_steps": 0}, 0),
-        ({"warmup_ratio": 0.0}, 0),
-    ],
-)
+    [({}, 0), ({"warmup_steps": 3}, 3), ({"warmup_ratio": 0.2}, 2), ({"warmup_ratio": 0.11}, 2),
+     ({"warmup_steps": 0}, 0), ({"warmup_ratio": 0.0}, 0)],
+)  # fmt: skip
 def test_warmup_is_counted_in_optimizer_steps(given: dict[str, Any], warmup: int) -> None:
     expected = [step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)]
     assert rates(10, **given) == pytest.approx(expected)

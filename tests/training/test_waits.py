@@ -1,4 +1,4 @@
-"""What a training step waits for: its gradients, and nothing else until a line of the log is due."""
+"""A training step waits only for its gradients, until a log line is due."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--mixed_precision", "no",
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", "zero2 x2"])
-def test_nothing_waits_between_two_gatherings(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_no_synchronization_between_log_lines(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     files = ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews)]
     finished = recipe(*files, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
                       script="tests/waits_worker.py", env={"NOTES": str(tmp_path / "notes.json")})  # fmt: skip
@@ -59,7 +59,7 @@ def test_nothing_waits_between_two_gatherings(way: str, tiny_model: Path, review
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
-def test_what_was_not_gathered_yet_is_written_before_an_error(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_pending_steps_are_logged_before_an_error(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, *SETTINGS, "--learning_rate", "1e30",
                       "--lr_scheduler_type", "constant", "--logging_steps", "9", "--output_dir",
                       tmp_path / "run")  # fmt: skip
@@ -72,7 +72,7 @@ def test_what_was_not_gathered_yet_is_written_before_an_error(tiny_model: Path, 
     assert f"error: step {len(lines) + 1}: the loss of rows" in line
 
 
-def test_the_next_batch_is_made_while_this_one_is_computed() -> None:
+def test_the_next_batch_is_prefetched() -> None:
     made: list[int] = []
     second_is_made = threading.Event()
 
@@ -85,14 +85,14 @@ def test_the_next_batch_is_made_while_this_one_is_computed() -> None:
     ahead, batches = Ahead(torch.device("cpu")), [np.array([place]) for place in range(3)]
     calls: Any = [partial(collate, indices) for indices in batches]
     assert ahead.batch(calls[0], calls[1]).of is batches[0]
-    assert second_is_made.wait(30)  # nobody has asked for it yet
+    assert second_is_made.wait(30)  # before it is requested
     assert ahead.batch(calls[1], None).of is batches[1]
     assert ahead.batch(calls[2], None).of is batches[2]
     assert made == [0, 1, 2]
 
 
-def test_a_step_does_not_look_at_the_whole_data_set(no_launcher: None) -> None:
-    """Counted in bytes: an array over its samples would be 8 of them for each."""
+def test_a_step_allocates_nothing_of_the_size_of_the_data(no_launcher: None) -> None:
+    """An array over all samples would take 8 bytes for each."""
     samples, accelerator = 1_000_000, Accelerator(cpu=True)
     tokenizer: Any = SimpleNamespace(pad_token_id=0, padding_side="right")
     steps = Steps(accelerator, of_lengths(np.full(samples, 3)), tokenizer, TrainingSettings(max_steps=6))
@@ -112,8 +112,7 @@ def test_a_step_does_not_look_at_the_whole_data_set(no_launcher: None) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage(2) counts from the start of a process elsewhere")
-def test_the_peak_of_memory_is_of_training(no_launcher: None) -> None:
-    """Neither of what came before it, nor of an evaluation."""
+def test_peak_memory_excludes_setup_and_evaluation(no_launcher: None) -> None:
     tokenizer: Any = SimpleNamespace(pad_token_id=0, padding_side="right")
     settings = TrainingSettings(max_steps=5, eval_every=2, global_batch_size=1)
     use(300 << 20)

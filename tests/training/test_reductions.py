@@ -1,0 +1,61 @@
+"""Bytes that a step sends to reduce gradients: once per optimizer step, unless `--sync_each_batch`; half as many with
+`--half_precision_gradients`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import WAYS, losses_of, recipe
+
+REDUCTIONS = {"ddp x2": "allreduce", "zero1 x2": "allreduce", "zero2 x2": "allreduce",
+              "zero3 x2": "reduce_scatter_base", "fsdp2 x2": "reduce_scatter_base"}  # fmt: skip
+MICRO_BATCHES = 8
+COMMON = ["--report_to", "none", "--dropout", 0, "--global_batch_size", 16]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
+def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(
+    way: str, tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
+    each, half = ["--sync_each_batch", "true"], ["--mixed_precision", "bf16", "--half_precision_weights", "true"]
+    kinds = {"once": [], "each": each, "half": half, "half each": [*half, *each]}
+    settings = ["--max_steps", 3, "--per_device_batch_size", 16 // MICRO_BATCHES // 2, "--mixed_precision", "no"]
+    losses, reduced = losses_and_bytes(way, tiny_model, reviews, tmp_path, settings, kinds)
+    assert losses["once"] == pytest.approx(losses["each"], rel=1e-6)
+    assert reduced["each"] == pytest.approx(MICRO_BATCHES * reduced["once"], rel=0.01)
+    # 16-bit weights: their gradients would accumulate in bf16
+    assert reduced["half"] == reduced["half each"]
+    assert losses["half"] == losses["half each"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", REDUCTIONS)
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_half_precision_gradients(way: str, precision: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    settings = ["--max_steps", 4, "--per_device_batch_size", 4, "--learning_rate", "1e-3", "--warmup_ratio", 0,
+                "--mixed_precision", precision]  # fmt: skip
+    kinds = {"full": [], "half": ["--half_precision_gradients", "true"]}
+    losses, reduced = losses_and_bytes(way, tiny_model, reviews, tmp_path, settings, kinds)
+    assert reduced["half"] == pytest.approx(reduced["full"] / 2, rel=0.02)
+    assert losses["half"] == pytest.approx(losses["full"], rel=1e-2)
+    assert losses["half"] != losses["full"]
+
+
+def losses_and_bytes(
+    way: str, model: Path, rows: Path, folder: Path, settings: list[Any], kinds: dict[str, list[Any]]
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """The losses of a run of each kind, and the bytes of its reductions in a step."""
+    losses, reduced = {}, {}
+    for kind, words in kinds.items():
+        run = folder / kind
+        recipe("--model_name_or_path", model, "--train_file", rows, *COMMON, *settings, *words, *WAYS[way],
+               "--output_dir", run, script="tests/ranks_worker.py").succeeded()  # fmt: skip
+        (file,) = run.glob("sent-*.jsonl")
+        losses[kind] = losses_of(run)
+        reduced[kind] = json.loads(file.read_text().splitlines()[0])["asked"][REDUCTIONS[way]]
+    return losses, reduced
