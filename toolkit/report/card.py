@@ -49,7 +49,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         "task": _pipeline_tag(record.problem_type),
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
-        "source": demo.demo_entry(settings.get("dataset_name")).describes or record.data_name,
+        "source": demo.demo_entry(settings.get("dataset_name")).description or record.data_name,
         "notes": _notes(record),
         "hyperparameters": _hyperparameters(record, run_folder),
         "few_samples": _FEW_SAMPLES,
