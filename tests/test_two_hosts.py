@@ -60,29 +60,22 @@ def test_the_literal_command_with_the_address_in_the_file(
 
 
 WORKER = ["accelerate", "launch", "tests/hosts_worker.py", "--config_file", "accelerate_configs/2node.yaml"]
-# source of each host's rank -> (arguments, environment)
-RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
-    "--machine_rank": ({"a": [*FIRST, "--machine_rank", "0"], "b": [*FIRST, "--machine_rank", "1"]}, {}),
-    "NODE_RANK": (on_both(*FIRST), {"a": {"NODE_RANK": "0"}, "b": {"NODE_RANK": "1"}}),
-    "SLURM_NODEID": (
-        on_both(),
-        {host: {"SLURM_NODEID": str(number), "SLURM_JOB_NODELIST": "hostA,hostB",
-                "SLURM_JOB_NUM_NODES": "2"} for number, host in enumerate("ab")},
-    ),
-    "--machines": (on_both("--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}"), {}),
-    "--machines, by name": (on_both("--machines", "hostA,hostB"), {}),
-    "main_process_ip by name": (on_both("--main_process_ip", "hostA"), {}),
-    "main_process_ip of the other": (on_both("--main_process_ip", ADDRESSES["b"]), {}),
-}  # fmt: skip
+SLURM = {"SLURM_JOB_NODELIST": "hostA,hostB", "SLURM_JOB_NUM_NODES": "2"}
+# source of each host's rank -> (arguments, environment by host)
+RANKS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {
+    "NODE_RANK": (FIRST, {"a": {"NODE_RANK": "0"}, "b": {"NODE_RANK": "1"}}),
+    "SLURM_NODEID": ([], {"a": {**SLURM, "SLURM_NODEID": "0"}, "b": {**SLURM, "SLURM_NODEID": "1"}}),
+    "--machines, by name": (["--machines", "hostA,hostB"], {}),
+    "main_process_ip of the other": (["--main_process_ip", ADDRESSES["b"]], {}),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", RANKS)
-def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
+def test_rank_of_each_host(way: str, hosts: TwoHosts) -> None:
     words, env = RANKS[way]
-    done = hosts.run_both({host: [*WORKER, *words[host]] for host in ("a", "b")}, SECONDS, env=env)
-    first, second = ("b", "a") if "of the other" in way else ("a", "b")
-    for rank, host in enumerate((first, second)):
+    done = hosts.run_both(on_both(*WORKER, *words), SECONDS, env=env)
+    for rank, host in enumerate("ba" if "of the other" in way else "ab"):
         output = done[host].succeeded().out
         assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in output
 
