@@ -1,4 +1,4 @@
-"""toolkit/report/html.py: one self-contained page, for every kind of task."""
+"""toolkit/report/html.py and curves.py: one self-contained page, for every kind of task."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from tests.report.made import TITLES, add_comparison, make_run, write_lines
 from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
-from toolkit.report import html
+from toolkit.report import curves, html
 from toolkit.report.html import write_report, write_report_of_folder
+from toolkit.report.record import Record
 from toolkit.utils.features import Feature, PagePart
 
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
 Run = tuple[Path, Evaluation, list[str]]
+REGRESSION = {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9}
 VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 
 
@@ -104,6 +106,11 @@ def written(run: Run) -> Page:
     return Page(folder / "report.html")
 
 
+def page_for(folder: Path, labels: Labels | None, lines: list[Any], numbers: Any, texts: Sequence[str] = ()) -> Page:
+    """The page of a run with these predictions and metrics."""
+    return written((folder, make_run(folder, labels, lines, numbers), list(texts)))
+
+
 def page_of(folder: Path) -> Page:
     """As `toolkit report` writes it."""
     return Page(write_report_of_folder(folder))
@@ -183,7 +190,7 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     chances = np.full((30, 2000), 1e-4)
     chances[:, 7] = 0.9
     predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
-    page = written((tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), []))
+    page = page_for(tmp_path / "run", labels, predictions, numbers)
     assert "these are the 11 most confused of 11 confused pairs" in page.text
     assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
     assert len(page.rows["confusion"]) == 12
@@ -196,8 +203,7 @@ def test_regression(tmp_path: Path) -> None:
     predictions = [
         {"id": place, "label": place / 10, "prediction": place / 10 + (-1) ** place * place / 50} for place in range(30)
     ]
-    last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
-    page = written((tmp_path / "run", last, [f"text {place}" for place in range(30)]))
+    page = page_for(tmp_path / "run", labels, predictions, REGRESSION, [f"text {place}" for place in range(30)])
     rows = page.rows["mistakes"]
     assert rows[0] == ["row", "text", "true", "predicted", "error"]
     assert [int(row[0]) for row in rows[1:]] == list(range(30, 10, -1))
@@ -210,8 +216,7 @@ def test_regression(tmp_path: Path) -> None:
 def test_several_numbers(tmp_path: Path) -> None:
     labels = Labels("regression", ("taste", "price"), ("taste", "price"))
     predictions = [{"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)]
-    last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
-    page = written((tmp_path / "run", last, []))
+    page = page_for(tmp_path / "run", labels, predictions, REGRESSION)
     assert page.rows["mistakes"][1] == ["1", "[0, 2.5]", "[1, 2.0]", "0.75"]
     assert "2 numbers" in page.text
 
@@ -225,8 +230,7 @@ def test_multi_label(tmp_path: Path) -> None:
     ]
     per_class = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 1} for name in labels.names}
     numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5, "per_class": per_class}
-    last = make_run(tmp_path / "run", labels, predictions, numbers)
-    page = written((tmp_path / "run", last, ["fine", "mixed", NASTY]))
+    page = page_for(tmp_path / "run", labels, predictions, numbers, ["fine", "mixed", NASTY])
     loss = -(np.log(0.001) + np.log(0.8) + np.log(0.4)) / 3
     assert page.rows["mistakes"][1:] == [
         ["10", NASTY, "none", "–", "a|b0.999c0.600", f"{loss:.3f}"],
@@ -313,7 +317,7 @@ def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
     counts = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
     assert f"Of the 60 titles of validation {'; '.join(counts)}" in text
     lines = [line | {"title": "Weather <b> report"} for line in title_lines(60)]
-    text = written((tmp_path / "same", make_run(tmp_path / "same", None, lines, TITLES), [])).text
+    text = page_for(tmp_path / "same", None, lines, TITLES).text
     assert "The commonest was written for 60 texts: Weather <b> report" in text
 
 
@@ -377,3 +381,21 @@ def test_tuned_decisions_are_drawn_and_abstained_rows_are_not_mistakes(three: Ru
     wrong = sum(max(zip(line["probabilities"], CHINESE, strict=True))[1] != line["label"] for line in lines[:50])
     assert f"The 50 samples without an answer are not listed; for {wrong} of them the" in page.text
     assert "10 of 60 are answered, and of those 90.0 % are right" in page.text
+
+
+def test_a_long_noisy_curve_is_small_and_its_spike_is_noted(tmp_path: Path) -> None:
+    numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "custom": 2.0}
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    last = make_run(tmp_path / "run", labels, [], numbers)
+    losses = np.random.default_rng(0).lognormal(size=20_000)
+    losses[7], losses[9] = 999.0, np.inf
+    write_lines(tmp_path / "run" / "metrics.jsonl", [
+        {"step": step, "loss": loss, "learning_rate": 1e-5, "grad_norm": 1.0, "samples_per_second": 9.0,
+         "peak_memory_bytes": 2**30} for step, loss in enumerate(losses.tolist(), 1)
+    ])  # fmt: skip
+    drawn = {chart.title: chart for chart in curves.charts(Record.load(tmp_path / "run", last))}
+    assert list(drawn) == ["Loss", "Metrics on validation", "custom on validation", "Learning rate", "Gradient norm",
+                           "Samples per second", "Peak memory, GiB"]  # fmt: skip
+    assert len(drawn["Loss"].svg) < 60_000
+    assert drawn["Loss"].note == "up to 999 at step 8"
+    assert drawn["Loss"].legend == (("one", "training"), ("two", "validation"))
