@@ -155,7 +155,7 @@ class _Prediction:
         elif not parts.are_joined(self.facts):  # by another process in the meantime
             status = (
                 f"still missing: rows {listing(absent)} (the last shard joins all)" if absent else
-                "another process is joining them; if it was killed, repeat this with --join instead of --shard"
+                "another process is joining the shards; if it was killed, use --join instead of --shard"
             )  # fmt: skip
             logger.info(f"shard {'/'.join(map(str, options.shard))} is done; {status}")
 
@@ -190,8 +190,8 @@ class _Prediction:
                 logger.warning(empty_text_warning(empty, rows))
             if unanswered:
                 logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.no_answer_reason}")
-            again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
-            logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})")
+            repeated = f", {rows - computed} of them repeat another's text" if computed < rows else ""
+            logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{repeated})")
 
     def _windows(self, done: dict[int, int]) -> Iterator[_Window]:
         """The unfinished windows of this shard; their limits depend on the file alone."""
