@@ -1,4 +1,4 @@
-"""`--teacher`: computed once, the same losses under every strategy, and refused where it cannot teach."""
+"""`--teacher`: its outputs are computed once, losses agree under every strategy, unsuitable teachers are errors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -24,10 +23,8 @@ from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import load_tokenizer
-from toolkit.errors import UserError
 from toolkit.evaluation.teacher import add_teacher_logits
 from toolkit.models.classifier import load_classifier
-from toolkit.models.layers import keep_layers
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.distillation import distillation_losses
 from toolkit.pretrained import load_config
@@ -35,11 +32,12 @@ from toolkit.pretrained import load_config
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,
           "--eval_every", 4, "--learning_rate", "1e-3", "--lr_scheduler_type", "constant",
           "--num_hidden_layers", 1]  # fmt: skip
+LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sharp_model: Path, reviews: Path) -> Path:
-    """A tiny BERT as a classifier that tells texts apart, and whose classes stand in another order than the data's."""
+    """A tiny classifier whose answers depend on the text, with its classes in another order than the data's."""
     folder = tmp_path_factory.mktemp("teacher") / "teacher"
     torch.manual_seed(5)
     model = AutoModelForSequenceClassification.from_pretrained(sharp_model, num_labels=2).eval()
@@ -78,7 +76,7 @@ def runs_of(
     return run
 
 
-def test_each_row_has_the_teachers_own_answer_by_the_names_of_the_classes(
+def test_each_row_has_the_teachers_logits_matched_by_class_name(
     no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
 ) -> None:
     given = {"model_name_or_path": str(tiny_model), "train_file": str(reviews), "teacher": str(teacher)}
@@ -120,13 +118,12 @@ def test_equal_losses_under_every_launch(way: str, runs_of: Callable[[str], Path
 
 
 def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp_path: Path) -> None:
-    """Each fold learns from what the teacher says of its own rows: the first loss, of all of them, by hand."""
+    """Each fold uses the teacher's logits of its rows: compares its first loss, over all of them."""
     table = pd.read_csv(reviews)
     rows = table[:40].assign(other=table["text"][60:100].to_list())
     rows.to_csv(tmp_path / "rows.csv", index=False)
-    labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
     teacher, student = (load_classifier(long_model(ModelSettings(model_name_or_path=str(sharp_model), dropout=0,
-                                                                 num_hidden_layers=layers), 200), labels, 3).eval()
+                                                                 num_hidden_layers=layers), 200), LABELS, 3).eval()
                         for layers in (2, 1))  # fmt: skip
     teacher.classifier.out_proj.weight.data *= 100
     teacher.save_pretrained(tmp_path / "teacher")
@@ -139,14 +136,14 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
                   tmp_path / "teacher", "--distillation_alpha", 1, "--output_dir", tmp_path / "folds",
                   script="recipes/bigbird.py").succeeded()  # fmt: skip
     for fold in (1, 2):
-        held = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
-        assert len(held) == 20
-        own = rows.drop(index=list(held))
-        texts = tokenizer(list(own["text"]), list(own["other"]), truncation="longest_first", max_length=200,
+        held_out = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
+        assert len(held_out) == 20
+        fold_rows = rows.drop(index=list(held_out))
+        texts = tokenizer(list(fold_rows["text"]), list(fold_rows["other"]), truncation="longest_first", max_length=200,
                           padding=True, return_token_type_ids=False, return_tensors="pt")  # fmt: skip
         with torch.no_grad():
             outputs = student(**texts).logits, teacher(**texts).logits
-        expected = float(distillation_losses(*outputs, labels.problem_type, 2.0).mean())
+        expected = float(distillation_losses(*outputs, LABELS.problem_type, 2.0).mean())
         assert expected > 0.01
         assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
@@ -188,45 +185,22 @@ def test_the_loss_is_hintons() -> None:
     assert distillation_losses(student, student, "regression", 2.0).tolist() == [0] * 5
 
 
-def test_the_layers_that_are_kept(tiny_model: Path) -> None:
-    labels = Labels("single_label_classification", ("a", "b"), ("label",))
-    whole = load_classifier(ModelSettings(model_name_or_path=str(tiny_model)), labels, 1)
-    half = load_classifier(ModelSettings(model_name_or_path=str(tiny_model), num_hidden_layers=1), labels, 1)
-    first, kept = whole.bert.encoder.layer[0].state_dict(), half.bert.encoder.layer[0].state_dict()
+def test_the_first_layer_is_the_pretrained_one(tiny_model: Path) -> None:
+    settings = ModelSettings(model_name_or_path=str(tiny_model))
+    teacher, student = (load_classifier(each, LABELS, 1) for each in (settings, replace(settings, num_hidden_layers=1)))
+    first, kept = teacher.bert.encoder.layer[0].state_dict(), student.bert.encoder.layer[0].state_dict()
     assert all(torch.equal(first[name], kept[name]) for name in first)
-    ids = torch.ones(1, 8, dtype=torch.long)
-    assert half(ids).logits.shape == (1, 2)
-
-    class Config:
-        num_hidden_layers = 12
-
-        def __init__(self) -> None:
-            self.layer_types = [*range(12)]
-
-    model: Any = torch.nn.Module()
-    model.config = Config()
-    model.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(12))
-    before = list(model.layers)
-    keep_layers(model, 6, "m")
-    assert [before.index(layer) for layer in model.layers] == [0, 2, 4, 7, 9, 11]  # as DistilBERT's
-    assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [0, 2, 4, 7, 9, 11])
-    with pytest.raises(UserError, match="--num_hidden_layers 7: m has only 6 layers"):
-        keep_layers(model, 7, "m")
-    assert np.array_equal(half.config.num_hidden_layers, 1)
+    assert student(torch.ones(1, 8, dtype=torch.long)).logits.shape == (1, 2)
+    assert student.config.num_hidden_layers == 1
 
 
 @pytest.mark.parametrize("name", ["ModernBERT", "DeBERTa-v2", "DistilBERT", "Longformer", "Qwen3"])
 def test_a_model_of_fewer_layers_loads_as_it_was_saved(name: str, tmp_path: Path) -> None:
     make_architecture(name, tmp_path / "base", ["a fine film", "a dull story"])
-    labels = Labels("single_label_classification", ("a", "b"), ("label",))
-    fewer = load_classifier(
-        ModelSettings(model_name_or_path=str(tmp_path / "base"), num_hidden_layers=1), labels, 1
-    ).eval()
+    settings = ModelSettings(model_name_or_path=str(tmp_path / "base"), num_hidden_layers=1)
+    fewer = load_classifier(settings, LABELS, 1).eval()
     fewer.save_pretrained(tmp_path / "saved")
     again, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(loading.values())
     ids = torch.arange(5, 21)[None]
     assert torch.allclose(fewer(ids).logits, again.eval()(ids).logits, atol=1e-4)
-    make_architecture("ALBERT", tmp_path / "shared", ["a fine film"])
-    with pytest.raises(UserError, match="share their weights"):
-        load_classifier(ModelSettings(model_name_or_path=str(tmp_path / "shared"), num_hidden_layers=1), labels, 1)

@@ -1,4 +1,4 @@
-"""The fast BigBird attention gives transformers' numbers: training and evaluation, padded and not."""
+"""The fast BigBird attention computes what transformers does, in training and evaluation, with and without padding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BigBirdConfig,
-    BigBirdForCausalLM,
-    BigBirdForSequenceClassification,
-    BigBirdModel,
-)
+from transformers import BigBirdConfig, BigBirdForCausalLM, BigBirdForSequenceClassification, BigBirdModel
 
 from tests.faults import refusal
 from toolkit.errors import UserError
@@ -39,7 +34,7 @@ def _seeded() -> Iterator[None]:
 def make(
     family: type = BigBirdForSequenceClassification, training: bool = True, sharpness: float = 40, **changed: Any
 ) -> Any:
-    """A random small BigBird whose attention is far from uniform."""
+    """A small random BigBird with attention far from uniform."""
     model = family(BigBirdConfig(**{**SMALL, **OFF, **changed})).train(training)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,22 +59,23 @@ def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, tor
 
 def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward: float, backward: float) -> None:
     """Last hidden states, and the gradients of the embedded inputs and of every weight."""
-    found = []
+    outputs = []
     for model in (mine, reference):
         model.zero_grad()
         encoder = getattr(model, model.base_model_prefix, model)
         embedded = encoder.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
-        given = {name: value for name, value in inputs.items() if name != "input_ids"}
-        hidden = encoder(inputs_embeds=embedded, **given).last_hidden_state
+        others = {name: value for name, value in inputs.items() if name != "input_ids"}
+        hidden = encoder(inputs_embeds=embedded, **others).last_hidden_state
         weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
         (hidden * weights).sum().backward()
         grads = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
-        found.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=forward, atol=forward)
-    assert found[0][1].keys() == found[1][1].keys()
-    for name, expected in found[1][1].items():
+        outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
+    (hidden, grads), (expected_hidden, expected_grads) = outputs
+    torch.testing.assert_close(hidden, expected_hidden, rtol=forward, atol=forward)
+    assert grads.keys() == expected_grads.keys()
+    for name, expected in expected_grads.items():
         scale = expected.abs().max().clamp(min=1.0).item()
-        torch.testing.assert_close(found[0][1][name] / scale, expected / scale, rtol=backward, atol=backward, msg=name)
+        torch.testing.assert_close(grads[name] / scale, expected / scale, rtol=backward, atol=backward, msg=name)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -96,8 +92,7 @@ def test_same_numbers_in_float64(length: int, padding: str, changed: dict[str, i
 
 
 @pytest.mark.parametrize(("length", "training"), [(1024, True), (1100, False)])
-def test_same_numbers_without_a_cpus_kernels(length: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As any other device computes them."""
+def test_same_numbers_by_operators_of_any_device(length: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "_attend", gathered._plain)
     monkeypatch.setattr(gathered, "_attend_backward", gathered._plain_backward)
     monkeypatch.setattr(gathered, "_flash", None)
@@ -105,7 +100,7 @@ def test_same_numbers_without_a_cpus_kernels(length: int, training: bool, monkey
     compare(fast(reference), reference, batch(length, "both"), 1e-12, 1e-12)
 
 
-def test_few_samples_and_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """3 samples of 4 heads in groups of two samples, and of one sample's 3 heads and one."""
     reference = make(num_attention_heads=4).double()
     for blocks, groups in ((2 * 4 * 16, 2), (3 * 16, 6)):
@@ -115,8 +110,8 @@ def test_few_samples_and_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_same_dropout_as_theirs_under_one_seed(training: bool) -> None:
-    """Hidden dropout draws the same numbers; attention dropout is ignored by the sparse attention of both."""
+def test_same_dropout_with_the_same_seed(training: bool) -> None:
+    """Hidden dropout draws the same numbers; both sparse attentions ignore attention dropout."""
     reference = make(training=training, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.5)
     logits = []
     for model in (fast(reference), reference):
@@ -125,7 +120,7 @@ def test_same_dropout_as_theirs_under_one_seed(training: bool) -> None:
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
 
 
-def test_a_sample_of_nothing_but_padding_stays_a_number() -> None:
+def test_a_sample_of_only_padding() -> None:
     reference = make()
     inputs = batch(1024, "right")
     inputs["attention_mask"][0] = 0
@@ -159,7 +154,7 @@ def test_full_attention_by_name() -> None:
     compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
 
 
-def test_nothing_of_size_s_times_s_is_made() -> None:
+def test_no_tensor_of_size_s_times_s() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = [0]
@@ -184,7 +179,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     reference = make()
     model = fast(reference)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
-    # a short batch between the forward and the backward pass of a long one: the recomputation does not see it
+    # a short batch between the forward and the backward pass of a long one does not affect the recomputation
     loss = model(**batch(1024, "right")).logits.square().sum()
     model(**batch(50))
     loss.backward()
@@ -195,7 +190,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_bfloat16_weights_and_autocast(training: bool) -> None:
-    """Not further from float32 than transformers in bfloat16 (whose autocast crashes on a CPU)."""
+    """With an error like that of transformers in bfloat16 (whose autocast crashes on a CPU)."""
     exact = make(training=training)
     inputs = batch(1024, "right")
     expected = exact(**inputs).logits
@@ -207,9 +202,9 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         cast = model(**inputs).logits
     cast.float().sum().backward()
-    for found in (logits, cast):
-        assert found.dtype == torch.bfloat16
-        assert (found - expected).abs().max() <= 2 * theirs + 1e-2
+    for lowered in (logits, cast):
+        assert lowered.dtype == torch.bfloat16
+        assert (lowered - expected).abs().max() <= 2 * theirs + 1e-2
     assert all(
         torch.isfinite(each.grad).all() for each in [*lower.parameters(), *model.parameters()] if each.grad is not None
     )
@@ -240,7 +235,7 @@ def test_errors() -> None:
     refusal(narrow, **batch(999), match="--max_length 960")
 
 
-def test_random_generators_are_left_alone() -> None:
+def test_random_generators_do_not_change() -> None:
     before, state = np.random.get_state(), torch.get_rng_state()
     drawn = [plan.random_blocks(Pattern(seed, 2, 16, 3, 4096, 1152, True)) for seed in (0, 1)]
     assert not np.array_equal(*drawn)
@@ -248,7 +243,7 @@ def test_random_generators_are_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_table_made_in_inference_can_be_trained_with() -> None:
+def test_a_table_made_in_inference_mode_works_in_training() -> None:
     plan.tables.cache_clear()
     with torch.inference_mode():
         made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))

@@ -20,8 +20,8 @@ __all__ = ["_seeded"]
 
 @pytest.mark.parametrize(("length", "padding", "training"), [(1024, "right", True), (1100, "none", False)])
 def test_flex_attention_uncompiled(length: int, padding: str, training: bool) -> None:
-    """Its forward pass on a CPU: the same block mask, counts and biases as on CUDA, computed densely. Both have query
-    blocks that read a key block more than once."""
+    """On a CPU: the same block mask, repeats and biases as on CUDA, computed densely. In both cases some query blocks
+    read a key block more than once."""
     reference = make(training=training).double().requires_grad_(False)
     inputs = batch(length, padding)
     expected = reference.bert(**inputs).last_hidden_state
@@ -32,7 +32,7 @@ def test_flex_attention_uncompiled(length: int, padding: str, training: bool) ->
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The graphs that are compiled, by nobody: as on CUDA, a shape is one graph, which its backend computes."""
+    """The compiled graphs, run by a backend that compiles nothing; as on CUDA each shape is one graph."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -54,7 +54,7 @@ BATCHES = [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]
 
 
 def small(training: bool = False) -> Any:
-    """In blocks of 4: 12 to 64 of them, as in a model of 4096 tokens in blocks of 64."""
+    """With 12 to 64 blocks of 4 tokens, as many as for 4096 tokens in blocks of 64."""
     sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 2}
     return make(training=training, **sizes).requires_grad_(False)
 
@@ -65,17 +65,17 @@ def assert_same(model: Any, reference: Any, samples: int, length: int) -> None:
 
 
 def test_few_shapes_are_compiled_each_once(compiled: list[Any], recwarn: pytest.WarningsRecorder) -> None:
-    """Never dense scores, as torch would compute by default from the ninth shape on."""
+    """And never dense scores, which torch computes by default from the ninth shape on."""
     for training in (False, True):
         reference = small(training)
         model = fast(reference, "flex")
-        for _ in range(2):  # a shape that comes again is not compiled again, whatever the layer
+        for _ in range(2):  # the second time nothing is compiled, in any layer
             for samples, length in BATCHES:
                 assert_same(model, reference, samples, length)
     shapes = {shape[0] for shape in ways._compiles}
-    assert {shape[0] for shape in shapes} == {1, 4}  # whatever the number of samples
+    assert {shape[0] for shape in shapes} == {1, 4}  # for any number of samples
     assert {shape[2] for shape in shapes} == {64, 128, 256}  # ... and of tokens
-    # evaluation adds the logarithms of repeated blocks to scores always, training only where there is padding
+    # evaluation always adds repeats to scores, training only with padding
     assert len(compiled) == len(ways._compiles) == sum(ways._compiles.values()) <= 2 * 3 * 2
     assert all("flex_attention" in graph.code for graph in compiled)
     assert not [each for each in recwarn if "flex_attention has no kernel" in str(each.message)]
@@ -106,7 +106,7 @@ def test_one_shape_too_many_is_gathered(
 
 
 def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled in the forward pass, where there is still another way."""
+    """It is compiled in the forward pass, where gathered attention can still take over."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no valid choice")
@@ -148,7 +148,7 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
             layer.attention(torch.zeros(1, length, 4))
     # in evaluation all layers read the same blocks
     assert len(made) == len(set(made)) == len(drawn) == 3 * 53 + 53
-    # what is beyond the bytes is given up, the oldest first
+    # beyond the limit of bytes the oldest are dropped
     monkeypatch.setattr(ways, "_MOST_MASK_BYTES", sum(size for _, size in ways._masks.values()) // 2)
     ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
     assert 1 < len(ways._masks) < len(made)
@@ -159,7 +159,7 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel alone, as CUDA runs it: inside a compiled model torch 2.13 finds no choice for it on a CPU."""
+    """Only the kernel: inside a compiled model torch 2.13 has no implementation for a CPU."""
     monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
     monkeypatch.setattr(ways, "_compiles", {})
     reference = make(training=training, hidden_size=32, num_hidden_layers=1).requires_grad_(False)
@@ -169,7 +169,7 @@ def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
     assert ways._compiles
     assert all(ways._compiles.values())
-    # its backward pass has no kernel on a CPU: it is gathered
+    # no kernel for the backward pass on a CPU: gathered
     with pytest.warns(UserWarning, match="flex_attention has no kernel"):
         compare(fast(reference.requires_grad_(), "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)
     torch._dynamo.reset()
@@ -177,7 +177,7 @@ def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_within_a_compiled_model(compiled: list[Any]) -> None:
-    """Any length in one graph; a mask would have to be built within it, so that all of it is gathered."""
+    """Gathered, with any length in one graph: the graph would have to build the masks."""
     reference = small()
     model = torch.compile(fast(reference, "flex"))
     for samples, length in BATCHES[2:4]:

@@ -1,4 +1,4 @@
-"""toolkit/models/classifier.py: any classification checkpoint, with the same weights in every process."""
+"""toolkit/models/classifier.py: loading any classification checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def broken(tiny_model: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
 
 
-def test_the_head_follows_the_seed_and_nothing_else(tiny_model: Path) -> None:
+def test_the_head_depends_only_on_the_seed(tiny_model: Path) -> None:
     torch.manual_seed(5)
     first = load(tiny_model, seed=1).classifier.weight
     torch.manual_seed(6)
@@ -54,9 +54,7 @@ def test_the_head_follows_the_seed_and_nothing_else(tiny_model: Path) -> None:
     assert not torch.equal(load(tiny_model, seed=2).classifier.weight, first)
 
 
-def test_the_encoder_is_the_checkpoints_in_float32_also_where_it_was_saved_in_half(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_encoder_is_loaded_in_float32_also_from_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
     model, saved = load(tiny_model), load_file(tiny_model / "model.safetensors")
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.bert.named_parameters())
@@ -66,13 +64,10 @@ def test_the_encoder_is_the_checkpoints_in_float32_also_where_it_was_saved_in_ha
 
 @pytest.mark.parametrize(
     ("labels", "outputs"),
-    [
-        (THREE, 3),
-        (Labels("multi_label_classification", ("a", "b"), ("a", "b")), 2),
-        (Labels("regression", ("stars",), ("stars",)), 1),
-    ],
-)
-def test_the_config_says_what_the_labels_are(tiny_model: Path, labels: Labels, outputs: int) -> None:
+    [(THREE, 3), (Labels("multi_label_classification", ("a", "b"), ("a", "b")), 2),
+     (Labels("regression", ("stars",), ("stars",)), 1)],
+)  # fmt: skip
+def test_the_config_has_the_labels(tiny_model: Path, labels: Labels, outputs: int) -> None:
     model = load(tiny_model, labels)
     assert model.classifier.out_features == model.config.num_labels == outputs
     assert model.config.problem_type == labels.problem_type
@@ -93,8 +88,8 @@ def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Pat
 
 @pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
 @pytest.mark.parametrize("part", ["", "encoder", "decoder"])
-def test_a_config_that_asks_for_all_memory_is_refused(broken: Path, size: str, part: str) -> None:
-    """Also that of an encoder-decoder; before anything of that size is made."""
+def test_a_config_of_a_huge_model(broken: Path, size: str, part: str) -> None:
+    """Also of an encoder-decoder; refused before anything of that size is allocated."""
     config = json.loads((broken / "config.json").read_text())
     huge = config | {size: 3_000_000_000}
     parts = {"model_type": "encoder-decoder", "encoder": config, "decoder": config, part: huge}
@@ -120,10 +115,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("family", "positions"), [("bert", 13), ("roberta", 15), ("electra", 13)])
-def test_a_gpus_batches_of_rounded_widths_fit_the_positions(
+def test_rounded_widths_on_a_gpu_fit_the_positions(
     family: str, positions: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RoBERTa counts its positions from 2: with 15 of them it reads 13 tokens, which are not rounded up to 16."""
+    """RoBERTa counts positions from 2: with 15 it reads 13 tokens, which must not be rounded up to 16."""
     config = AutoConfig.for_model(family, **SIZES, max_position_embeddings=positions, pad_token_id=1)
     tokenizer = SimpleNamespace(pad_token_id=1, padding_side="right", model_max_length=10**30,
                                 num_special_tokens_to_add=tokenizer.num_special_tokens_to_add)  # fmt: skip
@@ -150,7 +145,7 @@ def test_dropout_overrides_every_probability(family: str) -> None:
         assert set(drops) == {probability}
 
 
-def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_changes(tiny_model: Path) -> None:
+def test_freeze_unused_changes_nothing_else(tiny_model: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model).eval()
     model.spare = torch.nn.Linear(3, 5)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -166,8 +161,8 @@ def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_change
     assert not model.training
 
 
-def test_a_mask_on_a_device_is_not_looked_at(tiny_model: Path) -> None:
-    """A meta tensor has nothing to be looked at. On a CPU a mask of ones costs no time."""
+def test_masks_on_a_device_are_not_checked(tiny_model: Path) -> None:
+    """A check of a meta tensor would raise. On a CPU masks of ones are skipped."""
     load(tiny_model)
     load(tiny_model)
     ignored = masking_utils._ignore_bidirectional_mask_sdpa
@@ -187,7 +182,7 @@ def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpaa"])
-def test_an_attention_that_cannot_be_names_its_own_setting(tiny_model: Path, name: str) -> None:
+def test_an_unknown_attention_names_its_setting(tiny_model: Path, name: str) -> None:
     says = [f"--attn_implementation {name}"]
     assert "give a folder" not in fault_of(tiny_model, attn_implementation=name, says=says)
 
@@ -211,7 +206,7 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     "no config": lambda folder: (folder / "config.json").unlink(),
     "half a config": lambda folder: (folder / "config.json").write_text('{"model_type"'),
     "an unknown model": lambda folder: (folder / "config.json").write_text('{"model_type": "nosuch"}'),
-    # only the head may be made anew: an encoder made anew is random, and trains as if it was pretrained
+    # only the head may be new: a new encoder would be random
     "an encoder of another size": lambda folder: edit_json(folder / "config.json", intermediate_size=50),
     "not for texts": lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'),
 }
@@ -223,7 +218,7 @@ def test_a_broken_folder_names_the_setting(broken: Path, kind: str) -> None:
     assert f"--model_name_or_path {broken}" in fault_of(broken)
 
 
-def test_a_tokenizer_that_cannot_pad_or_is_not_there(broken: Path) -> None:
+def test_a_tokenizer_that_cannot_pad_or_is_missing(broken: Path) -> None:
     edit_json(broken / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", pad_token=None)
     refusal(load_tokenizer, ModelSettings(model_name_or_path=str(broken)), match="no padding token")
     for path in (*broken.glob("tokenizer*"), broken / "vocab.txt"):
@@ -232,12 +227,12 @@ def test_a_tokenizer_that_cannot_pad_or_is_not_there(broken: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "convbert"])
-def test_loading_says_nothing(
+def test_loading_prints_nothing(
     family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = AutoConfig.for_model(family, **FAMILIES.get(family, SIZES))
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    logger = logging.getLogger("transformers")  # its own handler writes to a stream pytest does not see
+    logger = logging.getLogger("transformers")  # its handler writes to a stream that pytest does not capture
     type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
     capfd.readouterr()
     logger.addHandler(caplog.handler)

@@ -1,4 +1,4 @@
-"""Computing only what the classifier reads changes no number."""
+"""toolkit/models/first_token.py: computing only the first token in the last layer changes no number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(family: str, attention: str) -> Any:
 
 
 def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
-    """How many positions of 9 go through the last layer's feed-forward network when the classifier is called."""
+    """How many of 9 positions the last layer's feed-forward network computes."""
     dense, widths = model.get_submodule(encoder).encoder.layer[-1].intermediate.dense, []
 
     def forward(states: torch.Tensor) -> torch.Tensor:
@@ -69,8 +69,8 @@ def test_same_logits_and_gradients(family: str, attention: str, padded: bool) ->
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_the_last_layer_really_does_less(tmp_path: Path) -> None:
-    """In training, and where a saved model labels a file or is exported."""
+def test_the_last_layer_computes_one_position(tmp_path: Path) -> None:
+    """In training, and in a saved model."""
     model = make("bert", "sdpa")
     model.save_pretrained(tmp_path)
     read_first_token_only(model)
@@ -97,7 +97,7 @@ def test_gradient_checkpointing_and_saving(tmp_path: Path) -> None:
 
 
 class Mean(torch.nn.Module):
-    """A head of one's own."""
+    """A custom head."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states.mean(1)
@@ -108,7 +108,7 @@ def watch(model: Any, name: str, register: str) -> None:
     getattr(module, register)(lambda *passed: None)
 
 
-# what somebody does to a BERT -> it computes every position from then on
+# changes of a BERT after which it computes every position
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "config.output_hidden_states": lambda model: setattr(model.config, "output_hidden_states", True),
     "config.output_attentions": lambda model: setattr(model.config, "output_attentions", True),
@@ -126,7 +126,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_position_where_somebody_else_may_read_it(change: str) -> None:
+def test_every_position_where_it_may_be_read(change: str) -> None:
     reference = make("bert", "eager")
     model = copy.deepcopy(reference)
     assert read_first_token_only(model)
@@ -137,13 +137,13 @@ def test_every_position_where_somebody_else_may_read_it(change: str) -> None:
     torch.testing.assert_close(model(input_ids=ids)[0], reference(input_ids=ids)[0], rtol=1e-12, atol=1e-12)
 
 
-def test_every_position_where_a_call_asks_for_more() -> None:
-    """tests/models/test_outputs.py compares what it gets."""
+def test_every_position_where_a_call_returns_it() -> None:
+    """tests/models/test_outputs.py compares the outputs."""
     model = make("roberta", "eager")
     assert read_first_token_only(model)
-    for asked in ({"output_hidden_states": [-1]}, {"output_hidden_states": True}, {"output_attentions": True}):
-        assert width_of_last(model, "roberta", **asked) == 9
-        # transformers' own hooks stay where they are, inactive
+    for options in ({"output_hidden_states": [-1]}, {"output_hidden_states": True}, {"output_attentions": True}):
+        assert width_of_last(model, "roberta", **options) == 9
+        # transformers' hooks remain, inactive
         assert width_of_last(model, "roberta", output_hidden_states=False, output_attentions=None) == 1
     model.classifier = Mean()
     assert width_of_last(model, "roberta") == 9
@@ -175,7 +175,7 @@ class Doubled(modeling_bert.BertSelfAttention):
         return super().forward(2 * hidden_states, *given, **named)
 
 
-def test_a_layer_that_computes_otherwise_is_left_alone() -> None:
+def test_an_unknown_layer_or_architecture_is_not_changed() -> None:
     """As after a change in transformers."""
     model = make("bert", "sdpa").eval()
     model.bert.encoder.layer[-1].attention.self.__class__ = Doubled
@@ -184,10 +184,12 @@ def test_a_layer_that_computes_otherwise_is_left_alone() -> None:
     with pytest.warns(UserWarning, match="in an unknown way"):
         assert not read_first_token_only(model)
     assert torch.equal(model(input_ids=ids).logits, expected)
+    config = transformers.DistilBertConfig(dim=24, n_layers=1, n_heads=2, hidden_dim=30, vocab_size=50)
+    assert not read_first_token_only(transformers.DistilBertForSequenceClassification(config))
 
 
 def main() -> None:
-    """recipes/cls.py, which leaves the widths of the feed-forward networks in OUTPUT_DIR/widths.json."""
+    """recipes/cls.py, which writes the widths of the feed-forward networks in OUTPUT_DIR/widths.json."""
     from recipes import cls
 
     forward, widths = modeling_bert.BertIntermediate.forward, Counter[str]()
@@ -206,7 +208,7 @@ def main() -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2", "zero3 x2", "fsdp2 x2"])
-def test_hooks_of_a_strategy_do_not_end_it(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_hooks_of_strategies_do_not_disable_it(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 2, "--report_to", "none",
                 "--per_device_batch_size", 8]  # fmt: skip
     kinds: dict[str, list[Any]] = {"plain": [], "recomputed": ["--gradient_checkpointing"], "lora": ["--lora_r", 2]}
@@ -216,10 +218,5 @@ def test_hooks_of_a_strategy_do_not_end_it(way: str, tiny_model: Path, reviews: 
     layers = AutoConfig.from_pretrained(tiny_model).num_hidden_layers
     for kind in kinds:
         widths = json.loads((tmp_path / kind / "widths.json").read_text())
-        # two forward passes of loading come before it
+        # after two forward passes of loading
         assert widths["all"] == (layers - 1) * widths["one"] + 2 * layers > 2 * layers, kind
-
-
-def test_others_are_left_alone() -> None:
-    config = transformers.DistilBertConfig(dim=24, n_layers=1, n_heads=2, hidden_dim=30, vocab_size=50)
-    assert not read_first_token_only(transformers.DistilBertForSequenceClassification(config))

@@ -1,8 +1,9 @@
-"""toolkit/models/layers.py: frozen layers and new ones, of any model."""
+"""toolkit/models/layers.py: layers that are kept, frozen or reinitialized, of any model."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 
 from tests.faults import refusal
 from tests.training.test_optimizer import LAYERS, tiny
-from toolkit.models.layers import freeze_layers, outer_layers, reinit_layers
+from toolkit.models.layers import freeze_layers, keep_layers, outer_layers, reinit_layers
 
 FAMILIES = [family for family in LAYERS if family != "albert"]
 
 
 def names(model: Any, layer: torch.nn.Module) -> set[str]:
-    own = {id(parameter) for parameter in layer.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+    ids = {id(parameter) for parameter in layer.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,18 +33,18 @@ def test_embeddings_and_the_first_layers_are_frozen(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_top_layers_begin_anew_and_alike_in_every_process(family: str) -> None:
+def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
     model: Any = tiny(family)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(1.0)  # as no initialisation makes them
+            parameter.add_(1.0)  # unlike any initialization
     before = copy.deepcopy(model.state_dict())
     found = []
     for seed in (3, 3, 4):
         model.load_state_dict(before)
         state = torch.random.get_rng_state()
         reinit_layers(model, 1, family, seed)
-        assert torch.equal(state, torch.random.get_rng_state())  # the head's weights stay as they were
+        assert torch.equal(state, torch.random.get_rng_state())  # the head's weights do not change
         found.append(copy.deepcopy(model.state_dict()))
     changed = {name for name in before if not torch.equal(before[name], found[0][name])}
     renewed = names(model, outer_layers(model)[-1])
@@ -55,7 +56,18 @@ def test_the_top_layers_begin_anew_and_alike_in_every_process(family: str) -> No
 
 
 @pytest.mark.parametrize("change", [lambda model, n: freeze_layers(model, n, "M"),
-                                    lambda model, n: reinit_layers(model, n, "M", 1)])  # fmt: skip
-def test_layers_that_are_not_there(change: Any) -> None:
+                                    lambda model, n: reinit_layers(model, n, "M", 1),
+                                    lambda model, n: keep_layers(model, n, "M")])  # fmt: skip
+def test_more_layers_than_the_model_has(change: Any) -> None:
     refusal(change, tiny("bert"), 3, match="_layers 3: M has only 2 layers")
     refusal(change, tiny("albert"), 1, match="_layers 1: the 2 layers of M share their weights")
+
+
+def test_kept_layers_are_evenly_spaced() -> None:
+    model: Any = torch.nn.Module()
+    model.config = SimpleNamespace(num_hidden_layers=12, layer_types=[*range(12)])
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(12))
+    before = list(model.layers)
+    keep_layers(model, 6, "m")
+    assert [before.index(layer) for layer in model.layers] == [0, 2, 4, 7, 9, 11]  # as DistilBERT's
+    assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [0, 2, 4, 7, 9, 11])

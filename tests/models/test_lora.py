@@ -1,4 +1,4 @@
-"""toolkit/models/lora.py and toolkit/checkpoint/model_folder.py: LoRA in, a plain model out."""
+"""toolkit/models/lora.py, and merging LoRA in toolkit/checkpoint/model_folder.py."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ IDS = torch.arange(5, 29).view(2, 12)
 LORA = {"lora_r": 4, "dropout": 0.0}
 
 
-def stirred(model: Any) -> Any:
-    """As after training: B, which starts at zero, and the head have other values."""
+def perturbed(model: Any) -> Any:
+    """Changes B, which starts at zero, and the head, as training would."""
     torch.manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -37,7 +37,7 @@ def trained(model: Any) -> set[str]:
 
 @pytest.fixture
 def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a small encoder of a family, its head (and what pools for it) not yet made."""
+    """A folder with a small encoder, without a head and pooler."""
     config = AutoConfig.for_model(request.param, **FAMILIES.get(request.param, SIZES))
     AutoModel.from_config(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -56,19 +56,13 @@ def test_only_lora_and_the_head_are_trained(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "head"),
-    [
-        ("bert", {"classifier"}),
-        ("roberta", {"classifier"}),
-        ("deberta-v2", {"pooler", "classifier"}),
-        ("distilbert", {"pre_classifier", "classifier"}),
-        ("modernbert", {"head", "classifier"}),
-        ("albert", {"classifier"}),
-        ("convbert", {"classifier"}),
-    ],
+    [("bert", {"classifier"}), ("roberta", {"classifier"}), ("deberta-v2", {"pooler", "classifier"}),
+     ("distilbert", {"pre_classifier", "classifier"}), ("modernbert", {"head", "classifier"}),
+     ("albert", {"classifier"}), ("convbert", {"classifier"})],
     indirect=["family"],
-)
-def test_what_stands_behind_the_encoder_is_trained_whole(family: Path, head: set[str]) -> None:
-    model = stirred(load(family, **LORA)).eval()
+)  # fmt: skip
+def test_modules_outside_the_encoder_are_fully_trained(family: Path, head: set[str]) -> None:
+    model = perturbed(load(family, **LORA)).eval()
     names = trained(model)
     assert {name.split(".")[2] for name in names if ".modules_to_save." in name} == head
     assert any(".lora_A." in name for name in names)
@@ -83,7 +77,7 @@ def test_what_stands_behind_the_encoder_is_trained_whole(family: Path, head: set
 
 def test_weights_follow_the_seed(tiny_model: Path) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
-        torch.randn(seed + 7)  # what was drawn before does not matter
+        torch.randn(seed + 7)  # earlier random numbers do not matter
         return dict(load(tiny_model, seed=seed, **LORA).state_dict())
 
     first, again, other = weights(1), weights(1), weights(2)
@@ -93,12 +87,12 @@ def test_weights_follow_the_seed(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", ["query,value", "all-linear"])
-def test_the_first_position_alone_gives_the_same_numbers(
+def test_computing_only_the_first_token_gives_the_same_numbers(
     tiny_model: Path, targets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shortened = stirred(load(tiny_model, lora_target_modules=targets, **LORA)).double()
+    shortened = perturbed(load(tiny_model, lora_target_modules=targets, **LORA)).double()
     monkeypatch.setattr(classifier, "read_first_token_only", lambda model: False)
-    whole = stirred(load(tiny_model, lora_target_modules=targets, **LORA)).double()
+    whole = perturbed(load(tiny_model, lora_target_modules=targets, **LORA)).double()
     mask = (torch.arange(12) < torch.tensor([[12], [5]])).long()
     for model in (shortened, whole):
         model.logits = model(input_ids=IDS, attention_mask=mask).logits
@@ -114,8 +108,8 @@ def test_the_first_position_alone_gives_the_same_numbers(
 
 
 def test_settings_reach_peft(tiny_model: Path) -> None:
-    given = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "lora_target_modules": "key, intermediate.dense"}
-    config = load(tiny_model, **given).peft_config["default"]
+    settings = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "lora_target_modules": "key, intermediate.dense"}
+    config = load(tiny_model, **settings).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 5, 0.2)
     assert config.target_modules == {"key", "intermediate.dense"}
     config = load(tiny_model, lora_r=3, lora_dropout=0.2, dropout=0.0).peft_config["default"]

@@ -1,4 +1,4 @@
-"""Whoever asks a classifier for more than its logits gets what transformers computes, every position of every layer."""
+"""Hidden states and attentions of our classifiers are those of transformers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ INPUTS: dict[str, Any] = {"input_ids": IDS, "attention_mask": (torch.arange(61) 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "LoRA" not in name])
-def test_every_position_of_every_architecture(name: str, tmp_path: Path) -> None:
-    """Ours, and transformers' class with the same weights."""
+def test_outputs_of_every_architecture(name: str, tmp_path: Path) -> None:
     options = ["output_hidden_states", "output_attentions"]
     make_architecture(name, tmp_path, TEXTS * 20)
-    attention = None if name == "BigBird" else "eager"  # which alone computes attention weights
+    attention = None if name == "BigBird" else "eager"  # which computes attention weights
     settings = ModelSettings(model_name_or_path=str(tmp_path), attn_implementation=attention)
     mine = load_classifier(settings, LABELS, seed=1).eval()
     theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
@@ -42,7 +41,7 @@ def test_every_position_of_every_architecture(name: str, tmp_path: Path) -> None
         assert len(outputs[key]) == len(expected[key]) > 0
         torch.testing.assert_close(outputs[key], expected[key], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
-    # what a head of one's own reads
+    # the input of a custom head
     states = [model.base_model(**INPUTS).last_hidden_state for model in (mine, theirs)]
     assert states[0].shape[:2] == IDS.shape
     torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""toolkit/objective/losses.py: each sample's loss; its mean is transformers' own loss."""
+"""toolkit/objective/losses.py: losses per sample, whose mean is transformers' loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LABELS: dict[str, tuple[int, torch.Tensor]] = {
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("problem", get_args(ProblemType))
-def test_the_mean_is_transformers_own_loss(tiny_model: Path, tokenizer: Any, problem: ProblemType, size: int) -> None:
+def test_the_mean_is_transformers_loss(tiny_model: Path, tokenizer: Any, problem: ProblemType, size: int) -> None:
     count, labels = LABELS[problem]
     torch.manual_seed(0)
     make: Any = AutoModelForSequenceClassification.from_pretrained
@@ -48,7 +48,7 @@ def test_label_smoothing_is_torchs() -> None:
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_the_focal_loss_is_that_of_its_paper(gamma: float) -> None:
-    """Equation 4 of Lin et al., 2017, in its own terms; no NaN where the model is as sure as float32 can be."""
+    """Equation 4 of Lin et al., 2017; no NaN at a probability of 1."""
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     logits[0, 0] = 200.0
     for problem in ("single_label_classification", "multi_label_classification"):
@@ -78,9 +78,9 @@ TITLES = torch.tensor([[5, 6, 3, -100], [3, -100, -100, -100], [9, 9, 9, 3]])  #
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None:
-    """Token by token, each computed alone; padding is no part of it, also where it is smoothed."""
+    """Computed token by token, without padding, also with smoothing."""
     logits = torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(1))  # (B, T, V)
-    logits[1, 3] = torch.linspace(-500, 500, 11)  # padding that would cost more than all the others
+    logits[1, 3] = torch.linspace(-500, 500, 11)  # padding with a huge loss
     alone = [
         sum(
             F.cross_entropy(logits[row, place][None], label[None], label_smoothing=smoothing)

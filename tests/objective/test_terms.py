@@ -1,4 +1,4 @@
-"""toolkit/objective: R-Drop's divergence, texts that FGM moves against the model, a term of one's own."""
+"""toolkit/objective: R-Drop, FGM, a custom term."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def logits(seed: int) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_divergence_is_the_mean_of_both_ways() -> None:
+def test_the_divergence_is_the_mean_of_both_directions() -> None:
     one, other = logits(1), logits(2)
     p, q = one.log_softmax(-1), other.log_softmax(-1)
     both = F.kl_div(q, p, reduction="none", log_target=True) + F.kl_div(p, q, reduction="none", log_target=True)
     torch.testing.assert_close(divergence(one, other, SINGLE), both.sum(-1) / 2)
-    # several labels: each is a choice of two
+    # multi-label: a binary divergence per label
     two = torch.stack([one, torch.zeros(4, 3)], -1), torch.stack([other, torch.zeros(4, 3)], -1)
     each = torch.stack([divergence(two[0][:, place], two[1][:, place], SINGLE) for place in range(3)], -1)
     torch.testing.assert_close(divergence(one, other, MULTI), each.mean(-1))
@@ -63,21 +63,21 @@ def trained(model: Any, batch: Any, **terms: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert"])
-def test_each_text_is_moved_by_its_own_gradient(family: str, frozen: bool) -> None:
-    """Against a plain computation on given embeddings; and alike in whichever micro-batch a text is."""
+def test_fgm_moves_each_text_along_its_gradient(family: str, frozen: bool) -> None:
+    """Compared with a computation on `inputs_embeds`, and independent of the other texts of a micro-batch."""
     torch.manual_seed(0)
     model: Any = tiny(family).eval()
     model.get_input_embeddings().requires_grad_(not frozen)
     batch, table = batch_of(ROWS), model.get_input_embeddings()
     mask = {"attention_mask": batch.inputs["attention_mask"]}
-    given = table(batch.inputs["input_ids"]).detach().requires_grad_()
-    clean = loss_fn(model(inputs_embeds=given, **mask).logits, batch.labels)
-    slopes = torch.autograd.grad(clean.sum(), given)[0]
-    moved = given + torch.stack([0.5 * slope / slope.norm() for slope in slopes])
+    embedded = table(batch.inputs["input_ids"]).detach().requires_grad_()
+    clean = loss_fn(model(inputs_embeds=embedded, **mask).logits, batch.labels)
+    gradients = torch.autograd.grad(clean.sum(), embedded)[0]
+    moved = embedded + torch.stack([0.5 * gradient / gradient.norm() for gradient in gradients])
     expected = (clean + loss_fn(model(inputs_embeds=moved, **mask).logits, batch.labels)) / 2
     found = trained(model, batch, fgm_epsilon=0.5)
     torch.testing.assert_close(found, expected)
-    assert (found > clean).all()  # it is moved to where the loss is higher
+    assert (found > clean).all()
     found.sum().backward()
     assert (table.weight.grad is None) == frozen
     inputs = {name: rows[1:2] for name, rows in batch.inputs.items()}
@@ -85,7 +85,7 @@ def test_each_text_is_moved_by_its_own_gradient(family: str, frozen: bool) -> No
     torch.testing.assert_close(trained(model, alone, fgm_epsilon=0.5), found[1:2])
 
 
-def test_r_drop_adds_the_divergence_of_two_dropouts() -> None:
+def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     torch.manual_seed(0)
     model: Any = tiny("bert").train()
     batch = batch_of(ROWS)
@@ -97,7 +97,7 @@ def test_r_drop_adds_the_divergence_of_two_dropouts() -> None:
     assert (divergence(one, two, SINGLE) > 0).all()
 
 
-def test_a_term_of_ones_own_is_added_to_training_alone() -> None:
+def test_a_custom_term_is_added_in_training_only() -> None:
     batch, outputs = batch_of(ROWS), logits(3)[:3]
     plain = objective_of(None)
     objective = plain.plus(lambda batch, logits: logits[:, 0])
