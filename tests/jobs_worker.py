@@ -1,8 +1,8 @@
-"""Runs recipes several times in one group of processes, since starting them is what takes long.
+"""Runs recipes several times in one group of processes, since starting processes is slow.
 
     python tests/jobs_worker.py JOBS.json [--config_file ...]
 
-JOBS.json is a list of lists: a module with a `main` and the arguments it finds in `sys.argv`. Tests call `run_jobs`.
+JOBS.json is a list of lists: a module with a `main`, and its arguments. Tests call `run_jobs`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,27 @@ from toolkit import launch
 def run_jobs(
     folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300, pages: bool = False
 ) -> Finished:
-    """Starts the group that `way` asks for; every job of it must succeed. The list is kept in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
-    words = [folder / "jobs.json", *way]
+    """Runs all jobs in the processes of `way`; each must succeed. Writes jobs.json to `folder`."""
+    words = [write_jobs(folder, jobs), *way]
     return recipe(*words, script="tests/jobs_worker.py", seconds=seconds, pages=pages).succeeded()
+
+
+def write_jobs(folder: Path, jobs: Sequence[Sequence[Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "jobs.json"
+    path.write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
+    return path
 
 
 def main() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
-    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # recipes that a test has written
+    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # recipes written by tests
     for module, *arguments in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         sys.argv = [f"{module.replace('.', '/')}.py", *arguments]
         importlib.import_module(module).main()
         gc.collect()
-        AcceleratorState._reset_state(reset_partial_state=False)  # the processes stay together
+        AcceleratorState._reset_state(reset_partial_state=False)  # keep the process group
         GradientState._reset_state()
 
 

@@ -1,11 +1,10 @@
-"""recipes/cls.py, which writes down after each step what was to be sent, and what the interfaces sent.
+"""recipes/cls.py, which counts the bytes that the collectives of each step send.
 
     python tests/ranks_worker.py [settings and launch options of recipes/cls.py]
 
-In the run's folder: `first_step_seconds`, since the command began; and `sent-HOST.jsonl`, a line per step with `asked`,
-the bytes that a ring sends from one rank for each kind of collective (Patarasu and Yuan 2009), and `sent`, the bytes
-that left this host's interfaces so far, also those between its own processes. For tests/test_sixteen_ranks.py and
-benchmarks/ranks.py.
+In the run's folder it writes `first_step_seconds`, since the command started, and `sent-HOST.jsonl`, a line per step:
+`asked`, the bytes that a ring sends from one rank for each kind of collective (Patarasu and Yuan 2009), and `sent`, the
+bytes that this host's interfaces have sent so far, also between its own processes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _log = Run.log
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of a step by what a ring sends for each from one rank, of the whole tensor's bytes."""
+    """Counts the bytes that a ring sends from one rank for each collective of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +71,6 @@ def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))  # handed to the processes that it starts
+    os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))  # for its child processes
     Run.log = log_and_count  # type: ignore[method-assign]
     launch.run(cls.main)

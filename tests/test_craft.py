@@ -1,4 +1,4 @@
-"""What one asks for of a fine-tuning: the same losses under every launch, and after a resume, with each setting on."""
+"""Settings of the loss, the optimizer and layers: equal losses under every launch, and after a resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--repor
           "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
 HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
 EACH = ["--max_steps", STEPS // 2, "--checkpoint_every", 1, "--keep_checkpoints", STEPS]
-# what a run is asked for
+# name of a run -> its settings
 JOBS: dict[str, list[Any]] = {
     "weights": ["--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt", "--ema_decay", 0.6],
     "pos_weight": ["--label_column", "tags", "--problem_type", "multi_label_classification", "--pos_weight", "balanced",
@@ -36,16 +36,16 @@ JOBS: dict[str, list[Any]] = {
     "muon": ["--optimizer", "muon", "--learning_rate", "1e-3"],
     "adversarial": ["--fgm_epsilon", 0.5, "--r_drop_alpha", 1.0],
 }  # fmt: skip
-# refused there at the start, with a line: tests/training/test_optimizer.py
+# errors there: tests/training/test_optimizer.py
 REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor", "muon"))
-# stopped and resumed under each way; under DDP, where each process holds all states, what ZeRO refuses
+# stopped and resumed under each way; under DDP an optimizer that ZeRO does not support
 RESUMED = {"single": ("weights", "lion", "muon"), "ddp x2": ("muon",), "zero2 x2": ("weights", "lion"),
            "zero3 x2": ("weights", "lion"), "fsdp2 x2": ("weights", "lion")}  # fmt: skip
 MARKS = {"ddp x2": (), "zero2 x2": (), "zero3 x2": (pytest.mark.slow,), "fsdp2 x2": (pytest.mark.slow,)}
 
 
 def tried(names: Callable[[str], Iterable[str]], *ways: str) -> list[Any]:
-    """Parameters (way, name) of the jobs that a way is tried with."""
+    """Parameters (way, name) of the jobs of each way."""
     marks = {way: (pytest.mark.multiprocess, *marks) for way, marks in MARKS.items()}
     return [pytest.param(way, name, marks=marks.get(way, ())) for way in (*ways, *MARKS) for name in names(way)]
 
@@ -100,25 +100,25 @@ def assert_agree(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(("way", "name"), tried(lambda way: RESUMED[way], "single"))
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Runs) -> None:
-    undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
-    assert resumed == pytest.approx(undisturbed, rel=1e-6)
+def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs_of: Runs) -> None:
+    uninterrupted, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
+    assert resumed == pytest.approx(uninterrupted, rel=1e-6)
     mine, theirs = (lines_of(runs_of(way) / run / "eval.jsonl")[-1]["loss"] for run in (f"{name} again", name))
     assert mine == pytest.approx(theirs, rel=1e-6)
 
 
-def test_uneven_classes_are_told_and_shown(runs_of: Runs) -> None:
+def test_uneven_classes_are_logged_and_in_the_pages(runs_of: Runs) -> None:
     run, said = runs_of("single") / "weights", runs_of("single").with_suffix(".err").read_text(encoding="utf-8")
     assert "rows of each class in train: neg " in said
     assert "a row weighs in the loss (--class_weights): neg 0.6" in said
-    assert "the classes are uneven: neg has 4." in said  # in another run, which does nothing about it
+    assert "the classes are uneven: neg has 4." in said  # in a run without these settings
     card = (run / "model" / "README.md").read_text(encoding="utf-8")
     for part in ("| class_weights | balanced |", "| loss | focal |", "| sampling | sqrt |", "Loss (weighted"):
         assert part in card
     assert "Loss (weighted by class)" in (run / "report.html").read_text(encoding="utf-8")
 
 
-def test_frozen_layers_stay_and_new_ones_are_not_the_pretrained(runs_of: Runs, tiny_model: Path) -> None:
+def test_frozen_layers_do_not_change_and_reinitialized_ones_do(runs_of: Runs, tiny_model: Path) -> None:
     before, after = (
         load_file(path / "model.safetensors") for path in (tiny_model, runs_of("single") / "layers" / "model")
     )
@@ -129,21 +129,19 @@ def test_frozen_layers_stay_and_new_ones_are_not_the_pretrained(runs_of: Runs, t
 
 
 @pytest.mark.parametrize(("way", "name"), tried(lambda _: ["lion"], "single"))
-def test_layers_whose_turn_has_not_come_are_the_pretrained(
-    way: str, name: str, runs_of: Runs, tiny_model: Path
-) -> None:
-    """To the bit, under every strategy. The lower layer's comes after 4 steps, the embeddings' would after the last."""
+def test_layers_that_are_still_frozen_do_not_change(way: str, name: str, runs_of: Runs, tiny_model: Path) -> None:
+    """Bit for bit, under every strategy. The lower layer is trained from step 5 on, the embeddings never."""
     model = runs_of(way) / name / "model"
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model, model))
     step = json.loads((model / "trainer_state.json").read_text())["global_step"]
-    waiting = ("embeddings.",) if step > 4 else ("embeddings.", "encoder.layer.0.")
+    frozen = ("embeddings.",) if step > 4 else ("embeddings.", "encoder.layer.0.")
     trained = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
-    assert trained == {name for name in before if not name.startswith(waiting)}
+    assert trained == {name for name in before if not name.startswith(frozen)}
     assert "1 of 4 groups stay frozen for all 6 steps" in runs_of(way).with_suffix(".err").read_text(encoding="utf-8")
 
 
-def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:
-    """Of the run's own checkpoints: the weights after steps 1 to 3, averaged again by hand."""
+def test_the_average_is_evaluated_and_saved(runs_of: Runs) -> None:
+    """Compared with the average of the weights in the checkpoints of steps 1 to 3."""
     run = runs_of("single") / "each step"
     weights = []
     for step in range(1, 4):
@@ -164,8 +162,8 @@ def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:
 @pytest.mark.parametrize("way", ["zero2 x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
 def test_the_average_moves_to_another_strategy(way: str, runs_of: Runs, tmp_path: Path) -> None:
     checkpoint, expected = runs_of(way) / "weights again/checkpoints/step-00000003", runs_of("single") / "weights"
-    given = json.loads((runs_of("single") / "jobs.json").read_text(encoding="utf-8"))
-    job = next(job for job in given if job[-3] == str(expected))
+    jobs = json.loads((runs_of("single") / "jobs.json").read_text(encoding="utf-8"))
+    job = next(job for job in jobs if job[-3] == str(expected))
     job[-3] = tmp_path / "moved"
     run_jobs(tmp_path, [], [[*job, "--resume", checkpoint]])
     assert losses_of(tmp_path / "moved") == pytest.approx(losses_of(expected)[-3:], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Whole jobs: every kind of label, the best model kept and loaded again, prediction of files."""
+"""Complete jobs: every kind of label, the best model, prediction of files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEW = ["--max_steps", "4", "--global_batch_size", "12", "--per_device_batch_size
 
 
 def write_rows(path: Path, kind: str, count: int = 61) -> Path:
-    """Short texts of uneven length; labels that follow from the words."""
+    """Short texts of uneven length, with labels computed from the words."""
     generator = random.Random(5)
     rows = []
     for _ in range(count):
@@ -51,8 +51,8 @@ def labelled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
     jobs = []
     for kind in EXPECTED:
         (root / kind).mkdir()
-        data, held_back = write_rows(root / kind / "rows.jsonl", kind), write_rows(root / kind / "test.jsonl", kind, 23)
-        files = ["--train_file", data, "--test_file", held_back, "--model_name_or_path", tiny_model]
+        data, test_rows = write_rows(root / kind / "rows.jsonl", kind), write_rows(root / kind / "test.jsonl", kind, 23)
+        files = ["--train_file", data, "--test_file", test_rows, "--model_name_or_path", tiny_model]
         jobs.append(["recipes.cls", *files, *FEW, "--output_dir", root / kind / "run"])
     run_jobs(root, WAYS["ddp x2"], jobs, pages=True)
     return root
@@ -61,13 +61,13 @@ def labelled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_every_kind_of_label(kind: str, labelled: Path) -> None:
-    run, held_back = labelled / kind / "run", labelled / kind / "test.jsonl"
+    run, test_rows = labelled / kind / "run", labelled / kind / "test.jsonl"
     last = lines_of(run / "eval.jsonl")[-1]
     assert set(last) == {"step", "split", "num_samples", "loss"} | EXPECTED[kind]
     assert (last["split"], last["num_samples"]) == ("test", 23)
     lines = lines_of(run / "predictions.jsonl")
     assert [line["id"] for line in lines] == list(range(23))
-    truth = [json.loads(line)["label"] for line in held_back.read_text().splitlines()]
+    truth = [json.loads(line)["label"] for line in test_rows.read_text().splitlines()]
     assert [line["label"] for line in lines] == (
         truth if "label" in kind or "class" in kind else pytest.approx(np.array(truth))
     )
@@ -88,8 +88,8 @@ def test_every_kind_of_label(kind: str, labelled: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
-def test_the_best_model_is_kept_and_evaluated_again(way: str, tmp_path: Path, tiny_model: Path) -> None:
-    """Training goes on after the best evaluation; what is left is the best, and its numbers are its own."""
+def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_model: Path) -> None:
+    """Training continues after the best evaluation, and ends with the best model and its metrics."""
     data, run = write_rows(tmp_path / "rows.jsonl", "six classes"), tmp_path / "run"
     settings = ["--metric_for_best_model", "f1_macro", "--early_stopping_patience", "3", "--eval_every", "1"]
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]

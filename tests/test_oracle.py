@@ -1,7 +1,7 @@
-"""recipes/cls.py against two trainings that know nothing of this toolkit: a plain loop, and transformers' Trainer.
+"""recipes/cls.py compared with two trainings without this toolkit: a plain loop, and transformers' Trainer.
 
-All three start from the same weights and read the same rows in the same order. The order is written out here: each
-epoch is `numpy.random.default_rng([seed, epoch]).permutation(rows)`, cut into global batches.
+All three start from the same weights and read the same rows in the same order: each epoch is
+`numpy.random.default_rng([seed, epoch]).permutation(rows)`, split into global batches.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(reviews: Rows, start: Path) -> list[dict[str, torch.Tensor]]:
-    """What each step reads, as one batch."""
+    """The global batch of each step."""
     epochs = [np.random.default_rng([SEED, epoch]).permutation(ROWS) for epoch in range(2)]
     order = [epoch[at : at + BATCH] for epoch in epochs for at in range(0, ROWS, BATCH)][:STEPS]
-    tokenizer, found = AutoTokenizer.from_pretrained(start), []
+    tokenizer, encoded_batches = AutoTokenizer.from_pretrained(start), []
     for rows in order:
         texts = [reviews[row][0] for row in rows]
         encoded = tokenizer(texts, truncation=True, max_length=MAX_LENGTH, padding=True, return_tensors="pt")
-        found.append({**encoded, "labels": torch.tensor([reviews[row][1] for row in rows])})
-    return found
+        encoded_batches.append({**encoded, "labels": torch.tensor([reviews[row][1] for row in rows])})
+    return encoded_batches
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,13 @@ def plain(reviews: Rows, start: Path) -> list[tuple[float, float]]:
 
 
 def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of a plain PyTorch loop; `weight` is that of each class."""
+    """(loss, gradient norm) of each step of a plain PyTorch loop; `weight`: of each class."""
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32).to(DEVICE).train()
-    whole = [weight for name, weight in model.named_parameters() if "bias" in name or "LayerNorm" in name]
-    decayed = [weight for name, weight in model.named_parameters() if not ("bias" in name or "LayerNorm" in name)]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": DECAY}, {"params": whole, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": DECAY}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups["bias" in name or "LayerNorm" in name]["params"].append(parameter)
     optimizer = torch.optim.AdamW(groups, lr=RATE)
-    found = []
+    steps = []
     for step, batch in enumerate(batches(reviews, start)):
         for group in optimizer.param_groups:
             group["lr"] = RATE * (step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
@@ -87,8 +87,8 @@ def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
-    return found
+        steps.append((loss.item(), norm.item()))
+    return steps
 
 
 def write(path: Path, rows: Rows) -> Path:
@@ -106,7 +106,7 @@ def test_the_recipe_trains_as_a_plain_loop_does(
 
 
 def test_class_weights_are_those_of_torchs_cross_entropy(reviews: Rows, start: Path, tmp_path: Path) -> None:
-    """Over the whole global batch, though a micro-batch holds a third of it: the sum of weights is no micro-batch's."""
+    """Over the whole global batch, of which a micro-batch is a third."""
     weight = torch.tensor([3.0, 0.7], device=DEVICE)
     expected = [pytest.approx(pair, rel=CLOSE) for pair in plain_loop(reviews, start, weight)]
     assert trained(6, reviews, start, tmp_path, "--class_weights", "0=3,1=0.7") == expected
@@ -131,12 +131,12 @@ def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: 
 
 
 class FixedOrder(Trainer):
-    """transformers' Trainer on given batches; keeps each step's loss unrounded."""
+    """transformers' Trainer on fixed batches; stores the unrounded loss of each step."""
 
-    given: list[dict[str, torch.Tensor]]
+    batches: list[dict[str, torch.Tensor]]
 
     def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(self.given, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
 
     def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
         loss = super().training_step(*arguments, **options)
@@ -147,7 +147,6 @@ class FixedOrder(Trainer):
 def test_transformers_trainer_trains_as_the_plain_loop_does(
     reviews: Rows, start: Path, plain: list[tuple[float, float]], tmp_path: Path
 ) -> None:
-    """And so as the recipe does."""
     options = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=RATE,
         weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", max_grad_norm=CLIP, seed=SEED,
@@ -155,7 +154,7 @@ def test_transformers_trainer_trains_as_the_plain_loop_does(
     )  # fmt: skip
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
     trainer = FixedOrder(model, options)
-    trainer.given = batches(reviews, start)
+    trainer.batches = batches(reviews, start)
     trainer.train()
     assert trainer.losses == pytest.approx([loss for loss, _ in plain], rel=CLOSE)
     assert not any(map(math.isnan, trainer.losses))

@@ -1,4 +1,4 @@
-"""Every optional term of a training, alone and with each other one: equal losses under every strategy, or one line."""
+"""Every optional term of a training, alone and in pairs: equal losses under every strategy, or one error line."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ SECOND_PASS = [pair for pair in PAIRS if {"r_drop", "fgm"} & set(pair) and {"rec
 BF16 = [*ALONE, ("r_drop", "fgm"), *SECOND_PASS]
 SETS = {"alone": (ALONE, "no"), "pairs": (PAIRS, "no"), "bf16": (BF16, "bf16"), "fp32": (BF16, "no")}
 SHARDED = [way for way in WAYS if way not in ("single", "ddp x3")]
-OFTEN = ("ddp x2", "zero3 x2")  # zero3 alone gathers weights in hooks, for each pass
+OFTEN = ("ddp x2", "zero3 x2")  # zero3 gathers weights in hooks, in each pass
 Runs = Callable[[str, str], Path]
 
 
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Runs:
-    """(A way to start, a name of SETS) -> the folder with its runs; each way is started once."""
+    """(way to start, name in SETS) -> the folder with its runs; each way is started once."""
     folder = tmp_path_factory.mktemp("terms")
     table = pd.read_csv(reviews)
     table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
@@ -79,7 +79,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
 
 
 def differing(runs: Path, expected: Path, sets: list[tuple[str, ...]]) -> list[str]:
-    """The sets of terms whose losses, gradient norms or evaluations are not those expected, to 1e-5."""
+    """The sets of terms whose losses, gradient norms or evaluations differ by more than 1e-5."""
     wrong = []
     for terms in sets:
         name = "+".join(terms)
@@ -115,7 +115,7 @@ def test_each_pair_of_terms(way: str, runs_of: Runs) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", *SHARDED])
 def test_each_term_in_bf16(way: str, runs_of: Runs) -> None:
-    """By autocast; as near to fp32 as bf16 is."""
+    """By autocast; within 1 % of fp32."""
     for terms in BF16:
         losses, expected = (
             losses_of(runs / "+".join(terms)) for runs in (runs_of(way, "bf16"), runs_of("single", "fp32"))
