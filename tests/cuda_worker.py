@@ -1,10 +1,10 @@
-"""Runs recipes on "cuda" with a CUDA build of torch and no GPU: under FakeTensorMode tensors have a shape and a device.
+"""Runs recipes on "cuda" with a CUDA build of torch and no GPU, by tensors without data (FakeTensorMode).
 
     python tests/cuda_worker.py JOBS.json NOTES.json
 
-As tests/meta_worker.py, with what only CUDA has: autocast, fp16's loss scale, fused AdamW, texts padded to multiples of
-8, BigBird's `auto` attention. A placement error or a wait for the device raises. What does not run without a driver is
-the backward pass ("hasPrimaryContext"): here it gives every trained weight a gradient of zeros.
+As tests/meta_worker.py, with CUDA's code paths: autocast, fp16's loss scale, fused AdamW, texts padded to multiples of
+8, BigBird's `auto` attention. Wrong devices and synchronizations raise. The backward pass needs a driver
+("hasPrimaryContext"): here it sets gradients of zeros.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def give_gradients(accelerator: Any, loss: torch.Tensor) -> None:
 
 
 class CollateHere:
-    """`Ahead` without its thread, which no mode would reach."""
+    """`Ahead` without its thread, in which modes are not active."""
 
     def __init__(self, device: Any) -> None:
         pass
@@ -69,7 +69,7 @@ class CollateHere:
 
 
 def pretend() -> None:
-    """What asks the driver."""
+    """Replaces functions that need the driver."""
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *options: True

@@ -1,4 +1,4 @@
-"""recipes/cls.py, a job of tests/jobs_worker.py: in fp16 the gradient of two steps overflows on one process alone."""
+"""recipes/cls.py with fp16 gradients that overflow in two steps, on one process only; for tests/jobs_worker.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         from deepspeed.accelerator import get_accelerator
 
-        kind = type(get_accelerator())  # on a CPU without fp16 it is only slow
+        kind = type(get_accelerator())  # CPUs without fp16 emulate it
         kind.is_fp16_supported = lambda _: True
         kind.supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
     step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run.resume, 0

@@ -1,10 +1,10 @@
-"""Runs recipes on torch's `meta` device, which stands in for a GPU: steps, a log line, an evaluation's first batch.
+"""Runs recipes on torch's `meta` device in place of a GPU: steps, a log line, an evaluation's first batch.
 
     python tests/meta_worker.py JOBS.json NOTES.json
 
 JOBS.json: name -> [module, words...]. NOTES.json: name -> {"error": traceback, "computing": [...], "evaluating":
-[...]}, what in each part read a CPU tensor beside one of the device, or copied numbers to it. What a GPU would have to
-be waited for (`.item()`, `.cpu()`, `bool()`, `nonzero`) raises on `meta` by itself.
+[...]}, the operators in each part that mix tensors of the CPU and the device, or copy numbers to the device. What
+synchronizes with a GPU (`.item()`, `.cpu()`, `bool()`, `nonzero`) raises on `meta`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from toolkit.training.steps import Steps
 
 DEVICE = torch.device("meta")
 MODE: Any = contextlib.nullcontext()
-"""What the device's operators run in."""
+"""Active while the device computes."""
 make_accelerator, begin, log = launch.make_accelerator, Steps.__iter__, Run.log
 
 
 class Traced(BaseException):
-    """The evaluation's first batch is computed."""
+    """Raised after the evaluation's first batch."""
 
 
 class Crossings(TorchDispatchMode):
-    """Notes operators that read a CPU tensor of more than one number beside the device's, or copy one to it."""
+    """Notes operators on the device that read a CPU tensor of more than one number, or copy one to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Crossings(TorchDispatchMode):
 
     def note(self, name: str) -> None:
         where = _caller()
-        # a log line may copy, and texts do; BigBird's tables are made and copied once for each pattern
+        # log lines and batches may copy; BigBird's tables are copied once per pattern
         if self.part in self.notes and not where.startswith(("batches.py:", "plan.py:")):
             self.notes[self.part].append(f"{name} in {where}")
 
@@ -82,7 +82,7 @@ class Crossings(TorchDispatchMode):
 
 
 class Copies(TorchFunctionMode):
-    """Notes tensors made of numbers: a copy on a GPU, and no operator on `meta`."""
+    """Notes tensors made from numbers: a copy on a GPU, but not an operator on `meta`."""
 
     def __init__(self, crossings: Crossings) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Copies(TorchFunctionMode):
 
 
 def _on_cpu(tensor: torch.Tensor, function: Any) -> bool:
-    """A single number on the CPU is an argument of a kernel, unless it is copied."""
+    """A single number on the CPU is a kernel's argument, unless it is copied."""
     return tensor.device.type == "cpu" and (tensor.dim() > 0 or "copy" in function.name())
 
 
@@ -107,18 +107,18 @@ def _caller() -> str:
 
 
 def accelerator_on_device(*arguments: Any) -> Accelerator:
-    accelerator = make_accelerator(*arguments, device_placement=False)  # the model is there already
+    accelerator = make_accelerator(*arguments, device_placement=False)  # the model is on the device already
     move_to(DEVICE, accelerator)
     return accelerator
 
 
 def move_to(device: torch.device, accelerator: Accelerator) -> None:
-    # each new AcceleratorState takes over what PartialState holds
+    # new AcceleratorStates copy PartialState
     accelerator.state.device = PartialState().device = device
 
 
 def on_cpu(compute: Any) -> Any:
-    """What comes before training and needs numbers: a teacher's answers."""
+    """For computations before training that need numbers: a teacher's logits."""
 
     def compute_on_cpu(accelerator: Accelerator, *arguments: Any) -> Any:
         move_to(torch.device("cpu"), accelerator)
@@ -130,7 +130,7 @@ def on_cpu(compute: Any) -> Any:
 
 
 def gather_numbers(_: Accelerator, sent: torch.Tensor) -> Any:
-    """What a log line reads on the host: 1, and no stop signal."""
+    """For log lines: ones, and no stop signal."""
     assert sent.device == DEVICE
     return SimpleNamespace(tolist=lambda: [[1.0, 0.0, *[1.0] * (sent.shape[1] - 2)]])
 
@@ -187,7 +187,7 @@ def trace(module: str, words: list[str]) -> dict[str, Any]:
 
 
 def allow_flex_attention() -> None:
-    """It refuses a device that it has no kernel for, and asks every mode what it makes of it; its formula runs here."""
+    """It rejects devices without a kernel, and needs an implementation for each mode; here its formula runs."""
     torch.compiler.set_stance("force_eager")
     flex._validate_device = lambda *tensors: None
     for operator in (flex_attention, flex_attention_backward):
@@ -199,7 +199,7 @@ def main() -> None:
     padding_free.check_logits = lambda *words: None  # it compares numbers
     PackedCollator.prepare_model = in_mode(PackedCollator.prepare_model)  # type: ignore[method-assign]
     allow_flex_attention()
-    # a search for titles asks after each token whether all have ended
+    # beam search synchronizes after each token
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     title: Any = importlib.import_module("recipes.title")

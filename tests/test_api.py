@@ -1,4 +1,4 @@
-"""docs/api.md: what `import toolkit` offers, and its examples, in a plain process and under notebook_launcher."""
+"""docs/api.md: the names that `import toolkit` offers, and the examples, in one process and by notebook_launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_both_languages_show_the_same_examples() -> None:
     assert len(examples(PAGES[0])) == 5
 
 
-def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> None:
+def test_all_names_exist_and_import_toolkit_is_light() -> None:
     heavy = "{'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)"
     code = f"import sys, toolkit; assert 'Run' in dir(toolkit); sys.exit(' '.join({heavy}) or 0)"
     done = start([sys.executable, "-c", code])
@@ -51,7 +51,7 @@ def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> 
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs of the page's two calls."""
+    """A folder with the runs of the page's two calls of `train`."""
     folder = tmp_path_factory.mktemp("api")
     _, train, plain, notebook, _ = examples(PAGES[0])
     for name, call in (("plain", plain), ("notebook", notebook)):
@@ -65,7 +65,7 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.multiprocess
-def test_parts_of_it_in_a_loop_of_ones_own(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     """Six steps in one process; three in two processes, continued in one from their checkpoint: the same losses."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     edit_json(model / "config.json", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -86,10 +86,10 @@ def test_parts_of_it_in_a_loop_of_ones_own(tiny_model: Path, reviews: Path, tmp_
         assert done.out.count("of 101 rows") == 1
         return [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.out)]
 
-    whole = losses("one", [sys.executable], 6)
-    assert len(whole) == 6
-    assert losses("two", several, 3) == pytest.approx(whole[:3], rel=1e-5)
-    assert losses("two", [sys.executable], 6) == pytest.approx(whole[3:], rel=1e-5)
+    expected = losses("one", [sys.executable], 6)
+    assert len(expected) == 6
+    assert losses("two", several, 3) == pytest.approx(expected[:3], rel=1e-5)
+    assert losses("two", [sys.executable], 6) == pytest.approx(expected[3:], rel=1e-5)
 
 
 @pytest.mark.multiprocess
@@ -115,12 +115,11 @@ def test_predict_evaluate_and_convert(
     rows = pd.read_csv(reviews)
     known = lines_of(run / "predictions.jsonl")
     texts = [rows["text"][line["id"]] for line in known]
-    found = toolkit.predict(run / "model", texts, per_device_batch_size=7)
-    assert [line["prediction"] for line in found] == [line["prediction"] for line in known]
-    numbers = toolkit.evaluate(run / "model", texts, [line["label"] for line in known])
-    wanted = lines_of(run / "eval.jsonl")[-1]
-    assert numbers == {name: wanted[name] for name in numbers}
-    assert {"accuracy", "f1_macro", "per_class"} <= set(numbers)
+    answers = toolkit.predict(run / "model", texts, per_device_batch_size=7)
+    assert [line["prediction"] for line in answers] == [line["prediction"] for line in known]
+    metrics = toolkit.evaluate(run / "model", texts, [line["label"] for line in known])
+    assert metrics.items() <= lines_of(run / "eval.jsonl")[-1].items()
+    assert {"accuracy", "f1_macro", "per_class"} <= set(metrics)
     for count, truth in ((2, ["pos"]), (0, [])):
         with pytest.raises(UserError, match=f"{count} texts and {len(truth)} labels"):
             toolkit.evaluate(run / "model", texts[:count], truth)
@@ -139,23 +138,23 @@ def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
 
 
 def test_texts_of_every_kind_are_predicted(model: Path, no_launcher: None) -> None:
-    """Whatever holds them, in their order; of pairs the second text counts."""
+    """In any sequence, in order; for pairs the second text matters."""
     texts = ["good film", "dull book, very bad", "the room"]
-    wanted = toolkit.predict(model, texts)
+    expected = toolkit.predict(model, texts)
     frame = pd.DataFrame({"text": texts}, index=[7, 7, 1])
     for same in (tuple(texts), frame["text"], frame["text"].astype("category"), np.array(texts),
                  datasets.Dataset.from_pandas(frame)["text"]):  # fmt: skip
-        assert toolkit.predict(model, same) == wanted
+        assert toolkit.predict(model, same) == expected
     pairs = [(text, "price") for text in texts]
-    found = toolkit.predict(model, pairs)
-    assert found == toolkit.predict(model, list(map(list, pairs)))
-    assert [line["probabilities"] for line in found] != [line["probabilities"] for line in wanted]
+    answers = toolkit.predict(model, pairs)
+    assert answers == toolkit.predict(model, list(map(list, pairs)))
+    assert [line["probabilities"] for line in answers] != [line["probabilities"] for line in expected]
     assert toolkit.predict(model, []) == []
     with pytest.warns(UserWarning, match=r"2 of 3 rows .*\(rows 2, 3\)"):
         assert len(toolkit.predict(model, ["good", " ", ""])) == 3
 
 
-def test_what_is_no_text_is_refused(model: Path, no_launcher: None) -> None:
+def test_anything_but_texts_is_refused(model: Path, no_launcher: None) -> None:
     """Not the characters of a string, the names of columns, or "None"."""
     frame = pd.DataFrame({"text": ["good"], "label": ["a"]})
     for wrong, named in (("good", "str"), (b"good", "bytes"), (None, "NoneType"), (frame, "DataFrame"), (3, "int"),
@@ -172,7 +171,7 @@ def test_what_is_no_text_is_refused(model: Path, no_launcher: None) -> None:
     (model.parent / "config.json").unlink()
 
 
-def test_an_empty_text_on_the_command_line_has_the_warning_too(model: Path) -> None:
+def test_an_empty_text_on_the_command_line_causes_the_warning(model: Path) -> None:
     done = start(["toolkit", "predict", model, "--text", "good", "--text", ""]).succeeded()
     assert "1 of 2 rows have an empty text (rows 2)" in done.err
     assert len(done.out.splitlines()) == 2

@@ -1,4 +1,4 @@
-"""Issue 13, 6: the architectures that people use, each through recipes/cls.py: docs/models.md has the table."""
+"""Architectures that people use, each with recipes/cls.py; docs/models.md has the table."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from toolkit.errors import UserError
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
-EVERY, FEW = tuple(ARCHITECTURES), ("ALBERT", "GTE", "Qwen3, LoRA")  # few: of the run that is not slow
+EVERY, FEW = tuple(ARCHITECTURES), ("ALBERT", "GTE", "Qwen3, LoRA")  # FEW: in the test that is not slow
 # each way resumes the checkpoints of the one before it
 SHARDED = {"ddp x2": "single", "zero2 x2": "ddp x2", "zero3 x2": "zero2 x2", "fsdp2 x2": "zero3 x2"}
 COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "other", "--dropout", 0, "--report_to",
           "none", "--global_batch_size", 10, "--per_device_batch_size", 3, "--max_steps", 4, "--eval_every", 2,
           "--checkpoint_every", 2, "--keep_checkpoints", 9, "--learning_rate", "1e-3"]  # fmt: skip
-# a resumed run recomputes activations, too
+# resumed runs use gradient checkpointing, too
 PLAIN, RESUMED, BF16 = "plain", "resumed", "bf16"
 NO_RECOMPUTATION = {"ALBERT"}
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -104,7 +104,7 @@ def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
 
 
 def assert_converts(run: Path, out: Path) -> None:
-    """The best checkpoint becomes what model/ holds; transformers has a place for each tensor, and lacks none."""
+    """The best checkpoint converts to the tensors of model/, which are those that transformers expects."""
     lora = (run / "adapter").exists()
     convert(ConvertSettings(run / "checkpoints" / "best", out, merge_lora=lora))
     expected, found = load_file(run / "model" / "model.safetensors"), load_file(out / "model.safetensors")
@@ -140,7 +140,7 @@ def test_a_few(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
 def test_one_process(name: str, runs_of: Runs, rows: Path, tmp_path: Path) -> None:
     folder = runs_of("single", EVERY) / name
     losses = losses_of(folder / PLAIN)
-    assert max(losses) - min(losses) > 0.001  # a run whose losses stand still would agree with anything
+    assert max(losses) - min(losses) > 0.001  # constant losses would agree with anything
     assert_converts(folder / PLAIN, tmp_path / "out")
     assert_predicts(folder / PLAIN, rows, tmp_path / "rows.jsonl")
     assert_same(folder / RESUMED, folder / PLAIN)
@@ -162,7 +162,7 @@ def test_ways_agree(way: str, name: str, runs_of: Runs, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_table(runs_of: Runs) -> None:
-    """docs/models.md has a row for each architecture; TOOLKIT_WRITE_TABLE=1 writes what was measured into it."""
+    """docs/models.md has a row for each architecture; TOOLKIT_WRITE_TABLE=1 writes the measured differences."""
     folders = {way: runs_of(way, EVERY) for way in ("single", *SHARDED)}
     lines = [f"| {name} | {' | '.join(_cells(name, folders))} |\n" for name in ARCHITECTURES]
     used = ", ".join(f"{library} {version(library)}" for library in LIBRARIES)
@@ -177,7 +177,7 @@ def test_the_table(runs_of: Runs) -> None:
 
 
 def _cells(name: str, folders: dict[str, Path]) -> list[str]:
-    """The largest relative difference of any loss from one process in fp32, for each way; of bf16, in all ways."""
+    """The largest relative difference of a loss from one process in fp32, for each way; in bf16, for all ways."""
     expected = losses_of(folders["single"] / name / PLAIN)
 
     def largest(runs: Sequence[Path]) -> str:
@@ -189,7 +189,7 @@ def _cells(name: str, folders: dict[str, Path]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["BERT", "GTE", "NomicBERT"])  # the last two have other names on the hub
-def test_the_best_weights_come_back(name: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_saving_and_loading_weights(name: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model, tokenizer = _loaded(model_of(name))
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -211,20 +211,22 @@ def _loaded(folder: Path, **settings: Any) -> tuple[Any, Any]:
     return load_classifier(given, labels, seed=1), load_tokenizer(given)
 
 
-def test_what_does_not_work_says_so(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_unsupported_models(model_of: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not support --gradient_checkpointing"):
         _loaded(model_of("ALBERT"), gradient_checkpointing=True)
     folder = shutil.copytree(model_of("GTE"), tmp_path / "new")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    own = {"AutoConfig": "configuration.NewConfig", "AutoModelForSequenceClassification": "modeling.NewModel"}
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "new", "auto_map": own}), encoding="utf-8")
+    auto_map = {"AutoConfig": "configuration.NewConfig", "AutoModelForSequenceClassification": "modeling.NewModel"}
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "new", "auto_map": auto_map}), encoding="utf-8"
+    )
     with pytest.raises(UserError, match="needs its own Python code, which is not executed") as caught:
         _loaded(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Otherwise its head, which reads each text's last token, could not tell it from padding."""
+    """Its head reads the last token before padding."""
     model, tokenizer = _loaded(model_of("Qwen3"))
     assert AutoConfig.from_pretrained(model_of("Qwen3")).pad_token_id is None
     assert model.config.pad_token_id == tokenizer.pad_token_id
@@ -235,7 +237,7 @@ def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path
         together = model.eval()(**both).logits
         apart = torch.cat([model(**each).logits for each in alone])
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
-    # a classifier that another tool has saved may lack it, too
+    # a classifier saved by another tool may lack it
     model.config.pad_token_id = None
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""CUDA's own paths without a GPU, with a CUDA build of torch: `make test-cuda-trace`, by tests/cuda_worker.py."""
+"""CUDA code paths without a GPU, with a CUDA build of torch: `make test-cuda-trace`, by tests/cuda_worker.py."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ pytestmark = [
         torch.version.cuda is None or torch.cuda.is_available(), reason="needs a CUDA build of torch, and no GPU"
     ),
 ]
-# No FGM and no flex_attention: their forward passes take gradients, and the backward pass asks the driver
+# without FGM and flex_attention: their forward passes compute gradients, which needs the driver
 GATHERED = [*LONG, "--attn_implementation", "gathered"]
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "cls": ("cls", CLASSES),
     "cls regularized": ("cls", [*CLASSES, "--r_drop_alpha", 1, "--ema_decay", 0.9, "--loss", "focal"]),
     "cls lora": ("cls", [*CLASSES, "--lora_r", 2, "--gradient_checkpointing", "--class_weights", "balanced"]),
     "cls padding free": ("cls", [*CLASSES, "--padding_free"]),
-    "cls padding free, no dropout": (
-        "cls",
-        [*CLASSES, "--padding_free", "--dropout", 0, "--max_tokens_per_batch", 300],
-    ),
+    "cls padding free, no dropout":
+        ("cls", [*CLASSES, "--padding_free", "--dropout", 0, "--max_tokens_per_batch", 300]),
     "cls unclipped": ("cls", [*CLASSES, "--max_grad_norm", 0]),
     "bigbird": ("bigbird", GATHERED),
     "bigbird full": ("bigbird", [*LONG, "--attn_implementation", "full", "--ema_decay", 0.9]),
     "title": ("title", ["--attn_implementation", "gathered"]),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,5 +47,5 @@ def notes(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, files: dic
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
 @pytest.mark.parametrize("job", JOBS)
 def test_a_step_and_an_evaluation_stay_on_cuda(job: str, precision: str, notes: dict[str, Any]) -> None:
-    found = notes[f"{job}, {precision}"]
-    assert found == CLEAN, found["error"]
+    noted = notes[f"{job}, {precision}"]
+    assert noted == CLEAN, noted["error"]

@@ -1,4 +1,4 @@
-"""fp16: a step whose gradient overflows is skipped by all that counts steps, under every strategy and over a resume."""
+"""fp16: schedule, optimizer and average skip a step whose gradient overflows, also in a resumed run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SKIPPED = (IN_THE_LOSS, IN_A_SHARD)
 
 
 def jobs(folder: Path, model: Path, reviews: Path) -> list[list[Any]]:
-    """A run, and one that goes on from its checkpoint after the first skipped step."""
+    """A run, and one that resumes from its checkpoint after the first skipped step."""
     settings = ["tests.fp16_jobs", "--model_name_or_path", model, "--train_file", reviews, "--mixed_precision", "fp16",
                 "--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9,
                 "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", RATE, "--warmup_steps",
@@ -47,7 +47,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: 
 
 
 def learning_rates() -> list[float]:
-    """By `transformers`, of a schedule that stands still where an update is skipped."""
+    """By `transformers`, for a schedule that does not step where an update is skipped."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS)
     rates = []
@@ -64,12 +64,17 @@ def last(run: Path) -> CheckpointReader:
 
 
 def tensors(reader: CheckpointReader, key: str) -> dict[str, torch.Tensor]:
-    kept = reader.weights if key == "weight" else {name: each[key] for name, each in reader.optimizer_state.items()}
-    return {name: torch.frombuffer(stored.read(0, stored.count), dtype=torch.float32) for name, stored in kept.items()}
+    stored_tensors = (
+        reader.weights if key == "weight" else {name: each[key] for name, each in reader.optimizer_state.items()}
+    )
+    return {
+        name: torch.frombuffer(stored.read(0, stored.count), dtype=torch.float32)
+        for name, stored in stored_tensors.items()
+    }
 
 
 def assert_skipped(folder: Path, single: Path) -> None:
-    """Of both runs: by the schedule, the optimizer, the averages and the scale, as in one process."""
+    """In both runs, by the schedule, the optimizer, the average and the scale, as in one process."""
     for name, first in (("whole", 0), ("resumed", SAVED_AT)):
         lines = lines_of(folder / name / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(first + 1, STEPS + 1))
@@ -90,16 +95,14 @@ def assert_skipped(folder: Path, single: Path) -> None:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "single" else pytest.mark.multiprocess)
                                  for way in WAYS if way != "ddp x3"])  # fmt: skip
-def test_what_counts_steps_does_not_count_skipped_ones(
-    way: str, single: Path, tmp_path: Path, tiny_model: Path, reviews: Path
-) -> None:
+def test_skipped_steps_are_not_counted(way: str, single: Path, tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
     folder = single if way == "single" else run(way, tmp_path, tiny_model, reviews)
     assert_skipped(folder, single)
 
 
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 15), ("bf16", 0)])
 def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
-    """After 16 steps a scale of 2**16 is 1: it is not the scale that makes it infinite."""
+    """After 16 skipped steps the scale is 1, so the scale is not the cause."""
     steps: Any = SimpleNamespace(skipped=0, accelerator=SimpleNamespace(mixed_precision=precision))
     step = Step(steps, 1, np.arange(2), 2, 2.0, _losses=[torch.ones(2)], _ids=[torch.arange(2)])
     step.metrics = SimpleNamespace(step=1, loss=0.7, grad_norm=math.inf, learning_rate=1e-3)  # type: ignore[assignment]

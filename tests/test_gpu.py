@@ -1,6 +1,6 @@
-"""What needs a GPU, and one is enough for most: `make test-gpu`. Each strategy runs on NCCL, as far as devices go.
+"""Tests on GPUs (`make test-gpu`), with NCCL; one GPU is enough for most.
 
-TOOLKIT_REHEARSE_GPU_TESTS=1 runs them on a CPU and gloo instead, to see that the tests themselves work.
+TOOLKIT_REHEARSE_GPU_TESTS=1 runs them on a CPU and gloo instead, to check the tests.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests import test_fp16
 from tests import test_half_precision as half
+from tests.jobs_worker import write_jobs
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
 from toolkit.models.bigbird import attention as ways
@@ -32,7 +33,7 @@ pytestmark = [
 ]
 COUNTS = sorted({1, min(2, DEVICES), DEVICES} - {0}) if not REHEARSAL else [1]
 FILES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
-WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the script, words behind it)
+WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the script, words after it)
     f"ddp x{count}": (["torchrun", "--nproc_per_node", str(count)], []) for count in COUNTS
 } | {
     f"{name} x{count}": (
@@ -45,12 +46,11 @@ FULL, HALF = ["--max_steps", 12], ["--max_steps", 6, "--checkpoint_every", 6]
 EXACT = ["--mixed_precision", "no"]
 
 
-def run(folder: Path, words: tuple[list[str], list[str]], jobs: list[list[Any]]) -> str:
-    """Starts one group of processes for all `jobs`, as tests/jobs_worker.py reads them, and returns what it said."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
-    # not from the fork server: a process that has seen the GPU cannot be forked
-    command = [*words[0], "tests/jobs_worker.py", folder / "jobs.json", *words[1]]
+def run(folder: Path, way: str, jobs: list[list[Any]]) -> str:
+    """Runs all jobs in one group of processes (`single`, or one of WAYS), and returns its standard error."""
+    before, after = WAYS.get(way, ([sys.executable], []))
+    # not from the fork server: a process that has used the GPU cannot be forked
+    command = [*before, "tests/jobs_worker.py", write_jobs(folder, jobs), *after]
     return start(command, seconds=500, fresh=True).succeeded().err
 
 
@@ -69,8 +69,8 @@ def cls(tiny_model: Path, reviews: Path) -> list[Any]:
 def single(tmp_path_factory: pytest.TempPathFactory, cls: list[Any]) -> Path:
     """One process, in float32: a whole run, and half of one."""
     folder = tmp_path_factory.mktemp("gpu")
-    run(folder, ([sys.executable], []), [[*cls, *EXACT, *FULL, "--output_dir", folder / "full"],
-                                         [*cls, *EXACT, *HALF, "--output_dir", folder / "half"]])  # fmt: skip
+    run(folder, "single", [[*cls, *EXACT, *FULL, "--output_dir", folder / "full"],
+                           [*cls, *EXACT, *HALF, "--output_dir", folder / "half"]])  # fmt: skip
     assert_on_devices(folder / "full")
     return folder
 
@@ -79,8 +79,8 @@ def single(tmp_path_factory: pytest.TempPathFactory, cls: list[Any]) -> Path:
 def test_a_strategy_trains_resumes_and_converts(way: str, cls: list[Any], single: Path, tmp_path: Path) -> None:
     resumed = tmp_path / "resumed"
     shutil.copytree(single / "half", resumed, symlinks=True)  # `best` and `last` are links
-    run(tmp_path, WAYS[way], [[*cls, *EXACT, *FULL, "--checkpoint_every", 6, "--output_dir", tmp_path / "full"],
-                              [*cls, *EXACT, *FULL, "--output_dir", resumed]])  # fmt: skip
+    run(tmp_path, way, [[*cls, *EXACT, *FULL, "--checkpoint_every", 6, "--output_dir", tmp_path / "full"],
+                        [*cls, *EXACT, *FULL, "--output_dir", resumed]])  # fmt: skip
     assert_on_devices(tmp_path / "full")
     expected = losses_of(single / "full")
     assert losses_of(tmp_path / "full") == pytest.approx(expected, rel=1e-4)
@@ -98,12 +98,11 @@ def test_a_strategy_trains_resumes_and_converts(way: str, cls: list[Any], single
 
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
 def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, tmp_path: Path) -> None:
-    """auto is bf16, fp16 or neither, as the GPU has it; its losses are near those of float32."""
+    """auto is bf16, fp16 or neither, by the GPU's capability; losses are close to those of float32."""
     jobs = [[*cls, *FULL, "--output_dir", tmp_path / "auto"]]
     if not REHEARSAL:
         jobs += [[*cls, *FULL, "--mixed_precision", "fp16", "--output_dir", tmp_path / "fp16"]]
-    said = run(tmp_path, WAYS.get(way, ([sys.executable], [])), jobs)
-    assert "mixed precision" in said
+    assert "mixed precision" in run(tmp_path, way, jobs)
     if DEVICES:
         capability = torch.cuda.get_device_capability()
         wanted = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "no"
@@ -114,7 +113,7 @@ def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, 
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
-    """`gradients(way)` -> the folder with a step of SGD in fp32 and in bf16, and one that moves nothing."""
+    """`gradients(way)` -> the folder with a step of SGD in fp32, in bf16, and with a learning rate near 0."""
 
     @functools.cache
     def run_way(way: str) -> Path:
@@ -124,7 +123,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, review
         jobs = [[*settings, *half.GRADIENT, "--mixed_precision", precision, "--output_dir", folder / precision]
                 for precision in ("no", "bf16")]  # fmt: skip
         jobs.append([*settings, *half.STILL, "--mixed_precision", "no", "--output_dir", folder / "still-1"])
-        run(folder, WAYS.get(way, ([sys.executable], [])), jobs)
+        run(folder, way, jobs)
         return folder
 
     return run_way
@@ -139,27 +138,27 @@ def test_gradients_in_bf16(way: str, gradients: Callable[[str], Path]) -> None:
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
     folder = tmp_path_factory.mktemp("fp16")
-    run(folder, ([sys.executable], []), test_fp16.jobs(folder, tiny_model, reviews))
+    run(folder, "single", test_fp16.jobs(folder, tiny_model, reviews))
     return folder
 
 
 @pytest.mark.parametrize("way", ["single", *WAYS])
-def test_fp16_skips_a_step_everywhere(
+def test_fp16_skips_a_step_on_all_ranks(
     way: str, skipping: Path, tiny_model: Path, reviews: Path, tmp_path: Path
 ) -> None:
-    """With a schedule that warms up, and a gradient that overflows on one rank alone."""
+    """During warmup; the gradient overflows on one rank only."""
     folder = skipping if way == "single" else tmp_path
     if way != "single":
-        run(folder, WAYS[way], test_fp16.jobs(folder, tiny_model, reviews))
+        run(folder, way, test_fp16.jobs(folder, tiny_model, reviews))
     assert assert_on_devices(folder / "whole")["mixed_precision"] == "fp16"
     test_fp16.assert_skipped(folder, skipping)
 
 
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
 def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, articles: Path, tmp_path: Path) -> None:
-    """Sparse attention at more than eight widths, and titles; their losses fall."""
+    """Sparse attention at more than eight widths, and titles."""
     more = ["--model_name_or_path", tiny_model, *SETTINGS, "--max_steps", 8, "--eval_every", 8]
-    run(tmp_path, WAYS.get(way, ([sys.executable], [])), [
+    run(tmp_path, way, [
         ["recipes.bigbird", "--train_file", long_reviews, *more, "--max_length", 1536, "--output_dir", tmp_path / "b"],
         ["recipes.title", "--train_file", articles, *more, "--output_dir", tmp_path / "t"],
     ])  # fmt: skip
@@ -173,8 +172,8 @@ def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, artic
 @pytest.mark.parametrize("attention", ["flex", "gathered"])
 @pytest.mark.parametrize("training", [True, False])
 def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
-    """More shapes of batches than the 129 that once ended a run; beyond torch's own limit of eight flex_attention would
-    make dense scores."""
+    """More shapes than the 129 at which a run has failed; beyond torch's limit of eight, flex_attention would build
+    dense scores."""
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = make(training=training, hidden_size=64, sharpness=5).cuda()
     model = fast(reference, attention)
@@ -189,21 +188,21 @@ def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
         assert 6 <= len(ways._compiles) <= 18
 
 
-def test_a_killed_run_goes_on(cls: list[Any], tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_killed_run_resumes(cls: list[Any], tmp_path: Path) -> None:
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     settings = [*cls[1:], *EXACT, "--max_steps", 60, "--checkpoint_every", 4]
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir"]
-    start([*command, whole]).succeeded()
+    start([*command, uninterrupted]).succeeded()
     process = begin([*command, killed])
     wait_for_steps(killed, 10)
     process.kill_session()
     assert len(losses_of(killed)) < 60
     start([*command, killed]).succeeded()
-    assert losses_of(killed) == pytest.approx(losses_of(whole), rel=1e-5)
+    assert losses_of(killed) == pytest.approx(losses_of(uninterrupted), rel=1e-5)
 
 
 def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
-    """`toolkit predict` gives on a GPU what the run's last evaluation said of its rows."""
+    """`toolkit predict` on a GPU gives the probabilities of the run's last evaluation."""
     out = tmp_path / "out.jsonl"
     shutil.copy(reviews, tmp_path / "rows.csv")
     words = ["predict", single / "full" / "model", tmp_path / "rows.csv", "--output", out]
@@ -215,6 +214,5 @@ def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
 
 
 def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:
-    run(tmp_path, ([sys.executable], []),
-        [[*cls, *EXACT, *FULL, "--torch_compile", "--output_dir", tmp_path / "run"]])  # fmt: skip
+    run(tmp_path, "single", [[*cls, *EXACT, *FULL, "--torch_compile", "--output_dir", tmp_path / "run"]])
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(single / "full"), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Promise 1 in bf16 and fp16: a step's gradient is as near to fp32's under every strategy as it is in one process."""
+"""Promise 1 in bf16 and fp16: gradients are as close to fp32's under every strategy as in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STILL = [*GRADIENT, "--learning_rate", "1e-20"]
 CURVE = ["--max_steps", 8, "--eval_every", 8, "--learning_rate", "2e-3", "--warmup_ratio", 0.25]
 COARSE = ["--half_precision_weights", "true"]
 WEIGHTS = "model.safetensors"
-# DeepSpeed has weights in fp16 only on CPUs that compute in it
+# DeepSpeed supports weights in fp16 only on CPUs that compute in it
 FP16_WEIGHTS = torch.ops.mkldnn._is_mkldnn_fp16_supported()
 Runs = Callable[..., Path]
 
@@ -57,13 +57,13 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
 
 
 def weights_of(run: Path) -> torch.Tensor:
-    """(N,) all of them, in float64."""
+    """All weights, (N,) float64."""
     weights = load_file(run / "model" / WEIGHTS)
     return torch.cat([weights[name].flatten() for name in sorted(weights)]).double()
 
 
 def error_of(run: Path, exact: Path) -> float:
-    """Of its gradient, relative to that in fp32."""
+    """Relative error of the gradient, compared with fp32."""
     begin = weights_of(exact.parent / "still-1")
     gradient, expected = weights_of(run) - begin, weights_of(exact) - begin
     return float((gradient - expected).norm() / expected.norm())
@@ -83,7 +83,7 @@ def test_bf16(way: str, runs_of: Runs) -> None:
     assert 0 < max(deviations[1]) < 1.5 * max(deviations[0])
     if (many / "coarse-4").is_dir():
         assert error_of(many / "coarse-4", exact / "gradient-4") > error_of(many / "gradient-4", exact / "gradient-4")
-        # masters begin from the pretrained weights, not from rounded ones
+        # masters start from the pretrained weights, not from rounded ones
         torch.testing.assert_close(weights_of(many / "still-1"), weights_of(exact / "still-1"), rtol=0, atol=1e-9)
 
 
@@ -99,14 +99,14 @@ def test_a_linear_layer_of_zero3_rounds_once(monkeypatch: pytest.MonkeyPatch) ->
         return [output, *torch.autograd.grad(output.float().square().sum(), tensors)]
 
     expected, before = of(torch.nn.functional.linear), of(LinearFunctionForZeroStage3.apply)
-    assert not torch.equal(before[0], expected[0])  # else DeepSpeed's own will do
+    assert not torch.equal(before[0], expected[0])  # otherwise our patch is no longer needed
     monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
     assert all(map(torch.equal, of(LinearFunctionForZeroStage3.apply), expected))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
-def test_checkpoints_cross_the_two_ways_to_compute_in_bf16(
+def test_a_checkpoint_resumes_with_and_without_half_precision_weights(
     way: str, tiny_model: Path, reviews: Path, tmp_path: Path
 ) -> None:
     settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, *CURVE,
@@ -120,7 +120,7 @@ def test_checkpoints_cross_the_two_ways_to_compute_in_bf16(
     for name, other in zip(kinds, reversed(kinds), strict=True):
         resumed, whole = losses_of(tmp_path / f"then-{name}"), losses_of(tmp_path / other)[4:]
         assert resumed == pytest.approx(whole, rel=5e-3)
-        assert resumed != pytest.approx(whole, rel=1e-9)  # it computes in its own way
+        assert resumed != pytest.approx(whole, rel=1e-9)  # different precision
         convert(tmp_path / f"then-{name}" / "checkpoints" / "best", tmp_path / f"{name}-out")
         saved_model, converted = weights_of(tmp_path / f"then-{name}"), load_file(tmp_path / f"{name}-out" / WEIGHTS)
         flat = torch.cat([converted[key].flatten() for key in sorted(converted)]).double()
@@ -133,7 +133,7 @@ def test_fp16(way: str, runs_of: Runs) -> None:
     exact, one, many = runs_of("single", "no"), runs_of("single", "fp16"), runs_of(way, "fp16")
     for name in ("gradient-4", "gradient-16"):
         error = error_of(many / name, exact / name)
-        # how samples fall into micro-batches alone makes it 1.7 times as large under DDP with three processes
+        # the division into micro-batches makes it 1.7 times as large under DDP with three processes
         assert 1e-6 < error < 2.5 * error_of(one / name, exact / name) < 0.01, name
     assert losses_of(many / "curve-4") == pytest.approx(losses_of(one / "curve-4"), rel=2e-3)
     if (many / "still-1").is_dir():
@@ -142,7 +142,7 @@ def test_fp16(way: str, runs_of: Runs) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.skipif(FP16_WEIGHTS, reason="this CPU computes in fp16")
-def test_fp16_weights_where_deepspeed_has_none(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_fp16_weights_where_deepspeed_does_not_support_them(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     words = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, "--output_dir", tmp_path / "run"]
     config = ["--config_file", "accelerate_configs/zero2.yaml", "--mixed_precision", "fp16"]
     error = failed(*config, *words, *COARSE)

@@ -1,4 +1,4 @@
-"""No tensor is left behind on the CPU, and no step waits for a GPU: on torch's `meta` device, which needs none."""
+"""Steps leave no tensor on the CPU and do not synchronize: checked on torch's `meta` device, without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.runs import recipe
 
 COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 3, "--eval_every", 3, "--logging_steps", 3,
           "--global_batch_size", 8, "--per_device_batch_size", 3]  # fmt: skip
-META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # which has neither
+META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # `meta` supports neither
 CLASSES = ["--label_column", "label"]
 TAGS = ["--label_column", "tags", "--problem_type", "multi_label_classification"]
 NUMBERS = ["--label_column", "length", "--problem_type", "regression"]
@@ -47,8 +47,7 @@ BIGBIRD: dict[str, list[Any]] = {
 TITLE: dict[str, list[Any]] = {"plain": [], "averaged": ["--ema_decay", 0.9, "--gradient_checkpointing"]}
 JOBS = {f"{name} {job}": (name, words) for name, jobs in (("cls", CLS), ("bigbird", BIGBIRD), ("title", TITLE))
         for job, words in jobs.items()}  # fmt: skip
-# transformers' own forward pass, once in each: the tensor of one number, whether anything is attended globally, whether
-# texts are packed
+# synchronizations in transformers' forward pass, one per architecture
 WAITS = {"DeBERTa-v2": "modeling_deberta_v2.py", "DeBERTa-v3": "modeling_deberta_v2.py",
          "Longformer": "is_index_global_attn.flatten().any().item()", "Qwen3": "find_packed_sequence_indices",
          "Qwen3, LoRA": "find_packed_sequence_indices"}  # fmt: skip
@@ -84,14 +83,13 @@ def trace(
     worker: str = "tests/meta_worker.py",
     seconds: float = 500,
 ) -> dict[str, Any]:
-    """Name -> (recipe, model, words); what each of them met on the device."""
+    """jobs: name -> (recipe, model, words). Returns the notes of the worker by name."""
     commands = {
         job: [f"recipes.{name}", "--model_name_or_path", model, "--train_file", files[name], *COMMON, *words,
               "--output_dir", folder / job]
         for job, (name, model, words) in jobs.items()
     }  # fmt: skip
-    listed = {job: [str(word) for word in words] for job, words in commands.items()}
-    (folder / "jobs.json").write_text(json.dumps(listed), encoding="utf-8")
+    (folder / "jobs.json").write_text(json.dumps(commands, default=str), encoding="utf-8")
     recipe(folder / "jobs.json", folder / "notes.json", script=worker, seconds=seconds).succeeded()
     notes: dict[str, Any] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
     return notes
@@ -128,15 +126,11 @@ def test_every_architecture_stays_on_the_device(tmp_path: Path, files: dict[str,
 
 @pytest.mark.parametrize(
     "compute",
-    [
-        lambda x: x.new_tensor([1.0, 2.0]),
-        lambda x: torch.tensor([1.0, 2.0], device=DEVICE),
-        lambda x: torch.tensor([1.0, 2.0]).to(DEVICE),
-        lambda x: x[torch.tensor([0])],
-        lambda x: torch.zeros_like(x).copy_(torch.tensor([1.0, 2.0])),
-    ],
-)
-def test_what_comes_from_the_cpu_is_noted(compute: Callable[[torch.Tensor], Any]) -> None:
+    [lambda x: x.new_tensor([1.0, 2.0]), lambda x: torch.tensor([1.0, 2.0], device=DEVICE),
+     lambda x: torch.tensor([1.0, 2.0]).to(DEVICE), lambda x: x[torch.tensor([0])],
+     lambda x: torch.zeros_like(x).copy_(torch.tensor([1.0, 2.0]))],
+)  # fmt: skip
+def test_copies_from_the_cpu_are_noted(compute: Callable[[torch.Tensor], Any]) -> None:
     with Crossings() as crossings:
         compute(torch.ones(2, device=DEVICE))
     assert crossings.notes["computing"]
@@ -144,15 +138,8 @@ def test_what_comes_from_the_cpu_is_noted(compute: Callable[[torch.Tensor], Any]
 
 @pytest.mark.parametrize(
     "compute",
-    [
-        torch.Tensor.item,
-        torch.Tensor.cpu,
-        bool,
-        torch.nonzero,
-        torch.Tensor.tolist,
-        lambda x: x + torch.ones(2),
-    ],
+    [torch.Tensor.item, torch.Tensor.cpu, bool, torch.nonzero, torch.Tensor.tolist, lambda x: x + torch.ones(2)],
 )
-def test_what_waits_for_the_device_raises(compute: Callable[[torch.Tensor], Any]) -> None:
+def test_synchronizations_raise(compute: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         compute(torch.ones(2, device=DEVICE) if compute is not bool else torch.ones((), device=DEVICE))

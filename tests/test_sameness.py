@@ -26,8 +26,8 @@ FULL = ["--max_steps", 20, "--eval_every", 10, "--learning_rate", "3e-3", "--per
 JOBS: dict[str, list[Any]] = {
     ONE: [*FULL, "--per_device_batch_size", 22],
     MANY: [*FULL, "--per_device_batch_size", 3],
-    # the best step is not the last: its weights are loaded back at the end. (At 5e-2 a spike of the loss blows up
-    # the rounding differences of one and the same strategy, with other micro-batches, to 3e-5.)
+    # the best step is not the last: its weights are loaded at the end. (At 5e-2 a spike of the loss increases rounding
+    # differences between micro-batches, under one strategy, to 3e-5.)
     LORA: ["--max_steps", 10, "--eval_every", 4, "--learning_rate", "2e-2", "--lr_scheduler_type",
            "constant_with_warmup", "--per_device_batch_size", 6, "--lora_r", 3, "--lora_alpha", 5,
            "--lora_target_modules", "query,dense", "--metric_for_best_model", "loss"],
@@ -38,13 +38,13 @@ Runs = Callable[..., tuple[Path, str]]
 
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Runs:
-    """`runs_of("ddp x2", JOBS, "--more")` -> (the folder with a run for each job, standard error); the processes of
-    a way are started once for all its jobs."""
+    """`runs_of("ddp x2", JOBS)` -> (the folder with a run for each job, standard error); the processes of a way are
+    started once for all its jobs."""
 
     @functools.cache
-    def run(way: str, names: tuple[str, ...] = tuple(JOBS), *more: str) -> tuple[Path, str]:
+    def run(way: str, names: tuple[str, ...] = tuple(JOBS)) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp("same")
-        settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, *more]
+        settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
         jobs = [["recipes.cls", *settings, *MORE_JOBS[name], "--output_dir", folder / name] for name in names]
         return folder, run_jobs(folder, {**WAYS, **MORE_WAYS}[way], jobs, pages=way == "single").err
 
@@ -64,7 +64,7 @@ def assert_same(run: Path, reference: Path) -> None:
 def test_accumulation_changes_nothing(runs_of: Runs) -> None:
     folder, _ = runs_of("single")
     assert_same(folder / MANY, folder / ONE)
-    # a run whose losses stand still would agree with anything
+    # constant losses would agree with anything
     losses = losses_of(folder / ONE)
     assert len(set(losses)) == 20
     assert max(losses) - min(losses) > 0.01
@@ -78,7 +78,7 @@ def test_strategies_agree(way: str, name: str, runs_of: Runs, tiny_model: Path, 
     assert_same(folder / name, expected / name)
     if name == LORA:
         assert re.findall("LoRA r=3.*", said) == re.findall("LoRA r=3.*", runs_of("single")[1])
-        assert_model_is_what_was_evaluated(folder / LORA, tiny_model, reviews)
+        assert_model_was_evaluated(folder / LORA, tiny_model, reviews)
 
 
 @pytest.mark.multiprocess
@@ -88,7 +88,7 @@ def test_more_strategies_agree(way: str, runs_of: Runs) -> None:
 
 
 def probabilities(model: torch.nn.Module, run: Path, reviews: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what a model says of the last evaluation's texts, what the run's predictions.jsonl says): (N, C) each."""
+    """A model's probabilities for the texts of the last evaluation, and those in predictions.jsonl: (N, C) each."""
     tokenizer, lines = AutoTokenizer.from_pretrained(run / "model"), lines_of(run / "predictions.jsonl")
     texts = list(pandas.read_csv(reviews)["text"])
     encoded = tokenizer([texts[line["id"]] for line in lines], padding=True, truncation=True, return_tensors="pt")
@@ -97,8 +97,8 @@ def probabilities(model: torch.nn.Module, run: Path, reviews: Path) -> tuple[tor
     return logits.softmax(-1), torch.tensor([line["probabilities"] for line in lines])
 
 
-def assert_model_is_what_was_evaluated(run: Path, base: Path, reviews: Path) -> None:
-    """model/ needs no peft; adapter/ is what peft loads onto the base."""
+def assert_model_was_evaluated(run: Path, base: Path, reviews: Path) -> None:
+    """model/ loads without peft; adapter/ loads with peft onto the base."""
     merged, loading = AutoModelForSequenceClassification.from_pretrained(run / "model", output_loading_info=True)
     assert not any(loading.values())
     torch.testing.assert_close(*probabilities(merged, run, reviews), rtol=0, atol=1e-5)
@@ -111,9 +111,9 @@ def test_lora_in_one_process(runs_of: Runs, tiny_model: Path, reviews: Path) -> 
     folder, said = runs_of("single")
     run = folder / LORA
     assert re.search(r"LoRA r=3: [\d,]{4,} of [\d,]{6,} parameters are trained \(\d+\.\d %\)\n", said)
-    assert lines_of(run / "eval.jsonl")[-1]["step"] < 10  # the best weights were loaded back
+    assert lines_of(run / "eval.jsonl")[-1]["step"] < 10  # the best weights were loaded
     assert max(losses_of(run)) - min(losses_of(run)) > 0.01
-    assert_model_is_what_was_evaluated(run, tiny_model, reviews)
+    assert_model_was_evaluated(run, tiny_model, reviews)
     assert pipeline("text-classification", model=str(run / "model"))("a fine film")[0]["label"] in ("neg", "pos")
     assert [path.name for path in run.glob(".*")] == [".lock"]  # no drafts
     before, after = load_file(tiny_model / "model.safetensors"), load_file(run / "model" / "model.safetensors")

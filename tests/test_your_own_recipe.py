@@ -1,4 +1,4 @@
-"""docs/your-own-recipe.md: each of its edits of recipes/cls.py runs, with equal losses under every launch."""
+"""docs/your-own-recipe.md: each edit of recipes/cls.py runs, with equal losses under every launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
-from tests.jobs_worker import run_jobs
+from tests.jobs_worker import run_jobs, write_jobs
 from tests.runs import ROOT, WAYS, lines_of, losses_of, recipe
 from tests.test_craft import COMMON, HALF, STEPS, assert_agree
 
@@ -38,7 +38,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "own_model again": ("own_model", []),
     "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
 }
-# its loss looks at a micro-batch, and two processes have others than one
+# its loss depends on micro-batches, which differ with the number of processes
 DIFFERENT = ("contrastive in fewer",)
 SLOW_WAYS = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess)) for way in ("zero2 x2", "fsdp2 x2")]
 
@@ -46,14 +46,14 @@ SLOW_WAYS = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess
 def edits_of(page: Path) -> dict[str, list[str]]:
     """Name -> its diffs."""
     _, *parts = re.split(r"<!-- edit: (\w+) -->", page.read_text(encoding="utf-8"))
-    found = {}
+    edits = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
-        found[name] = re.findall(r"```diff\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
-    return found
+        edits[name] = re.findall(r"```diff\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+    return edits
 
 
 def edited(diffs: list[str]) -> str:
-    """recipes/cls.py after them; what they take away must be there, once."""
+    """recipes/cls.py with these diffs applied; the lines they remove must occur once."""
     text = (ROOT / "recipes" / "cls.py").read_text(encoding="utf-8")
     for diff in diffs:
         lines = diff.splitlines()
@@ -100,7 +100,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     return run
 
 
-def test_a_focal_loss_is_what_the_evaluation_shows(runs_of: Callable[[str], Path]) -> None:
+def test_the_evaluation_uses_the_focal_loss(runs_of: Callable[[str], Path]) -> None:
     run = runs_of("single") / "focal"
     assert json.loads((run / "config.json").read_text())["settings"]["gamma"] == 1.5
     lines = lines_of(run / "predictions.jsonl")
@@ -111,7 +111,7 @@ def test_a_focal_loss_is_what_the_evaluation_shows(runs_of: Callable[[str], Path
     assert losses_of(run) != pytest.approx(losses_of(runs_of("single") / "metric"), rel=1e-2)
 
 
-def test_a_metric_of_ones_own_is_shown_and_decides(runs_of: Callable[[str], Path]) -> None:
+def test_a_custom_metric_chooses_the_best_model(runs_of: Callable[[str], Path]) -> None:
     run = runs_of("single") / "metric"
     evaluations = lines_of(run / "eval.jsonl")
     best = max(evaluations, key=lambda line: line["mcc"])
@@ -120,14 +120,14 @@ def test_a_metric_of_ones_own_is_shown_and_decides(runs_of: Callable[[str], Path
     assert "mcc" in (run / "model" / "README.md").read_text(encoding="utf-8")
 
 
-def test_frozen_layers_stay_as_they_were(runs_of: Callable[[str], Path], tiny_model: Path) -> None:
+def test_frozen_layers_do_not_change(runs_of: Callable[[str], Path], tiny_model: Path) -> None:
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model, runs_of("single") / "frozen/model"))
     name = "embeddings.word_embeddings.weight"
     assert (before[name] == after[f"bert.{name}"]).all()
     assert (before[name] != load_file(runs_of("single") / "sgd/model/model.safetensors")[f"bert.{name}"]).any()
 
 
-def test_a_model_of_ones_own_saves_what_it_takes_to_build_it(runs_of: Callable[[str], Path]) -> None:
+def test_a_custom_model_saves_its_files(runs_of: Callable[[str], Path]) -> None:
     model = runs_of("single") / "own_model" / "model"
     assert {"head.weight", "head.bias"} <= set(load_file(model / "model.safetensors"))
     assert (model / "classes.txt").read_text() == "2\n"
@@ -148,10 +148,10 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
 @pytest.mark.parametrize("name", ["sgd", "learned", "own_model"])
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
                                  pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
-    undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
+def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
+    uninterrupted, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert len(resumed) == STEPS
-    assert resumed == pytest.approx(undisturbed, rel=1e-6)
+    assert resumed == pytest.approx(uninterrupted, rel=1e-6)
     assert len(set(resumed)) == STEPS
 
 
@@ -170,7 +170,7 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[
     assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in other.items()}
 
 
-# an edit that cannot work -> (a way to start, what is replaced in which edit of the page, by what, what the line says)
+# a wrong edit -> (a way to start, an edit of the page, text in it, its replacement, parts of the error)
 WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a parameter of the loss alone": (
         "single", "sgd", "momentum=0.9)",
@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WRONG)
-def test_an_edit_that_cannot_work_ends_with_a_line_before_a_wrong_step(
+def test_a_wrong_edit_is_an_error_before_a_wrong_step(
     name: str, tmp_path: Path, tiny_model: Path, reviews: Path
 ) -> None:
     way, edit, before, after, says = WRONG[name]
@@ -201,8 +201,7 @@ def test_an_edit_that_cannot_work_ends_with_a_line_before_a_wrong_step(
     (tmp_path / "own_wrong.py").write_text(text.replace(before, after), encoding="utf-8")
     data = ["--train_file", reviews, "--model_name_or_path", tiny_model]
     job = ["own_wrong", *data, *COMMON, "--max_steps", STEPS, "--output_dir", tmp_path / "run"]
-    (tmp_path / "jobs.json").write_text(json.dumps([[str(word) for word in job]]), encoding="utf-8")
-    finished = recipe(tmp_path / "jobs.json", *WAYS[way], script="tests/jobs_worker.py")
+    finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert len(lines_of(metrics) if metrics.exists() else []) == (2 if "requires_grad" in name else 0)
