@@ -12,14 +12,8 @@ _OFFERED = {
     "api": ("convert", "evaluate", "load_data", "predict", "settings", "start_accelerator", "wait_for_all"),
     "data.prepare": ("prepare_data",),
     "data.tokens": ("Split", "load_tokenizer"),
-    "evaluation": (
-        "Evaluation",
-        "Outputs",
-        "classification_evaluation",
-        "classification_metrics",
-        "evaluate_classifier",
-        "evaluation_batches",
-    ),
+    "evaluation": ("Evaluation", "Outputs", "classification_evaluation", "classification_metrics",
+                   "evaluate_classifier", "evaluation_batches"),
     "launch": ("make_accelerator",),
     "models.classifier": ("load_classifier",),
     "models.to_bigbird": ("long_model",),
@@ -34,7 +28,7 @@ _OFFERED = {
     "training.steps": ("Steps",),
     "training.strategy": ("align_strategy",),
     "utils.modules": ("unwrapped",),
-}
+}  # fmt: skip
 """Module -> the names that `import toolkit` offers from it."""
 _MODULES = {name: module for module, names in _OFFERED.items() for name in names}
 

@@ -29,6 +29,7 @@ from toolkit.pretrained import (
     whole_weights,
 )
 from toolkit.utils.compat import require
+from toolkit.utils.modules import autograd_leaves
 
 
 class Classes(Protocol):
@@ -56,18 +57,9 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     configure_decoder(config, name)
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
-    options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
-        # replaces a classification head of another size
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            model_path(name),
-            config=config,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-        )
+    # replaces a classification head of another size
+    model, loading = _from_pretrained(name, config, attention, ignore_mismatched_sizes=True)
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
@@ -88,6 +80,16 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
             model = add_lora(model, settings, new)
         freeze_unused(model)
     return model
+
+
+def _from_pretrained(name: str, config: Any, attention: str | None = None, **options: Any) -> tuple[Any, Any]:
+    if attention:
+        options["attn_implementation"] = attention
+    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
+        return AutoModelForSequenceClassification.from_pretrained(
+            model_path(name), config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
+            **options,
+        )  # fmt: skip
 
 
 def configure_decoder(config: Any, name: str) -> None:
@@ -153,13 +155,7 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
     with torch.random.fork_rng(devices=[]):
         logits = model.train()(input_ids=ones, attention_mask=ones, **inputs).logits
     model.train(training)
-    nodes, queue = set(), [logits.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            queue += [function for function, _ in node.next_functions]
-    leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    leaves = {id(leaf) for leaf in autograd_leaves(logits)}
     unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in leaves]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
@@ -172,10 +168,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     config = load_config(settings)
     if export_format(Path(name)):
         return ExportedClassifier(Path(name), config)
-    with explain_load_errors(name), whole_weights(), quiet_transformers():
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            model_path(name), config=config, trust_remote_code=False, output_loading_info=True, dtype=torch.float32
-        )
+    model, loading = _from_pretrained(name, config)
     if loading["missing_keys"]:
         raise UserError(
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "

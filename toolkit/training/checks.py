@@ -19,12 +19,12 @@ from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main
 from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import shard_fault, step_fault
-from toolkit.utils.modules import unwrapped
+from toolkit.utils.modules import autograd_leaves, unwrapped
 
 _LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters"
 _HOW_TO_FREEZE = (
-    "Freeze parameters before the optimizer is made (--freeze_layers N), and give it all others; to let layers join "
-    "one after the other, pass --unfreeze_every N"
+    "Freeze parameters before creating the optimizer (--freeze_layers N), and pass it all others; to unfreeze layers "
+    "one by one, pass --unfreeze_every N"
 )
 # optimizers in C++ and CUDA, made for shards of parameters
 _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
@@ -63,32 +63,30 @@ def check_parameters(
 ) -> None:  # fmt: skip
     """Raises UserError unless the optimizer, not yet prepared, has exactly the model's parameters that require
     gradients, and remembers these for `refuse_changes`."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = list(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named}
     parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     faults = Faults()
     if foreign := [each for key, each in parameters.items() if key not in names]:
         faults.add(f"the optimizer has {_not_in_model(foreign)}")
     if frozen := [names[key] for key, each in parameters.items() if key in names and not each.requires_grad]:
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {_HOW_TO_FREEZE}")
-    if missing := [
-        name for name, each in model.named_parameters() if each.requires_grad and id(each) not in parameters
-    ]:
+    if missing := [name for name, each in named if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {_HOW_TO_FREEZE}")
-    scalars = [name for name, each in model.named_parameters() if not each.dim()]
-    if accelerator.is_fsdp2 and scalars:
+    if accelerator.is_fsdp2 and (scalars := [name for name, each in named if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     if every := settings.unfreeze_every:
-        turns = {group.get(DISTANCE, -1) for group in optimizer.param_groups}
-        if -1 in turns:
+        turns = {group.get(DISTANCE) for group in optimizer.param_groups}
+        if None in turns:
             faults.add(
-                f"--unfreeze_every {every}: the optimizer's groups lack their distance from the head: make them with "
+                f"--unfreeze_every {every}: the optimizer's groups lack their distance from the head: create them by "
                 "parameter_groups(..., gradual=True)"
             )
         elif never := sum(turn * every >= total_steps for turn in turns):
             line = f"--unfreeze_every {every}: {never} of {len(turns)} groups stay frozen for all {total_steps} steps"
             log_on_main(accelerator, line)
     faults.raise_if_any()
-    _PREPARED[model] = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()], []
+    _PREPARED[model] = [(name, parameter.requires_grad) for name, parameter in named], []
 
 
 _PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[str, bool]], list[Any]]] = WeakKeyDictionary()
@@ -116,17 +114,8 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
     parameters = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
     if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return  # FSDP2 computes with gathered copies
-    nodes, visited, foreign = [losses.grad_fn], set(), []
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-        leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
-        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in parameters:
-            foreign.append(leaf)
-    if foreign:
+    leaves = [leaf for leaf in autograd_leaves(losses) if isinstance(leaf, torch.nn.Parameter)]
+    if foreign := [leaf for leaf in leaves if id(leaf) not in parameters]:
         raise UserError(f"the loss has {_not_in_model(foreign)}")
 
 

@@ -50,35 +50,29 @@ def align_strategy(
         compile_layers(accelerator, model)
     choose_precision(accelerator, model, settings)
     reduced_in = choose_reduction(accelerator, settings)
-    plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
+    plugin, micro = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # it synchronizes
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
     config = plugin.deepspeed_config
-    values: dict[str, Any] = {
-        "gradient_clipping": settings.max_grad_norm,
-        "gradient_accumulation_steps": schedule.accumulation,
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "train_batch_size": micro_batch_size * schedule.accumulation * accelerator.num_processes,
+    samples = micro * schedule.accumulation * accelerator.num_processes
+    values: dict[str, tuple[Any, str]] = {
+        "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
+        "gradient_accumulation_steps": (schedule.accumulation, "the settings"),
+        "train_micro_batch_size_per_gpu": (micro, f"--per_device_batch_size {settings.per_device_batch_size}"),
+        "train_batch_size": (samples, f"--global_batch_size {settings.global_batch_size}"),
     }
     if reduced_in:
-        values["communication_data_type"] = reduced_in
-    names = {
-        "communication_data_type": "--half_precision_gradients true",
-        "gradient_clipping": f"--max_grad_norm {settings.max_grad_norm:g}",
-        "train_batch_size": f"--global_batch_size {settings.global_batch_size}",
-        "train_micro_batch_size_per_gpu": f"--per_device_batch_size {settings.per_device_batch_size}",
-    }
-    for key, value in values.items():
+        values["communication_data_type"] = (reduced_in, "--half_precision_gradients true")
+    for key, (value, source) in values.items():
         if config.get(key, "auto") not in ("auto", value):
-            source = names.get(key, "the settings")
             faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file')
     for key in ("optimizer", "scheduler", "torch_autocast"):
         if key in config:
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, and use the settings instead')
     faults.raise_if_any()
-    config.update(values)
+    config.update({key: value for key, (value, _) in values.items()})
     config["zero_allow_untested_optimizer"] = True  # allow optimizers outside DeepSpeed's list
     if not hasattr(getattr(model, "config", None), "hidden_size"):
         _set_bucket_sizes(config["zero_optimization"], model)

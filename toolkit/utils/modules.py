@@ -1,4 +1,4 @@
-"""Unwraps modules that `Accelerator.prepare` has wrapped."""
+"""Unwraps prepared modules, and finds the parameters that an output depends on."""
 
 from __future__ import annotations
 
@@ -14,3 +14,15 @@ def unwrapped(model: Any) -> Any:
     while isinstance(model, (torch.nn.parallel.DistributedDataParallel, engine)):
         model = model.module
     return model
+
+
+def autograd_leaves(output: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves of an output's autograd graph."""
+    nodes: dict[Any, None] = {}
+    queue: list[Any] = [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            queue += [function for function, _ in node.next_functions]
+    return [node.variable for node in nodes if hasattr(node, "variable")]
