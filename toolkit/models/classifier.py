@@ -33,7 +33,7 @@ from toolkit.utils.modules import autograd_leaves
 
 
 class Classes(Protocol):
-    """The classes of a classifier; `toolkit.data.labels.Labels` is one."""
+    """The classes of a classifier; the labels of the data implement it."""
 
     @property
     def names(self) -> Sequence[str]: ...

@@ -63,20 +63,20 @@ def check_parameters(
 ) -> None:  # fmt: skip
     """Raises UserError unless the optimizer, not yet prepared, has exactly the model's parameters that require
     gradients, and remembers these for `refuse_changes`."""
-    named = list(model.named_parameters())
-    names = {id(parameter): name for name, parameter in named}
+    items = list(model.named_parameters())
+    names = {id(parameter): name for name, parameter in items}
     parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     faults = Faults()
     if foreign := [each for key, each in parameters.items() if key not in names]:
         faults.add(f"the optimizer has {_not_in_model(foreign)}")
     if frozen := [names[key] for key, each in parameters.items() if key in names and not each.requires_grad]:
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {_HOW_TO_FREEZE}")
-    if missing := [name for name, each in named if each.requires_grad and id(each) not in parameters]:
+    if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {_HOW_TO_FREEZE}")
-    if accelerator.is_fsdp2 and (scalars := [name for name, each in named if not each.dim()]):
+    if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     if every := settings.unfreeze_every:
-        turns = {group.get(DISTANCE) for group in optimizer.param_groups}
+        turns: set[Any] = {group.get(DISTANCE) for group in optimizer.param_groups}
         if None in turns:
             faults.add(
                 f"--unfreeze_every {every}: the optimizer's groups lack their distance from the head: create them by "
@@ -86,7 +86,7 @@ def check_parameters(
             line = f"--unfreeze_every {every}: {never} of {len(turns)} groups stay frozen for all {total_steps} steps"
             log_on_main(accelerator, line)
     faults.raise_if_any()
-    _PREPARED[model] = [(name, parameter.requires_grad) for name, parameter in named], []
+    _PREPARED[model] = [(name, parameter.requires_grad) for name, parameter in items], []
 
 
 _PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[str, bool]], list[Any]]] = WeakKeyDictionary()

@@ -152,9 +152,9 @@ def _set_gradients(optimizer: Optimizer, number: int) -> None:
 def _differs(trial: Optimizer, unsharded: Optimizer, before: list[list[torch.Tensor]], shard: Sharding) -> bool:
     for group, source, start in zip(trial.param_groups, unsharded.param_groups, before, strict=True):
         for tensors in zip(group["params"], shard(source["params"]), shard(start), strict=True):
-            found, expected, first = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+            actual, expected, first = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
             rounded = 1e-6 * expected.norm()
-            if not (found.detach() - expected).norm() <= _TOLERANCE * (expected - first).norm() + rounded:
+            if not (actual.detach() - expected).norm() <= _TOLERANCE * (expected - first).norm() + rounded:
                 return True
         # D-Adaptation and Prodigy estimate a step size, whose effect may still be too small to see
         if any(not math.isclose(_number(group.get(key)), _number(source[key]), rel_tol=_TOLERANCE) for key in source):
