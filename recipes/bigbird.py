@@ -1,17 +1,17 @@
-"""Fine-tune a BigBird on long texts, read to their end: up to 4096 tokens.
+"""Fine-tune a BigBird on long texts of up to 4096 tokens.
 
     python recipes/bigbird.py                                 the demo: IMDB reviews of more than 512 tokens
     python recipes/bigbird.py recipes/bigbird_zh_news.yaml    Chinese news
     python recipes/bigbird.py --train_file articles.csv --model_name_or_path bert-base-chinese --max_length 4096
     accelerate launch recipes/bigbird.py --config_file accelerate_configs/ddp.yaml
 
-A BERT becomes a BigBird of the same weights; a BigBird is taken as it is. `--help` lists the settings; a YAML file of
-them may come first. recipes/cls.py shows the evaluation in the open, and docs/your-own-recipe.md how to change it.
+A BERT is converted to a BigBird with the same weights. `--help` lists the settings; a YAML file of them may come first.
+recipes/cls.py shows what `evaluate_classifier` does, and docs/your-own-recipe.md how to change it.
 """
 
 from toolkit import launch
 
-launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+launch.start(__name__)  # applies a --config_file after the script, before the slow imports below
 
 import math
 from functools import partial
@@ -20,7 +20,7 @@ from pathlib import Path
 import toolkit
 from toolkit import config
 
-# What runs when neither data nor a model is named.
+# Settings of the demo, which runs without data and model.
 DEMO = Path(__file__).with_name("bigbird_demo.yaml")
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
     run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="bigbird")
     run.resume(model, optimizer, scheduler, evaluate)
-    for step in run.steps():  # one global batch, however many processes compute it
+    for step in run.steps():  # one global batch, for any number of processes
         model.train()
         for batch in step.micro_batches(model):
             logits = model(**batch.inputs).logits  # (B, C)
@@ -53,7 +53,7 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         run.after(step, grad_norm, evaluate)
-    run.finish(evaluate)  # and of the beginnings of the texts (--compare_max_length)
+    run.finish(evaluate)  # also on truncated texts (--compare_max_length)
 
 
 if __name__ == "__main__":

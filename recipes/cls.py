@@ -1,4 +1,4 @@
-"""Fine-tune an encoder to classify texts, or to grade them with a number.
+"""Fine-tune an encoder for classification or regression of texts.
 
     python recipes/cls.py                                     the demo: English film reviews
     python recipes/cls.py --train_file reviews.csv --model_name_or_path bert-base-chinese
@@ -11,7 +11,7 @@ the model, change this file; `toolkit verify THIS_FILE` then compares the losses
 
 from toolkit import launch
 
-launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+launch.start(__name__)  # applies a --config_file after the script, before the slow imports below
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 import toolkit
 from toolkit import config
 
-# What runs when neither data nor a model is named.
+# Settings of the demo, which runs without data and model.
 DEMO = Path(__file__).with_name("cls_demo.yaml")
 
 
@@ -34,11 +34,11 @@ def main() -> None:
     tokenizer, data = toolkit.load_data(settings, accelerator)  # files -> columns -> tokens, once per machine
     labels = data.labels
 
-    # The same weights in every process, then placed as the launch asks
+    # Equal weights in every process, then sharded or copied to devices by the strategy
     model = toolkit.load_classifier(settings.model, labels, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
     model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
-    objective = toolkit.make_objective(settings, model, data)  # a teacher, R-Drop, FGM: where the settings have them
+    objective = toolkit.make_objective(settings, model, data)  # with a teacher, R-Drop, FGM, if set
 
     def compute_metrics(logits: np.ndarray, truth: np.ndarray) -> dict[str, Any]:  # (N, C), (N,) or (N, C)
         return toolkit.classification_metrics(logits, truth, labels)
@@ -53,20 +53,20 @@ def main() -> None:
             outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))
         return toolkit.classification_evaluation(outputs, labels, compute_metrics)
 
-    # Train: each step is one global batch, however many processes compute it
+    # Train: each step is one global batch, for any number of processes
     run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="cls")
-    run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
+    run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+        for batch in step.micro_batches(model):  # of this process; gradients are synchronised in the last
             logits = model(**batch.inputs).logits  # (B, C)
-            accelerator.backward(step.mean(objective(batch, logits)))  # its part of the mean over the global batch
+            accelerator.backward(step.mean(objective(batch, logits)))  # its share of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: where due
-    run.finish(evaluate)  # of the best model, on the test rows where there are any
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, where due
+    run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 
 if __name__ == "__main__":

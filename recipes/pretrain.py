@@ -4,13 +4,13 @@
     python recipes/pretrain.py --train_file texts.txt --model_name_or_path bert-base-chinese --whole_word_mask true
     accelerate launch recipes/pretrain.py --train_file texts.txt --config_file accelerate_configs/ddp.yaml
 
-Its model/ is what the other recipes take as --model_name_or_path. `--help` lists the settings; a YAML file of them may
+Pass its model/ to the other recipes as --model_name_or_path. `--help` lists the settings; a YAML file of them may
 come first. To change the loss, the metrics, the optimizer or the model, change this file.
 """
 
 from toolkit import launch
 
-launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+launch.start(__name__)  # applies a --config_file after the script, before the slow imports below
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ from toolkit.features.pretraining.data import masked_evaluation, masked_metrics
 from toolkit.features.pretraining.model import load_masked_model, with_new_tokens
 from toolkit.features.pretraining.settings import PretrainSettings
 
-# What runs when neither data nor a model is named.
+# Settings of the demo, which runs without data and model.
 DEMO = Path(__file__).with_name("pretrain_demo.yaml")
 
 
@@ -35,10 +35,10 @@ def main() -> None:
     pretrained = with_new_tokens(settings.model, accelerator)  # its tokenizer, with the words of --init_new_tokens
     tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)  # files -> tokens, once per machine
 
-    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, V), (N,) -> (N,), some tokens at once
-        return F.cross_entropy(logits.float(), truth, reduction="none")  # 0 where a text has no more masked tokens
+    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, V), (N,) -> (N,), of some tokens
+        return F.cross_entropy(logits.float(), truth, reduction="none")  # 0 for padding
 
-    # The same weights in every process, then placed as the launch asks
+    # Equal weights in every process, then sharded or copied to devices by the strategy
     model = load_masked_model(settings.model, tokenizer, loss_fn, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
     model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
@@ -46,26 +46,26 @@ def main() -> None:
     @torch.no_grad()
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
         model.eval()
-        outputs = toolkit.Outputs(accelerator, split)  # each sample exactly once, with the same masks every time
+        outputs = toolkit.Outputs(accelerator, split)  # each sample exactly once, with fixed masks
         for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
-            sums = model(**batch.inputs).logits.sum(dim=1)  # (B, 2): losses and right answers of each text
+            sums = model(**batch.inputs).logits.sum(dim=1)  # (B, 2): losses and correct tokens of each text
             outputs.add(accelerator.gather_for_metrics(batch.padded(sums)))
         return masked_evaluation(outputs, masked_metrics)
 
     # Train: each step is one global batch, and its loss the mean over the masked tokens of all its texts
     run = toolkit.Run(accelerator, settings, data, tokenizer, steps, masked_metrics, recipe="pretrain")
-    run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
+    run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+        for batch in step.micro_batches(model):  # of this process; gradients are synchronised in the last
             losses = model(**batch.inputs).logits[..., 0].sum(dim=1)  # (B,): sums over each text's masked tokens
-            accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
+            accelerator.backward(step.mean(losses))  # its share of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: where due
-    run.finish(evaluate)  # of the best model, on the test rows where there are any
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, where due
+    run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 
 if __name__ == "__main__":

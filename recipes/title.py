@@ -11,7 +11,7 @@ the model, change this file; `toolkit verify THIS_FILE` then compares the losses
 
 from toolkit import launch
 
-launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+launch.start(__name__)  # applies a --config_file after the script, before the slow imports below
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from toolkit.features.titles.evaluation import Writer, title_evaluation, title_m
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import TitleSettings
 
-# What runs when neither data nor a model is named.
+# Settings of the demo, which runs without data and model.
 DEMO = Path(__file__).with_name("title_demo.yaml")
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     pretrained = toolkit.long_model(settings.model, settings.data.max_length, accelerator)  # positions for all tokens
     tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)  # texts and titles, once per machine
 
-    # The same weights in every process, then placed as the launch asks
+    # Equal weights in every process, then sharded or copied to devices by the strategy
     model = load_title_model(settings.model, pretrained, generation, tokenizer, longest, training.seed)
     optimizer = toolkit.make_optimizer(model, training)
     model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
@@ -54,7 +54,7 @@ def main() -> None:
         writer, outputs = Writer(accelerator, model), toolkit.Outputs(accelerator, split)  # each sample exactly once
         for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
             with accelerator.autocast():
-                encoded, mask = writer.encode(batch)  # the texts are read once for the loss and for the search
+                encoded, mask = writer.encode(batch)  # encodes the texts once, for the loss and the search
                 losses = loss_fn(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
                 titles = writer.write(encoded, mask)  # (B, T)
             outputs.add(accelerator.gather_for_metrics(batch.padded(losses, titles)))
@@ -62,18 +62,18 @@ def main() -> None:
 
     # Train: each step is one global batch, and its loss the mean over the tokens of all its titles
     run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="title")
-    run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
+    run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+        for batch in step.micro_batches(model):  # of this process; gradients are synchronised in the last
             losses = loss_fn(model(**batch.inputs, use_cache=False).logits, batch.labels)  # (B,)
-            accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
+            accelerator.backward(step.mean(losses))  # its share of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: where due
-    run.finish(evaluate)  # of the best model, on the test rows where there are any
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, where due
+    run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 
 if __name__ == "__main__":

@@ -107,10 +107,10 @@ def assert_converts(run: Path, out: Path) -> None:
     """The best checkpoint converts to the tensors of model/, which are those that transformers expects."""
     lora = (run / "adapter").exists()
     convert(ConvertSettings(run / "checkpoints" / "best", out, merge_lora=lora))
-    expected, found = load_file(run / "model" / "model.safetensors"), load_file(out / "model.safetensors")
-    assert set(found) == set(expected)
+    expected, converted = load_file(run / "model" / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(converted) == set(expected)
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6 if lora else 0)
+        torch.testing.assert_close(converted[name], tensor, rtol=0, atol=1e-6 if lora else 0)
     for folder in (out, run / "model"):
         model, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
         assert not any(loading.values()), loading
@@ -206,9 +206,9 @@ def test_saving_and_loading_weights(name: str, model_of: Callable[[str], Path], 
 
 
 def _loaded(folder: Path, **settings: Any) -> tuple[Any, Any]:
-    given = ModelSettings(model_name_or_path=str(folder), **settings)
+    model_settings = ModelSettings(model_name_or_path=str(folder), **settings)
     labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
-    return load_classifier(given, labels, seed=1), load_tokenizer(given)
+    return load_classifier(model_settings, labels, seed=1), load_tokenizer(model_settings)
 
 
 def test_unsupported_models(model_of: Callable[[str], Path], tmp_path: Path) -> None:

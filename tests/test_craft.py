@@ -92,9 +92,9 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> 
 
 
 def assert_agree(run: Path, expected: Path) -> None:
-    found = losses_of(run)
-    assert len(found) == len(set(found)) == STEPS
-    assert found == pytest.approx(losses_of(expected), rel=1e-5)
+    losses = losses_of(run)
+    assert len(losses) == len(set(losses)) == STEPS
+    assert losses == pytest.approx(losses_of(expected), rel=1e-5)
     mine, theirs = (lines_of(folder / "eval.jsonl") for folder in (run, expected))
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
@@ -108,10 +108,10 @@ def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs
 
 
 def test_uneven_classes_are_logged_and_in_the_pages(runs_of: Runs) -> None:
-    run, said = runs_of("single") / "weights", runs_of("single").with_suffix(".err").read_text(encoding="utf-8")
-    assert "rows of each class in train: neg " in said
-    assert "a row weighs in the loss (--class_weights): neg 0.6" in said
-    assert "the classes are uneven: neg has 4." in said  # in a run without these settings
+    run, log = runs_of("single") / "weights", runs_of("single").with_suffix(".err").read_text(encoding="utf-8")
+    assert "rows of each class in train: neg " in log
+    assert "a row weighs in the loss (--class_weights): neg 0.6" in log
+    assert "the classes are uneven: neg has 4." in log  # in a run without these settings
     card = (run / "model" / "README.md").read_text(encoding="utf-8")
     for part in ("| class_weights | balanced |", "| loss | focal |", "| sampling | sqrt |", "Loss (weighted"):
         assert part in card

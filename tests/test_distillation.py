@@ -64,13 +64,13 @@ def runs_of(
     def run(way: str) -> Path:
         folder = tmp_path_factory.mktemp("distilled")
         common = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
-        taught = [*common, "--teacher", teacher, "--output_dir"]
-        jobs = [[*taught, folder / "taught", "--per_device_batch_size", 6],
-                [*taught, folder / "again", "--per_device_batch_size", 6, "--distillation_alpha", 1]]  # fmt: skip
+        distilled = [*common, "--teacher", teacher, "--output_dir"]
+        jobs = [[*distilled, folder / "distilled", "--per_device_batch_size", 6],
+                [*distilled, folder / "again", "--per_device_batch_size", 6, "--distillation_alpha", 1]]  # fmt: skip
         if way == "single":
-            resumed = [*taught, folder / "resumed", "--per_device_batch_size", 6, "--checkpoint_every", 4]
+            resumed = [*distilled, folder / "resumed", "--per_device_batch_size", 6, "--checkpoint_every", 4]
             jobs += [[*common, "--output_dir", folder / "alone"], [*resumed, "--max_steps", 4], resumed]
-        (folder / "said").write_text(run_jobs(folder, WAYS[way], jobs).err)
+        (folder / "log").write_text(run_jobs(folder, WAYS[way], jobs).err)
         return folder
 
     return run
@@ -79,39 +79,39 @@ def runs_of(
 def test_each_row_has_the_teachers_logits_matched_by_class_name(
     no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
 ) -> None:
-    given = {"model_name_or_path": str(tiny_model), "train_file": str(reviews), "teacher": str(teacher)}
-    settings = build(TaskSettings, given)
+    options = {"model_name_or_path": str(tiny_model), "train_file": str(reviews), "teacher": str(teacher)}
+    settings = build(TaskSettings, options)
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    found = add_teacher_logits(Accelerator(cpu=True), settings, data, tokenizer).train.columns["teacher"]
+    logits_of_rows = add_teacher_logits(Accelerator(cpu=True), settings, data, tokenizer).train.columns["teacher"]
     model, texts = AutoModelForSequenceClassification.from_pretrained(teacher).eval(), pd.read_csv(reviews)["text"]
-    assert found is not None
-    assert len(found) == len(data.train)
-    for place in (0, 17, len(found) - 1):
+    assert logits_of_rows is not None
+    assert len(logits_of_rows) == len(data.train)
+    for place in (0, 17, len(logits_of_rows) - 1):
         encoded = tokenizer(texts[int(data.train.rows[place])], truncation=True, max_length=131, return_tensors="pt")
         with torch.no_grad():
             pos, neg = model(**encoded).logits[0].tolist()
         assert data.labels.names == ("neg", "pos")
-        assert found[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
+        assert logits_of_rows[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
 
 
 def test_the_teacher_is_computed_once_and_a_resumed_run_goes_on(runs_of: Callable[[str], Path]) -> None:
     folder = runs_of("single")
-    assert (folder / "said").read_text().count("training rows, once") == 1  # for two runs
-    assert losses_of(folder / "taught") != pytest.approx(losses_of(folder / "alone"), rel=1e-3)
+    assert (folder / "log").read_text().count("training rows, once") == 1  # for two runs
+    assert losses_of(folder / "distilled") != pytest.approx(losses_of(folder / "alone"), rel=1e-3)
     config = json.loads((folder / "again" / "config.json").read_text())
     assert config["identity"]["teacher"]
-    saved = AutoModelForSequenceClassification.from_pretrained(folder / "taught" / "model")
+    saved = AutoModelForSequenceClassification.from_pretrained(folder / "distilled" / "model")
     assert saved.config.num_hidden_layers == len(saved.bert.encoder.layer) == 1
-    assert lines_of(folder / "taught" / "eval.jsonl")[0]["loss"] > 0
-    assert "step 4 of 8" in (folder / "said").read_text()
-    assert losses_of(folder / "resumed") == pytest.approx(losses_of(folder / "taught"), rel=1e-6)
+    assert lines_of(folder / "distilled" / "eval.jsonl")[0]["loss"] > 0
+    assert "step 4 of 8" in (folder / "log").read_text()
+    assert losses_of(folder / "resumed") == pytest.approx(losses_of(folder / "distilled"), rel=1e-6)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", "fsdp2 x2"])
 def test_equal_losses_under_every_launch(way: str, runs_of: Callable[[str], Path]) -> None:
-    for run in ("taught", "again"):
+    for run in ("distilled", "again"):
         expected = losses_of(runs_of("single") / run)
         assert losses_of(runs_of(way) / run) == pytest.approx(expected, rel=1e-5)
         assert max(expected) - min(expected) > 0.01
@@ -163,24 +163,26 @@ def test_teachers_that_cannot_teach(teacher: Path, tiny_model: Path, reviews: Pa
     assert "tokenizes texts differently (tokens or token types) than the student" in failed(
         *data, "--teacher", tmp_path / "tokens"
     )
-    assert f"--teacher {tiny_model}" in (said := failed(*data, "--teacher", tiny_model)) or "no trained" in said
+    assert f"--teacher {tiny_model}" in (log := failed(*data, "--teacher", tiny_model)) or "no trained" in log
     assert "no such folder" in failed(*data, "--teacher", tmp_path / "no")
     assert "--distillation_alpha is given without --teacher" in failed(*data, "--distillation_alpha", 0.5)
 
 
 def test_the_loss_is_hintons() -> None:
     torch.manual_seed(0)
-    student, taught = torch.randn(5, 4), torch.randn(5, 4)
-    p, q = (taught / 3).softmax(-1), (student / 3).log_softmax(-1)
+    student, distilled = torch.randn(5, 4), torch.randn(5, 4)
+    p, q = (distilled / 3).softmax(-1), (student / 3).log_softmax(-1)
     expected = 9 * (p * (p.log() - q)).sum(-1)
-    assert torch.allclose(distillation_losses(student, taught, "single_label_classification", 3.0), expected, atol=1e-6)
-    several = distillation_losses(student, taught, "multi_label_classification", 3.0)
-    p = (taught / 3).sigmoid()
+    assert torch.allclose(
+        distillation_losses(student, distilled, "single_label_classification", 3.0), expected, atol=1e-6
+    )
+    several = distillation_losses(student, distilled, "multi_label_classification", 3.0)
+    p = (distilled / 3).sigmoid()
     cross = F.binary_cross_entropy_with_logits(student / 3, p, reduction="none")
-    entropy = F.binary_cross_entropy_with_logits(taught / 3, p, reduction="none")
+    entropy = F.binary_cross_entropy_with_logits(distilled / 3, p, reduction="none")
     assert torch.allclose(several, 9 * (cross - entropy).mean(-1), atol=1e-6)
     assert torch.allclose(
-        distillation_losses(taught, taught, "multi_label_classification", 2.0), torch.zeros(5), atol=1e-6
+        distillation_losses(distilled, distilled, "multi_label_classification", 2.0), torch.zeros(5), atol=1e-6
     )
     assert distillation_losses(student, student, "regression", 2.0).tolist() == [0] * 5
 

@@ -105,8 +105,8 @@ def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, 
     assert "mixed precision" in run(tmp_path, way, jobs)
     if DEVICES:
         capability = torch.cuda.get_device_capability()
-        wanted = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "no"
-        assert assert_on_devices(tmp_path / "auto")["mixed_precision"] == wanted
+        expected = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "no"
+        assert assert_on_devices(tmp_path / "auto")["mixed_precision"] == expected
     for job in jobs:
         assert losses_of(Path(job[-1]))[:6] == pytest.approx(losses_of(single / "full")[:6], rel=0.05)
 

@@ -95,11 +95,11 @@ def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_m
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
     arguments = ["--train_file", data, "--model_name_or_path", tiny_model, "--output_dir", run]
     arguments += [*FEW[2:], *settings]
-    said = run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]]).err
+    log = run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]]).err
     *during, last = lines_of(run / "eval.jsonl")
     best = max(during, key=lambda line: line["f1_macro"])
     assert len(during) < 40
-    assert "stopping early" in said
+    assert "stopping early" in log
     assert during[-1]["step"] == best["step"] + 3
     assert last["step"] == best["step"]
     assert last["loss"] == pytest.approx(best["loss"], rel=1e-5)
@@ -156,12 +156,12 @@ def test_predict_answers_for_texts_and_for_the_lines_of_a_file(
     table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
     assert table["text"].to_list() == texts
     typed = [word for text in (texts[0], texts[2]) for word in ("--text", text)]
-    kept = sorted(toolkit_cache.glob("tokens/*"))
+    cached = sorted(toolkit_cache.glob("tokens/*"))
     answers = start(["toolkit", "predict", trained, *typed]).out.splitlines()
     chances = table.filter(like="probability_").max(axis=1)
     for answer, row in zip(answers, (0, 2), strict=True):
         assert answer == f"{table['prediction'][row]} {chances[row]:.4f}  {texts[row]}"
-    assert sorted(toolkit_cache.glob("tokens/*")) == kept  # what was typed is not kept
+    assert sorted(toolkit_cache.glob("tokens/*")) == cached  # what was typed is not cached
     model = labelled / "several numbers" / "run" / "model"
     (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
     assert re.fullmatch(r"label_0 -?[\d.e-]+ label_1 -?[\d.e-]+  good film", answer)

@@ -74,10 +74,10 @@ def test_accumulation_changes_nothing(runs_of: Runs) -> None:
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "single"])
 def test_strategies_agree(way: str, name: str, runs_of: Runs, tiny_model: Path, reviews: Path) -> None:
-    (folder, said), (expected, _) = runs_of(way), runs_of("single")
+    (folder, log), (expected, _) = runs_of(way), runs_of("single")
     assert_same(folder / name, expected / name)
     if name == LORA:
-        assert re.findall("LoRA r=3.*", said) == re.findall("LoRA r=3.*", runs_of("single")[1])
+        assert re.findall("LoRA r=3.*", log) == re.findall("LoRA r=3.*", runs_of("single")[1])
         assert_model_was_evaluated(folder / LORA, tiny_model, reviews)
 
 
@@ -108,9 +108,9 @@ def assert_model_was_evaluated(run: Path, base: Path, reviews: Path) -> None:
 
 
 def test_lora_in_one_process(runs_of: Runs, tiny_model: Path, reviews: Path) -> None:
-    folder, said = runs_of("single")
+    folder, log = runs_of("single")
     run = folder / LORA
-    assert re.search(r"LoRA r=3: [\d,]{4,} of [\d,]{6,} parameters are trained \(\d+\.\d %\)\n", said)
+    assert re.search(r"LoRA r=3: [\d,]{4,} of [\d,]{6,} parameters are trained \(\d+\.\d %\)\n", log)
     assert lines_of(run / "eval.jsonl")[-1]["step"] < 10  # the best weights were loaded
     assert max(losses_of(run)) - min(losses_of(run)) > 0.01
     assert_model_was_evaluated(run, tiny_model, reviews)

@@ -159,11 +159,11 @@ def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs
 @pytest.mark.parametrize("name", [name for name in JOBS if not name.endswith("again")])
 @pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", *SLOW_WAYS])
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
-    found, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
+    losses, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
     if name in DIFFERENT:
-        assert len(found) == STEPS
-        assert all(map(np.isfinite, found))
-        assert found != pytest.approx(expected, rel=1e-5)  # as the page says
+        assert len(losses) == STEPS
+        assert all(map(np.isfinite, losses))
+        assert losses != pytest.approx(expected, rel=1e-5)  # as the page says
         return
     assert_agree(runs_of(way) / name, runs_of("single") / name)
     one, other = (load_file(runs_of(run) / name / "model" / "model.safetensors") for run in (way, "single"))

@@ -40,7 +40,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return graph.forward
 
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, **{"backend": backend, **given}))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{"backend": backend, **options}))
     monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
     monkeypatch.setattr(ways, "_compiles", {})
     ways._compiled.cache_clear()
@@ -90,7 +90,7 @@ def test_one_shape_too_many_is_gathered(
     else:
         real, broken = torch.compile, limit != "torch's"
         more = {"backend": lambda *_: 1 / 0} if broken else {"recompile_limit": 2}
-        monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, **{**given, **more}))
+        monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **{**options, **more}))
     reference = small()
     model = fast(reference, "flex")
     for samples, length in 2 * BATCHES:
@@ -128,9 +128,9 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     made, drawn = [], []
     build, draw = ways._make_mask, plan.random_blocks
 
-    def count_mask(pattern: plan.Pattern, *given: Any) -> Any:
+    def count_mask(pattern: plan.Pattern, *options: Any) -> Any:
         made.append(pattern)
-        return build(pattern, *given)
+        return build(pattern, *options)
 
     def count_plan(pattern: plan.Pattern) -> Any:
         drawn.append(pattern)

@@ -31,12 +31,12 @@ THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))
 FIVE = Labels("single_label_classification", tuple("abcde"), ("label",))
 
 
-def load(path: Path | str, labels: Labels = THREE, seed: int = 1, **given: Any) -> Any:
-    return load_classifier(ModelSettings(model_name_or_path=str(path), **given), labels, seed)
+def load(path: Path | str, labels: Labels = THREE, seed: int = 1, **settings: Any) -> Any:
+    return load_classifier(ModelSettings(model_name_or_path=str(path), **settings), labels, seed)
 
 
-def fault_of(path: Path | str, **given: Any) -> str:
-    return refusal(load, path, **given)
+def fault_of(path: Path | str, **settings: Any) -> str:
+    return refusal(load, path, **settings)
 
 
 @pytest.fixture
@@ -240,6 +240,6 @@ def test_loading_prints_nothing(
         load(tmp_path, FIVE)
     finally:
         logger.removeHandler(caplog.handler)
-    said = capfd.readouterr()
-    assert said.out + said.err == ""
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
     assert caplog.messages == []

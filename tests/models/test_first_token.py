@@ -171,8 +171,8 @@ def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:
 
 
 class Doubled(modeling_bert.BertSelfAttention):
-    def forward(self, hidden_states: torch.Tensor, *given: object, **named: object) -> object:
-        return super().forward(2 * hidden_states, *given, **named)
+    def forward(self, hidden_states: torch.Tensor, *args: object, **options: object) -> object:
+        return super().forward(2 * hidden_states, *args, **options)
 
 
 def test_an_unknown_layer_or_architecture_is_not_changed() -> None:

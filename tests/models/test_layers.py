@@ -39,20 +39,20 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
         for parameter in model.parameters():
             parameter.add_(1.0)  # unlike any initialization
     before = copy.deepcopy(model.state_dict())
-    found = []
+    states = []
     for seed in (3, 3, 4):
         model.load_state_dict(before)
         state = torch.random.get_rng_state()
         reinit_layers(model, 1, family, seed)
         assert torch.equal(state, torch.random.get_rng_state())  # the head's weights do not change
-        found.append(copy.deepcopy(model.state_dict()))
-    changed = {name for name in before if not torch.equal(before[name], found[0][name])}
+        states.append(copy.deepcopy(model.state_dict()))
+    changed = {name for name in before if not torch.equal(before[name], states[0][name])}
     renewed = names(model, outer_layers(model)[-1])
     assert renewed <= changed
     assert all("pooler" in name for name in changed - renewed)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in before)
-    assert any(not torch.equal(found[0][name], found[2][name]) for name in changed)
-    assert all(abs(float(found[0][name].mean())) < 0.5 for name in changed if name.endswith("bias"))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in before)
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in changed)
+    assert all(abs(float(states[0][name].mean())) < 0.5 for name in changed if name.endswith("bias"))
 
 
 @pytest.mark.parametrize("change", [lambda model, n: freeze_layers(model, n, "M"),

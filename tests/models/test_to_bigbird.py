@@ -73,12 +73,12 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "long"
 
 
-def convert(source: Path | str, out: Path, overwrite: bool = False, **given: int) -> list[str]:
-    return to_bigbird(str(source), out, SMALL._replace(**given), overwrite)
+def convert(source: Path | str, out: Path, overwrite: bool = False, **options: int) -> list[str]:
+    return to_bigbird(str(source), out, SMALL._replace(**options), overwrite)
 
 
-def fault_of(source: Path | str, out: Path, **given: Any) -> str:
-    error = refusal(convert, source, out, **given)
+def fault_of(source: Path | str, out: Path, **options: Any) -> str:
+    error = refusal(convert, source, out, **options)
     assert not list(out.parent.glob(f".{out.name}*"))  # no drafts
     return error
 
@@ -103,13 +103,13 @@ def outputs_of(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tenso
 def same_numbers(source: Path | str, out: Path, auto: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
     """Asserts equal hidden states, and returns all outputs of both."""
     expected, theirs = outputs_of(auto.from_pretrained(source), inputs)
-    found, ours = outputs_of(auto.from_pretrained(out), inputs)
-    close(found, expected)
+    actual, ours = outputs_of(auto.from_pretrained(out), inputs)
+    close(actual, expected)
     return theirs, ours
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,7 +297,7 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPa
     same_numbers(source, path, AutoModel, batch())
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_write_bigbird", lambda *given: pytest.fail("made again"))
+        patch.setattr(module, "_write_bigbird", lambda *options: pytest.fail("made again"))
         assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
     weights = (path / "model.safetensors").read_bytes()
     for damaged in (b"", b"\0" * len(weights)):  # as after a power cut

@@ -54,23 +54,23 @@ def test_the_focal_loss_is_that_of_its_paper(gamma: float) -> None:
     for problem in ("single_label_classification", "multi_label_classification"):
         labels = LABELS[problem][1]
         leaf = logits.clone().requires_grad_()
-        found = sample_losses(leaf, labels, problem, focal_gamma=gamma)
+        losses = sample_losses(leaf, labels, problem, focal_gamma=gamma)
         if problem == "single_label_classification":
             p = logits.softmax(-1).gather(1, labels[:, None])[:, 0]
             expected = -((1 - p) ** gamma) * p.log()
         else:
             p = torch.where(labels == 1, logits.sigmoid(), (-logits).sigmoid())
             expected = (-((1 - p) ** gamma) * p.log()).mean(-1)
-        torch.testing.assert_close(found.detach(), expected, rtol=1e-4, atol=1e-6)
-        found.sum().backward()
+        torch.testing.assert_close(losses.detach(), expected, rtol=1e-4, atol=1e-6)
+        losses.sum().backward()
         assert leaf.grad.isfinite().all()
 
 
 def test_pos_weight_is_torchs() -> None:
     _, labels = LABELS["multi_label_classification"]
     logits, weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([3.0, 1.0, 0.25])
-    found = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight)
-    assert found.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
+    losses = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight)
+    assert losses.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
 
 
 TITLES = torch.tensor([[5, 6, 3, -100], [3, -100, -100, -100], [9, 9, 9, 3]])  # (B, T)
@@ -81,7 +81,7 @@ def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None
     """Computed token by token, without padding, also with smoothing."""
     logits = torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(1))  # (B, T, V)
     logits[1, 3] = torch.linspace(-500, 500, 11)  # padding with a huge loss
-    alone = [
+    one_by_one = [
         sum(
             F.cross_entropy(logits[row, place][None], label[None], label_smoothing=smoothing)
             for place, label in enumerate(labels)
@@ -89,8 +89,8 @@ def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None
         )
         for row, labels in enumerate(TITLES)
     ]
-    found = token_losses(logits, TITLES, smoothing)
-    assert found.shape == (3,)
-    assert torch.allclose(found, torch.stack(alone), rtol=1e-6)
+    losses = token_losses(logits, TITLES, smoothing)
+    assert losses.shape == (3,)
+    assert torch.allclose(losses, torch.stack(one_by_one), rtol=1e-6)
     together = F.cross_entropy(logits.reshape(-1, 11), TITLES.reshape(-1), label_smoothing=smoothing)
-    assert found.sum() / (TITLES >= 0).sum() == pytest.approx(together.item(), rel=1e-6)
+    assert losses.sum() / (TITLES >= 0).sum() == pytest.approx(together.item(), rel=1e-6)

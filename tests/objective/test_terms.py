@@ -75,14 +75,14 @@ def test_fgm_moves_each_text_along_its_gradient(family: str, frozen: bool) -> No
     gradients = torch.autograd.grad(clean.sum(), embedded)[0]
     moved = embedded + torch.stack([0.5 * gradient / gradient.norm() for gradient in gradients])
     expected = (clean + loss_fn(model(inputs_embeds=moved, **mask).logits, batch.labels)) / 2
-    found = trained(model, batch, fgm_epsilon=0.5)
-    torch.testing.assert_close(found, expected)
-    assert (found > clean).all()
-    found.sum().backward()
+    losses = trained(model, batch, fgm_epsilon=0.5)
+    torch.testing.assert_close(losses, expected)
+    assert (losses > clean).all()
+    losses.sum().backward()
     assert (table.weight.grad is None) == frozen
     inputs = {name: rows[1:2] for name, rows in batch.inputs.items()}
     alone = SimpleNamespace(inputs=inputs, labels=batch.labels[1:2], token_samples=None)
-    torch.testing.assert_close(trained(model, alone, fgm_epsilon=0.5), found[1:2])
+    torch.testing.assert_close(trained(model, alone, fgm_epsilon=0.5), losses[1:2])
 
 
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:

@@ -81,8 +81,8 @@ def test_runs_resume_with_and_without_it(way: str, tiny_model: Path, reviews: Pa
     for name, first, second in (("on", [], ["--torch_compile"]), ("off", ["--torch_compile"], [])):
         jobs += [[*common, *half, *first, "--output_dir", tmp_path / name],
                  [*common, *full, *second, "--output_dir", tmp_path / name]]  # fmt: skip
-    said = run_jobs(tmp_path, WAYS[way], jobs, seconds=560).err
-    assert re.search("torch_compile: on a CPU", said)
+    log = run_jobs(tmp_path, WAYS[way], jobs, seconds=560).err
+    assert re.search("torch_compile: on a CPU", log)
     for name in ("on", "off"):
         assert losses_of(tmp_path / name) == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
         assert json.loads((tmp_path / name / "config.json").read_text())["settings"]["torch_compile"] == (name == "on")

@@ -121,13 +121,13 @@ def test_layers_are_unfrozen_from_the_head_down(decay: float | None, resumed_at:
 
 
 @pytest.mark.parametrize(
-    "chosen",
+    "options",
     [{}, {"optimizer": "lion"}, {"optimizer": "sgd", "optimizer_args": "momentum=0.9"}, {"optimizer": "muon"},
      {"optimizer": "adafactor"}, {"optimizer": "torch.optim.RMSprop"}],
 )  # fmt: skip
-def test_a_frozen_layer_does_not_change(chosen: dict[str, Any]) -> None:
+def test_a_frozen_layer_does_not_change(options: dict[str, Any]) -> None:
     """Not even by decay and momentum; its moments are updated from the first step on."""
-    model, settings = tiny("bert"), TrainingSettings(**UNFREEZING, weight_decay=0.3, **chosen)
+    model, settings = tiny("bert"), TrainingSettings(**UNFREEZING, weight_decay=0.3, **options)
     optimizer = make_optimizer(model, settings)
     scheduler = make_scheduler(optimizer, settings, 20)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -177,7 +177,7 @@ def test_muon_trains_the_matrices_of_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "kind", "expected"),
+    ("options", "kind", "expected"),
     [
         ({}, torch.optim.AdamW, {"fused": True}),
         ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
@@ -187,8 +187,8 @@ def test_muon_trains_the_matrices_of_layers() -> None:
         ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
     ],
 )
-def test_optimizers_by_name(chosen: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
-    optimizer = make_optimizer(tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **chosen))
+def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
+    optimizer = make_optimizer(tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **options))
     assert type(optimizer) is kind
     assert optimizer.defaults["lr"] == 0.25
     assert {name: optimizer.defaults[name] for name in expected} == expected
@@ -196,7 +196,7 @@ def test_optimizers_by_name(chosen: dict[str, Any], kind: type, expected: dict[s
 
 
 @pytest.mark.parametrize(
-    ("chosen", "message"),
+    ("options", "message"),
     [
         ({"optimizer": "adamm"}, r"--optimizer adamm .*adamw\?.* adamw, adafactor, lion, muon, sgd"),
         ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
@@ -212,8 +212,8 @@ def test_optimizers_by_name(chosen: dict[str, Any], kind: type, expected: dict[s
         ({"optimizer_args": "**{}"}, "write momentum=0.9"),
     ],
 )
-def test_an_optimizer_that_cannot_be_made(chosen: dict[str, Any], message: str) -> None:
-    refusal(make_optimizer, tiny("bert"), TrainingSettings(**chosen), match=message)
+def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
+    refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 
 
 def test_lion_is_its_papers_algorithm() -> None:
@@ -320,8 +320,8 @@ def test_all_faults_are_reported_and_the_config_does_not_change() -> None:
     """With an optimizer that cannot train shards; which those are: tests/training/test_optimizer_trial.py."""
     config = AUTO | {"gradient_clipping": 1.0, "train_batch_size": 64, "optimizer": {}}
     before, model = dict(config), Small()
-    chosen = {"model": model, "optimizer": torch.optim.Adafactor(model.parameters())}
-    refusal(align, accelerator_with(config), **chosen, match=r"^4 faults:", lines=5, says=["Adafactor", "with ddp "])
+    options = {"model": model, "optimizer": torch.optim.Adafactor(model.parameters())}
+    refusal(align, accelerator_with(config), **options, match=r"^4 faults:", lines=5, says=["Adafactor", "with ddp "])
     assert config == before
 
 

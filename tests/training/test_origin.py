@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("options", "expected"),
     [
         ({}, "auto"),  # a folder of its own
         ({"output_dir": "new"}, "auto"),
@@ -46,11 +46,11 @@ def run(tmp_path: Path) -> Path:
     ],
 )
 def test_the_precision_of_the_run_that_goes_on(
-    given: dict[str, Any], found: str, run: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], expected: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
     monkeypatch.chdir(run.parent)
-    assert precision_of(TrainingSettings(**given)) == found
+    assert precision_of(TrainingSettings(**options)) == expected
 
 
 def steps(origin: Origin) -> list[int | None]:
@@ -66,7 +66,7 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "found"),
+    ("path", "expected"),
     [
         ("", [6, 4, 2]),
         ("checkpoints", [6, 4, 2]),
@@ -75,9 +75,9 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
         ("checkpoints/last", [6]),
     ],
 )
-def test_a_path(path: str, found: list[int], run: Path, tmp_path: Path) -> None:
+def test_a_path(path: str, expected: list[int], run: Path, tmp_path: Path) -> None:
     """A run's folder, its checkpoints, one of them, or a link."""
-    assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == found
+    assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == expected
 
 
 @pytest.mark.parametrize("what", ["no manifest", "truncated"])
@@ -94,15 +94,15 @@ def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
     refusal(choose_origin, str(tmp_path / "empty"), run / "checkpoints", FACTS, match="no complete checkpoint there")
     for folder in (run / "checkpoints").glob("step-*"):
         (folder / "weights").unlink()
-    said = refusal(choose_origin, str(run), run / "checkpoints", FACTS, match="no complete checkpoint there", lines=4)
-    assert said.count("is missing") == 3
+    error = refusal(choose_origin, str(run), run / "checkpoints", FACTS, match="no complete checkpoint there", lines=4)
+    assert error.count("is missing") == 3
 
 
 def test_other_data_are_explained_by_the_settings(run: Path) -> None:
     identity = {**IDENTITY, "data": "ffff"}
     other = {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
-    said = refusal(choose_origin, "auto", run / "checkpoints", other, match=r"train_file was a.csv and is b.csv")
-    assert "ffff" not in said
+    error = refusal(choose_origin, "auto", run / "checkpoints", other, match=r"train_file was a.csv and is b.csv")
+    assert "ffff" not in error
     other = {"identity": {**IDENTITY, "model": "gpt"}, "settings": SETTINGS}
     with pytest.raises(UserError, match="another job: the model differs: the content of its files has changed"):
         choose_origin("auto", run / "checkpoints", other)

@@ -25,15 +25,15 @@ from toolkit.training.strategy import align_strategy
 
 
 @pytest.mark.parametrize(
-    ("given", "samples", "steps_per_epoch", "total"),
+    ("options", "samples", "steps_per_epoch", "total"),
     [({}, 100, 4, 12), ({"num_train_epochs": 0.5}, 100, 4, 2), ({"num_train_epochs": 0.3}, 100, 4, 2),
      ({"num_train_epochs": 2.5}, 96, 3, 8), ({"max_steps": 7}, 100, 4, 7),
      ({"max_steps": 7, "num_train_epochs": 1}, 100, 4, 7), ({"global_batch_size": 1}, 5, 5, 15),
      ({"global_batch_size": 1000}, 5, 1, 3)],
 )  # fmt: skip
-def test_steps(given: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
+def test_steps(options: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
     for processes in range(1, 9):
-        schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(samples, 8)), processes)
+        schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(samples, 8)), processes)
         assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
@@ -87,9 +87,9 @@ def split_of(titled: bool) -> Split:
     return TitleSplit(*common, *titles) if titled else Split(*common)
 
 
-def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
+def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
     """(loss and gradient norm of each step, final weights, numbers of micro-batches of steps)."""
-    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **given)
+    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **options)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = Toy()
@@ -128,10 +128,10 @@ def test_max_tokens_per_batch_changes_no_loss_gradient_or_weight(titled: bool, n
     split = split_of(titled)
     numbers, weights, counts = trained(split)
     assert counts == {1}
-    for given in ({"max_tokens_per_batch": 60}, {"max_tokens_per_batch": 150, "per_device_batch_size": 4}):
-        found, limited, counts = trained(split, **given)
+    for options in ({"max_tokens_per_batch": 60}, {"max_tokens_per_batch": 150, "per_device_batch_size": 4}):
+        actual, limited, counts = trained(split, **options)
         assert len(counts) > 1
-        assert found == pytest.approx(numbers, rel=1e-5)
+        assert actual == pytest.approx(numbers, rel=1e-5)
         torch.testing.assert_close(limited, weights, rtol=1e-4, atol=1e-6)
 
 
@@ -149,44 +149,44 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
     assert torch.cat(every).shape == (split.loss_denominators(indices).sum(),)
     mean.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    found = trained(split, max_steps=1, max_tokens_per_batch=60)[0]
-    assert found == pytest.approx([mean.item(), norm.item()], rel=1e-5)
+    actual = trained(split, max_steps=1, max_tokens_per_batch=60)[0]
+    assert actual == pytest.approx([mean.item(), norm.item()], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"),
+    ("options", "steps"),
     [({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]), ({"max_steps": 6}, [4, 6])],
 )
-def test_evaluations(given: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(100, 8)), processes=3)
+def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
+    schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
     run: Any = SimpleNamespace(schedule=schedule)
     due = [Step(run, number, np.zeros(0), 0, 1).evaluates for number in range(1, schedule.total_steps + 1)]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
 
 
-def rates(total: int, **given: Any) -> list[float]:
+def rates(total: int, **options: Any) -> list[float]:
     """The learning rate of each optimizer step."""
-    settings = TrainingSettings(learning_rate=1.0, **given)
+    settings = TrainingSettings(learning_rate=1.0, **options)
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
     accelerator.sync_gradients = True
     scheduler = make_scheduler(optimizer, settings, total)
-    found = []
+    values = []
     for _ in range(total):
-        found.append(scheduler.get_last_lr()[0])
+        values.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    return found
+    return values
 
 
 @pytest.mark.parametrize(
-    ("given", "warmup"),
+    ("options", "warmup"),
     [({}, 0), ({"warmup_steps": 3}, 3), ({"warmup_ratio": 0.2}, 2), ({"warmup_ratio": 0.11}, 2),
      ({"warmup_steps": 0}, 0), ({"warmup_ratio": 0.0}, 0)],
 )  # fmt: skip
-def test_warmup_is_counted_in_optimizer_steps(given: dict[str, Any], warmup: int) -> None:
+def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: int) -> None:
     expected = [step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)]
-    assert rates(10, **given) == pytest.approx(expected)
+    assert rates(10, **options) == pytest.approx(expected)
 
 
 def test_known_schedules() -> None:
