@@ -30,16 +30,14 @@ def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> An
         lora_alpha=settings.lora_alpha or 2 * (settings.lora_r or 0),
         lora_dropout=(settings.lora_dropout or 0.0) if settings.dropout is None else settings.dropout,
         target_modules=target_modules(model, settings.lora_target_modules, fully_trained),
-        modules_to_save=[
-            name for name in fully_trained if name not in ("classifier", "score")
-        ],  # which peft adds itself
+        modules_to_save=[name for name in fully_trained if name not in ("classifier", "score")],  # peft adds these two
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
         return peft.get_peft_model(model, config)
 
 
-def fully_trained_modules(model: Any, new: Iterable[str] = ()) -> list[str]:
+def fully_trained_modules(model: Any, new: Iterable[str]) -> list[str]:
     """Modules to train without LoRA: the head, and a new pooler."""
     modules = [name for name, _ in model.named_children() if name != model.base_model_prefix]
     heads = [name for name in modules if next(model.get_submodule(name).parameters(), None) is not None]
@@ -53,10 +51,11 @@ def target_modules(model: Any, setting: str | None, fully_trained: Sequence[str]
     all trainable linear layers of the encoder. Raises UserError with all wrong names."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
+    excluded = tuple(f"{name}." for name in fully_trained)
     linear = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and not _within(name, fully_trained)
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and not f"{name}.".startswith(excluded)
     }
     every = sorted({name.rsplit(".", 1)[-1] for name in linear})
     if setting is None:
@@ -81,11 +80,7 @@ def target_modules(model: Any, setting: str | None, fully_trained: Sequence[str]
 
 def _ends(path: str, names: Iterable[str]) -> bool:
     """Whether peft would apply one of these names to the module at this path."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
-
-
-def _within(path: str, modules: Iterable[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in modules)
+    return f".{path}".endswith(tuple(f".{name}" for name in names))
 
 
 def describe(model: torch.nn.Module, settings: ModelSettings) -> str:
