@@ -110,7 +110,7 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
     if why:
         raise UserError(f"--torch_compile cannot be used: {why}; or leave it out")
     if accelerator.device.type == "cpu":
-        log_on_main(accelerator, "torch_compile: steps are slower with it on a CPU (0.86x the speed when measured)")
+        log_on_main(accelerator, "torch_compile: on a CPU steps are slower (0.86x the speed when measured)")
     for layer in outer_layers(model):
         layer.compile(dynamic=True, recompile_limit=_MAX_GRAPHS)
 
