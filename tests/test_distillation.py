@@ -95,7 +95,7 @@ def test_each_row_has_the_teachers_logits_matched_by_class_name(
         assert logits_of_rows[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
 
 
-def test_the_teacher_is_computed_once_and_a_resumed_run_goes_on(runs_of: Callable[[str], Path]) -> None:
+def test_the_teacher_is_computed_once_and_a_resumed_run_continues(runs_of: Callable[[str], Path]) -> None:
     folder = runs_of("single")
     assert (folder / "log").read_text().count("training rows, once") == 1  # for two runs
     assert losses_of(folder / "distilled") != pytest.approx(losses_of(folder / "alone"), rel=1e-3)
@@ -148,7 +148,7 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
         assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_teachers_that_cannot_teach(teacher: Path, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_unsuitable_teachers(teacher: Path, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     data = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--max_steps", 1, "--report_to", "none",
             "--output_dir", tmp_path / "run"]  # fmt: skip
     for name in ("names", "tokens"):

@@ -178,7 +178,7 @@ def test_predict_refuses_a_model_without_a_trained_head(tiny_model: Path, tmp_pa
     assert "no trained classification head" in finished.error_lines[0]
 
 
-def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path, toolkit_cache: Path) -> None:
+def test_a_recipe_uses_the_files_of_prepare(tmp_path: Path, tiny_model: Path, toolkit_cache: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", "six classes", 62)
     arguments = ["--train_file", rows, "--model_name_or_path", tiny_model]
     prepared = start(["toolkit", "prepare", *arguments]).succeeded()

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "auto"),  # a folder of its own
+        ({}, "auto"),  # a new folder
         ({"output_dir": "new"}, "auto"),
         ({"output_dir": "run"}, "fp16"),
         ({"output_dir": "run", "mixed_precision": "no"}, "no"),
@@ -41,11 +41,11 @@ def run(tmp_path: Path) -> Path:
         ({"output_dir": "run", "overwrite_output_dir": True}, "auto"),
         ({"output_dir": "new", "resume": "run"}, "fp16"),
         ({"output_dir": "run", "resume": "step-00000008"}, "fp16"),
-        ({"output_dir": "run", "resume": "step-00000002"}, "auto"),  # of a version that did not note it
+        ({"output_dir": "run", "resume": "step-00000002"}, "auto"),  # saved by a version that did not store it
         ({"output_dir": "run", "resume": "nothing"}, "auto"),
     ],
 )
-def test_the_precision_of_the_run_that_goes_on(
+def test_the_precision_of_the_resumed_run(
     options: dict[str, Any], expected: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
@@ -59,7 +59,7 @@ def steps(origin: Origin) -> list[int | None]:
 
 def test_auto_and_no(run: Path, tmp_path: Path) -> None:
     other = {"settings": {**SETTINGS, "learning_rate": 1.0, "new_setting": 3}, "identity": {**IDENTITY, "new": 1}}
-    for facts in (FACTS, other):  # settings that do not matter are no difference
+    for facts in (FACTS, other):  # other settings may differ
         assert steps(choose_origin("auto", run / "checkpoints", facts)) == [6, 4, 2]
     assert choose_origin("auto", tmp_path / "new" / "checkpoints", FACTS) == Origin()
     assert choose_origin("no", run / "checkpoints", FACTS) == Origin()
@@ -81,14 +81,14 @@ def test_a_path(path: str, expected: list[int], run: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", ["no manifest", "truncated"])
-def test_a_path_that_is_no_sound_checkpoint(what: str, run: Path) -> None:
+def test_a_path_to_a_damaged_checkpoint(what: str, run: Path) -> None:
     folder = run / "checkpoints" / "step-00000004"
     (folder / "manifest.json").unlink() if what == "no manifest" else (folder / "weights").write_bytes(b"0")
     with pytest.raises(UserError, match=f"^--resume {folder}: .*; `--resume auto` takes the newest"):
         choose_origin(str(folder), run / "checkpoints", FACTS)
 
 
-def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
+def test_a_path_without_checkpoints(run: Path, tmp_path: Path) -> None:
     refusal(choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="no such folder")
     (tmp_path / "empty").mkdir()
     refusal(choose_origin, str(tmp_path / "empty"), run / "checkpoints", FACTS, match="no complete checkpoint there")
@@ -98,7 +98,7 @@ def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
     assert error.count("is missing") == 3
 
 
-def test_other_data_are_explained_by_the_settings(run: Path) -> None:
+def test_a_different_identity_names_the_changed_setting(run: Path) -> None:
     identity = {**IDENTITY, "data": "ffff"}
     other = {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
     error = refusal(choose_origin, "auto", run / "checkpoints", other, match=r"train_file was a.csv and is b.csv")
@@ -111,7 +111,7 @@ def test_other_data_are_explained_by_the_settings(run: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_runs_file_that_leads_elsewhere_is_refused(there: bool, tmp_path: Path) -> None:
+def test_a_link_out_of_the_run_folder_is_refused(there: bool, tmp_path: Path) -> None:
     """The run would read it, and append to it."""
     run, other = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
