@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.checkpoint.test_folder import left, save
+from tests.checkpoint.test_folder import names_in, save
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.commands.clean import clean
@@ -32,11 +32,11 @@ def finished_run(path: Path, steps: int = 6, **config: Any) -> Path:
 
 def test_clean_removes_only_checkpoints(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
-    rest = [name for name in left(run) if name != "checkpoints"]
+    rest = [name for name in names_in(run) if name != "checkpoints"]
     size = sum(path.stat().st_size for path in (run / "checkpoints").glob("step-*/**/*") if path.is_file())
     message = clean(run)
     assert message == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
-    assert [name for name in left(run) if name != ".lock"] == rest
+    assert [name for name in names_in(run) if name != ".lock"] == rest
     assert "there were no checkpoints" in clean(run)
 
 
@@ -46,7 +46,7 @@ def test_clean_keeps_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     there = (run / "checkpoints" / "step-00000003").rename(tmp_path / "elsewhere")
     (run / "checkpoints" / "step-00000003").symlink_to(there)
     clean(run)
-    assert left(run / "checkpoints") == ["notes.txt"]
+    assert names_in(run / "checkpoints") == ["notes.txt"]
     assert folders.find_fault(there) == ""
 
 
