@@ -53,12 +53,15 @@ COMMANDS = {
     "toolkit convert --help": ("-m", "toolkit", "convert", "--help"),
     "python recipes/cls.py --help": ("recipes/cls.py", "--help"),
 }
-# part of a line of the recipe's `main`, or name of a function on the stack -> phase; the first match counts
-PHASES = {
+# function on the stack -> phase; the first match counts, before LINES
+FUNCTIONS = {
     "write_pages": "pages",
-    "write_results": "simple models",
+    "write_results": "results of features",
     "save_model": "save",
     "evaluate": "evaluation",
+}
+# part of the current line of the recipe's `main` -> phase; the first match counts
+LINES = {
     "run.finish": "evaluation",
     "config.parse": "settings",
     "start_accelerator": "accelerator",
@@ -69,8 +72,8 @@ PHASES = {
     "": "first step",
 }
 BEFORE_MAIN, LAUNCHER, REST = "Python, imports of the recipe", "launcher", "end"
-ORDER = (LAUNCHER, BEFORE_MAIN, *dict.fromkeys([*list(PHASES.values())[5:], "first step", "evaluation", "save",
-                                                "simple models", "pages"]), REST)  # fmt: skip
+ORDER = (LAUNCHER, BEFORE_MAIN, "settings", "accelerator", "data", "model", "prepare", "first step", "evaluation",
+         "save", "results of features", "pages", REST)  # fmt: skip
 
 
 # ---- in the sampled process
@@ -114,8 +117,9 @@ def phase_of(frame: Any) -> tuple[str, str]:
         frame = frame.f_back
     if not main_line:
         return BEFORE_MAIN, package
-    words = [main_line, *names]
-    return next(phase for key, phase in PHASES.items() if any(key in word for word in words)), package
+    of_functions = [phase for name, phase in FUNCTIONS.items() if name in names]
+    of_lines = [phase for part, phase in LINES.items() if part in main_line]
+    return [*of_functions, *of_lines][0], package
 
 
 # ---- in the parent process
@@ -183,6 +187,8 @@ class Bench:
             phases[phase] += now - before
             imports[package] += now - before
         phases[REST] = ended - trained[0][-1][1]
+        if absent := [phase for phase in ORDER if phase not in phases]:
+            raise SystemExit(f"{kind}: nothing was sampled in {', '.join(absent)}: are FUNCTIONS and LINES up to date?")
         del imports[""]
         return phases, imports
 

@@ -60,8 +60,8 @@ class Run:
         compute_metrics: ComputeMetrics,
         recipe: str,
     ) -> None:
-        """Raises UserError where the folder already holds a run, a tracker is missing, a feature's setting does not fit
-        the data, or `compute_metrics` does not return `--metric_for_best_model`."""
+        """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, a feature's setting
+        that does not fit the data, or a `compute_metrics` without `--metric_for_best_model`."""
         user_settings = settings
         for feature in features():
             settings = feature.run_settings(settings, data, accelerator)

@@ -197,10 +197,11 @@ _FAULTS = """
 import resource, torch
 from toolkit.utils import memory
 for step in range(28):
-    memory.machine_memory = lambda: {first} if step < 10 else {limit}
+    memory.machine_memory = lambda: {first} if step < 2 else {limit}
     if step == 20:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(16 * 2**20)  # 64 MiB, freed at once
+    # 16 MiB, then 64, freed at once: 64 do not fit into a hole of the heap that was kept at first
+    torch.ones(2 ** (22 if step < 2 else 24))
     memory.manage_freed_memory()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import logging
@@ -41,7 +40,7 @@ from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.rendezvous import join_ranks, list_machines
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster_precision, measure_cached, slowest_times
-from toolkit.utils import collector
+from toolkit.utils import collector, memory
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
@@ -278,16 +277,7 @@ def _configure_cpu(place: Place) -> None:
     os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
-    _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Makes glibc keep freed memory. By default it maps each large tensor anew, and the kernel zeroes every page."""
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        trim_threshold, mmap_threshold = -1, -3  # malloc.h
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 1 << 30)
+    memory.manage_freed_memory()
 
 
 def _skip_shared_memory_kernel() -> None:
