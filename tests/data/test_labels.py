@@ -15,7 +15,6 @@ from toolkit.config import ProblemType
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.read import read_class_names
 from toolkit.data.table import Table
-from toolkit.errors import UserError
 
 ONE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
@@ -131,8 +130,7 @@ def test_lists_of_numbers_of_another_length_are_named() -> None:
     decided = found([str(score) for score in SCORES])
     assert (decided.problem_type, decided.size) == (REGRESSION, 3)
     for odd, said in (([1.5, 2.5], "must hold 3 numbers"), ([1, "x", 2], "label_1: the label 'x' is not a number")):
-        with pytest.raises(UserError, match=rf"v\.csv, row 2: .*{said}|v\.csv, row 2, {said}"):
-            encoded(decided, [str(SCORES[0]), str(odd)], name="v.csv")
+        refusal(encoded, decided, [str(SCORES[0]), str(odd)], name="v.csv", says=["v.csv, row 2", said])
 
 
 @pytest.mark.parametrize(
@@ -147,8 +145,8 @@ def test_lists_of_numbers_of_another_length_are_named() -> None:
     ],
 )
 def test_what_can_be_meant_in_two_ways_is_asked(cells: list[Any], shown: str) -> None:
-    with pytest.raises(UserError, match=rf"f\.csv: column 'label' holds {shown}.*numbers to predict.*--problem_type"):
-        find_labels(table_of([str(cell) for cell in cells]), None, None, "text")
+    says = rf"f\.csv: column 'label' holds {shown}.*numbers to predict.*--problem_type"
+    refusal(found, [str(cell) for cell in cells], match=says)
 
 
 def test_nearly_as_many_classes_as_rows_are_asked_about() -> None:
@@ -171,21 +169,22 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
     (tmp_path / file).write_text(content, encoding="utf-8")
     names = read_class_names(str(tmp_path / file))
     assert list(names.items()) == [("0", "joy"), ("1", "anger"), ("2", "fear")]
-    decided = find_labels(table_of(["1", "0"]), None, None, "text", class_names=names)
-    assert (decided.names, encoded(decided, [2, 1.0])) == (("joy", "anger", "fear"), [2, 1])
-    lists = find_labels(table_of([[0, 1], [2]]), None, None, "text", class_names=names)
-    assert (lists.names, encoded(lists, [[0, 2]])) == (decided.names, [[1, 0, 1]])
-    hot = find_labels(table_of([[0, 1, 1], [0, 0, 1]]), None, None, "text", class_names=names)
-    assert (hot.names, encoded(hot, [[0, 0, 1]])) == (decided.names, [[0, 0, 1]])
-    with pytest.raises(UserError, match=r"f\.csv: column 'label' holds 7, joy, and --label_names_file names 0, 1, 2"):
-        find_labels(table_of(["joy", "7", "1"]), None, None, "text", class_names=names)
+    for labels, other, expected in (
+        (["1", "0"], [2, 1.0], [2, 1]),
+        ([[0, 1], [2]], [[0, 2]], [[1, 0, 1]]),
+        ([[0, 1, 1], [0, 0, 1]], [[0, 0, 1]], [[0, 0, 1]]),
+    ):
+        decided = find_labels(table_of(labels), None, None, "text", class_names=names)
+        assert (decided.names, encoded(decided, other)) == (("joy", "anger", "fear"), expected)
+    says = ["f.csv: column 'label' holds 7, joy, and --label_names_file names 0, 1, 2"]
+    refusal(find_labels, table_of(["joy", "7", "1"]), None, None, "text", class_names=names, says=says)
 
 
 @pytest.mark.parametrize("content", ['[["joy", "anger"], ["joy", 1]]', '["joy", "joy"]', '[{"id": 1}, {"id": 2}]'])
 def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(UserError, match=r"--label_names_file .*a\.json, entry \d: .* is not a number and a name"):
-        read_class_names(str(tmp_path / "a.json"))
+    match = r"--label_names_file .*a\.json, entry \d: .* is not a number and a name"
+    refusal(read_class_names, str(tmp_path / "a.json"), match=match)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +240,11 @@ def test_rows_are_named_as_in_the_file_when_some_are_left_out() -> None:
 
 
 def test_columns_that_cannot_be_told() -> None:
-    with pytest.raises(UserError, match=r"v\.csv has no column 'label': it has text, lable"):
-        found(["a", "b"]).encode(table_of(["a"], name="v.csv", column="lable"), np.arange(1))
-    with pytest.raises(UserError, match="Name one of y with --label_column"):
-        find_labels(table_of(["a", "b"], column="y"), None, None, "text")
+    misspelt = table_of(["a"], name="v.csv", column="lable")
+    refusal(found(["a", "b"]).encode, misspelt, np.arange(1), match=r"v\.csv has no column 'label': it has text, lable")
+    refusal(
+        find_labels, table_of(["a", "b"], column="y"), None, None, "text", match="Name one of y with --label_column"
+    )
     table = columns_table(a=[1, 0], b=[0, 1])
     refusal(find_labels, table, "a,b", ONE, "text", match="several labels or numbers, not --problem_type single_label")
     refusal(find_labels, table, "a,bb", None, "text", match=r"did you mean b\?")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tests.faults import refusal
 from tests.prepared import MODEL
-from tests.runs import start, train
+from tests.runs import lines_of, start, train
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first
 
@@ -98,19 +97,13 @@ def test_a_model_of_one_type_is_given_none(prepared: Callable[..., Any], monkeyp
 
 def test_a_run_and_its_predictions(tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str]) -> None:
     """`toolkit predict` reads the columns that the run learned from."""
-    data, run = write_rows("pairs.jsonl", ROWS * 3), tmp_path / "run"
-    arguments = ["--model_name_or_path", tiny_model, "--text_column", "question", "--text_pair", "answer"]
-    train("--train_file", data, "--validation_file", data, *arguments, "--max_steps", 2, "--output_dir", run)
-    with (tmp_path / "new.csv").open("w", encoding="utf-8") as file:
-        csv.writer(file).writerows([("question", "answer"), *zip(QUESTIONS, ANSWERS, strict=True)])
-    predicted = start(["toolkit", "predict", run / "model", tmp_path / "new.csv"])
-    assert predicted.code == 0, predicted.err[-3000:]
+    data, run, output = write_rows("pairs.jsonl", ROWS), tmp_path / "run", tmp_path / "new.jsonl"
+    columns = ["--text_column", "question", "--text_pair", "answer"]
+    train("--model_name_or_path", tiny_model, "--train_file", data, "--validation_file", data, *columns, "--max_steps",
+          2, "--mixed_precision", "no", "--output_dir", run)  # fmt: skip
+    command = ["toolkit", "predict", run / "model", data, "--output", output, "--mixed_precision", "no"]
+    predicted = start(command).succeeded()
     assert "reading columns question and answer" in predicted.out + predicted.err
-    model = AutoModelForSequenceClassification.from_pretrained(run / "model")
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    padded = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False}  # the tiny model has one type
-    with torch.no_grad():
-        chances = model.eval()(**tokenizer(QUESTIONS, ANSWERS, **padded)).logits.softmax(-1)
-    with (tmp_path / "new.predictions.csv").open(encoding="utf-8") as file:
-        found = [[float(row["probability_no"]), float(row["probability_yes"])] for row in csv.DictReader(file)]
-    torch.testing.assert_close(torch.tensor(found), chances, rtol=0, atol=1e-5)
+    mine, theirs = ([line["probabilities"] for line in lines_of(path)] for path in (output, run / "predictions.jsonl"))
+    assert len(set(map(tuple, theirs))) == len(ROWS)
+    assert np.array(mine) == pytest.approx(np.array(theirs), abs=1e-5)

@@ -18,7 +18,6 @@ from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import _stratified_sample
 from toolkit.data.table import text_column, texts_of
-from toolkit.errors import UserError
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]
@@ -62,15 +61,16 @@ def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
 @pytest.mark.parametrize("vocabulary", [50, 126])
 def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare, vocabulary: int) -> None:
     """It has 127 tokens: more than the model has rows for."""
-    with pytest.raises(UserError, match=f"127.*{vocabulary}|{vocabulary}.*127"):
-        prepared(rows_of({"a": 5, "b": 5}), model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
+    model = SimpleNamespace(**vars(MODEL), vocab_size=vocabulary)
+    refusal(prepared, rows_of({"a": 5, "b": 5}), model=model, says=["127", str(vocabulary)])
 
 
 def test_texts_that_are_also_in_training_are_said(prepared: Prepare) -> None:
     rows = rows_of({"a": 5, "b": 5})
     data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
     (note,) = [note for note in data.notes if "also in the training" in note]
-    assert note == "validation: 3 of 5 texts are also in the training data: its scores will be too high (rows 1, 2, 3)"
+    assert note.startswith("validation: 3 of 5 texts")
+    assert "(rows 1, 2, 3)" in note
 
 
 def test_cut_texts_are_counted(prepared: Prepare) -> None:
@@ -99,8 +99,7 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
     assert any("3 rows with an empty text are left out" in note for note in data.notes)
-    with pytest.raises(UserError, match=r"every text in column 'text' is empty.*--text_column"):
-        prepared([EMPTY[1], EMPTY[3]], drop_empty_text=True)
+    refusal(prepared, [EMPTY[1], EMPTY[3]], drop_empty_text=True, says=["every text in column 'text'", "--text_column"])
 
 
 @pytest.mark.parametrize(
@@ -110,37 +109,28 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
         (["label", "评论"], None, "评论"),
         (["number", "utterance"], None, "utterance"),  # the only column of strings
         (["title", "text"], "title", "title"),
-        (["label", "text_a"], None, "text_a"),  # where all cells are strings, as in CSV
-        (["id", "text_a", "label"], None, "text_a"),
+        (["id", "text_a", "label"], None, "text_a"),  # where all cells are strings, as in CSV
+        (["title", "body"], None, "Name one of title, body with --text_column"),
+        (["number"], None, "Name one of number with --text_column"),
+        (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
     ],
 )
 def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | None, found: str) -> None:
     row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
-    assert text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, ["label"]) == found
+    table = read_file(write_rows("a.jsonl", [row]), TextSettings())
+    if found in columns:
+        assert text_column(table, wanted, ["label"]) == found
+    else:
+        refusal(text_column, table, wanted, match=found)
 
 
 def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> None:
     rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
     assert prepared(rows, text_pair="text_b").text_column == "text_a"
     refusal(prepared, rows, match=r"Name one of text_a, text_b with --text_column")
-
-
-@pytest.mark.parametrize(
-    ("columns", "wanted", "said"),
-    [
-        (["title", "body"], None, "Name one of title, body with --text_column"),
-        (["number"], None, "Name one of number with --text_column"),
-        (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
-    ],
-)
-def test_an_unclear_text_column(write_rows: WriteRows, columns: list[str], wanted: str | None, said: str) -> None:
-    row = {column: 1 if column == "number" else "t" for column in columns}
-    refusal(text_column, read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, match=said)
-
-
-def test_a_validation_file_without_the_text_column(prepared: Prepare) -> None:
-    with pytest.raises(UserError, match=r"validation_file\.jsonl has no column 'text'"):
-        prepared(rows_of({"a": 2, "b": 2}), validation_file=[{"sentence": "x", "label": "a"}])
+    rows = rows_of({"a": 2, "b": 2})
+    other = [{"sentence": "x", "label": "a"}]
+    refusal(prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'")
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
@@ -275,17 +265,17 @@ def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Pat
     data = prepare_data(build(TaskSettings, given | {"delimiter": "|"}), tokenizer, MODEL)
     assert data.notes[0] == f"{path}: read with --delimiter |, --column_names text,label"
     assert data.sizes == {"train": 18, "validation": 2}
-    with pytest.raises(UserError, match=r"a\.txt: texts alone, without labels.* --delimiter"):
-        prepare_data(build(TaskSettings, given), tokenizer, MODEL)
+    alone = build(TaskSettings, given)
+    refusal(prepare_data, alone, tokenizer, MODEL, match=r"a\.txt: texts alone, without labels.* --delimiter")
 
 
 def test_a_row_is_empty_where_every_column_is(prepared: Prepare) -> None:
     rows = [row | {"title": ("the", " ")[place % 2]} for place, row in enumerate(growing(6))]
     rows[2]["text"] = ""  # its title is not
     rows[3]["text"] = None
-    with pytest.raises(UserError, match=r"column 'title,text' is empty in 1 of 6 rows \(rows 4\)"):
-        prepared(rows, validation_file=rows, text_column="title,text")
-    data = prepared(rows, validation_file=rows, text_column="title,text", drop_empty_text=True)
+    settings = {"validation_file": rows, "text_column": "title,text"}
+    refusal(prepared, rows, **settings, match=r"column 'title,text' is empty in 1 of 6 rows \(rows 4\)")
+    data = prepared(rows, **settings, drop_empty_text=True)
     assert data.train.rows.tolist() == [0, 1, 2, 4, 5]
 
 
@@ -311,8 +301,8 @@ def test_texts_that_are_too_short(prepared: Prepare) -> None:
     rows = growing(10)
     for short in ("train", "validation"):
         files = {"train": rows, "validation": rows} | {short: growing(4)}
-        with pytest.raises(UserError, match=rf"{short}_file\.jsonl: no text has 7 tokens.*--min_length"):
-            prepared(files["train"], validation_file=files["validation"], min_length=7)
+        says = (f"{short}_file.jsonl", "no text has 7 tokens", "--min_length")
+        refusal(prepared, files["train"], validation_file=files["validation"], min_length=7, says=says)
     rows[0]["label"], rows[1]["label"] = "short", None
     data = prepared(rows, validation_file=rows, min_length=7)
     assert data.labels.names == ("a", "b")
@@ -367,8 +357,5 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(prepa
     data = prepared(growing(30), validation_split=0.2, seed=seed)
     assert data.validation.rows.tolist() == HELD_BACK[seed]
     assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
-    assert data.validation.texts() == [growing(30)[row]["text"] for row in HELD_BACK[seed]]
     assert counts_of(data, "validation") == {"a": 3, "b": 3}
-    for split in (data.train, data.validation):
-        assert [data.labels.names[label] for label in split.labels] == ["ab"[row % 2] for row in split.rows]
     assert any("6 of 30 rows are held back" in note for note in data.notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import evaluate_classifier, outputs
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
-from toolkit.utils import progress
 
 
 @pytest.mark.parametrize(
@@ -65,17 +63,6 @@ def test_outputs_are_in_the_order_of_the_file(accelerator: Accelerator, count: i
     logits = predict(accelerator, Echo().train(), split, TOKENIZER, batch_size)
     assert logits[:, 0].tolist() == split.lengths.tolist()  # padding not counted
     assert logits.dtype == np.float32
-
-
-def test_slow_predictions_report_progress(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    predict(accelerator, Echo(), split_of(23), TOKENIZER, 4)
-    first, *_, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"test: 4 of 23 rows, \d+ rows/s, \d\d:\d\d left", first)
-    assert last.startswith("test: 23 of 23 rows")
 
 
 class DuplicateIds(Collator):

@@ -6,6 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -125,20 +126,10 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, drawn = [], []
-    build, draw = ways._make_mask, plan.random_blocks
-
-    def count_mask(pattern: plan.Pattern, *options: Any) -> Any:
-        made.append(pattern)
-        return build(pattern, *options)
-
-    def count_plan(pattern: plan.Pattern) -> Any:
-        drawn.append(pattern)
-        return draw(pattern)
-
+    build, draw = Mock(wraps=ways._make_mask), Mock(wraps=plan.random_blocks)
     monkeypatch.setattr(ways, "_masks", OrderedDict())
-    monkeypatch.setattr(ways, "_make_mask", count_mask)
-    monkeypatch.setattr(plan, "random_blocks", count_plan)
+    monkeypatch.setattr(ways, "_make_mask", build)
+    monkeypatch.setattr(plan, "random_blocks", draw)
     monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
     plan.tables.cache_clear()
     sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 3}
@@ -146,33 +137,15 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     for training in (True, False, True):
         for layer, length in itertools.product(layers.train(training), range(48, 260, 4)):  # 53 lengths
             layer.attention(torch.zeros(1, length, 4))
+    made = [call.args[0] for call in build.call_args_list]
     # in evaluation all layers read the same blocks
-    assert len(made) == len(set(made)) == len(drawn) == 3 * 53 + 53
+    assert len(made) == len(set(made)) == draw.call_count == 3 * 53 + 53
     # beyond the limit of bytes the oldest are dropped
     monkeypatch.setattr(ways, "_MOST_MASK_BYTES", sum(size for _, size in ways._masks.values()) // 2)
     ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
     assert 1 < len(ways._masks) < len(made)
     assert next(reversed(ways._masks))[0].seed == 99
     assert next(iter(ways._masks))[0] != made[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [True, False])
-def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the kernel: inside a compiled model torch 2.13 has no implementation for a CPU."""
-    monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
-    monkeypatch.setattr(ways, "_compiles", {})
-    reference = make(training=training, hidden_size=32, num_hidden_layers=1).requires_grad_(False)
-    model = fast(reference, "flex")
-    for length in (1024, 1152):
-        inputs = batch(length, "right")
-        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
-    assert ways._compiles
-    assert all(ways._compiles.values())
-    # no kernel for the backward pass on a CPU: gathered
-    with pytest.warns(UserWarning, match="flex_attention has no kernel"):
-        compare(fast(reference.requires_grad_(), "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

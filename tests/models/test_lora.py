@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES, fault_of, load
 from toolkit.checkpoint.model_folder import merge_lora
 from toolkit.config import ModelSettings, TaskSettings, parse
-from toolkit.errors import UserError
-from toolkit.models import classifier
 from toolkit.models.lora import describe
 
 IDS = torch.arange(5, 29).view(2, 12)
@@ -86,27 +85,6 @@ def test_weights_follow_the_seed(tiny_model: Path) -> None:
     assert {".lora_A." in name or "classifier" in name for name in differ} == {True}
 
 
-@pytest.mark.parametrize("targets", ["query,value", "all-linear"])
-def test_computing_only_the_first_token_gives_the_same_numbers(
-    tiny_model: Path, targets: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shortened = perturbed(load(tiny_model, lora_target_modules=targets, **LORA)).double()
-    monkeypatch.setattr(classifier, "read_first_token_only", lambda model: False)
-    whole = perturbed(load(tiny_model, lora_target_modules=targets, **LORA)).double()
-    mask = (torch.arange(12) < torch.tensor([[12], [5]])).long()
-    for model in (shortened, whole):
-        model.logits = model(input_ids=IDS, attention_mask=mask).logits
-        model.logits.square().sum().backward()
-    torch.testing.assert_close(shortened.logits, whole.logits, rtol=1e-12, atol=1e-12)
-    gradients = dict(whole.named_parameters())
-    for name, parameter in shortened.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-10, atol=1e-12, msg=name)
-    last, other = (model.get_base_model().bert.encoder.layer[-1].attention for model in (shortened, whole))
-    assert "forward" in vars(last)
-    assert "forward" not in vars(other)
-
-
 def test_settings_reach_peft(tiny_model: Path) -> None:
     settings = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "lora_target_modules": "key, intermediate.dense"}
     config = load(tiny_model, **settings).peft_config["default"]
@@ -131,5 +109,5 @@ def test_wrong_target_modules(tiny_model: Path, name: str, says: str) -> None:
 
 @pytest.mark.parametrize("setting", ["lora_alpha", "lora_dropout", "lora_target_modules"])
 def test_settings_of_lora_without_lora(setting: str) -> None:
-    with pytest.raises(UserError, match=f"--{setting} is given without --lora_r"):
-        parse(TaskSettings, [f"--{setting}", "0.5" if setting == "lora_dropout" else "3"])
+    words = [f"--{setting}", "0.5" if setting == "lora_dropout" else "3"]
+    refusal(parse, TaskSettings, words, match=f"--{setting} is given without --lora_r")

@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.faults import refusal
@@ -112,10 +112,11 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_bert(bert: Bert, out: Path, kind: str) -> None:
+def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> None:
     family, has_pooler, description = KINDS[kind]
-    wrote, heads, next_line = convert(source := bert(kind), out)
+    wrote, heads, next_line = convert(source := bert(kind, tie_word_embeddings=tied), out)
     assert heads == description
     assert f"recipes/bigbird.py --model_name_or_path {out} " in next_line
     count = sum(tensor.numel() for tensor in load_file(out / "model.safetensors").values())
@@ -126,20 +127,15 @@ def test_every_kind_of_bert(bert: Bert, out: Path, kind: str) -> None:
     assert all("pooler" in key for key in loading["missing_keys"])
     assert bool(loading["missing_keys"]) != has_pooler
     assert not loading["unexpected_keys"]
-    theirs, ours = same_numbers(source, out, AutoModel, batch())
+    inputs = batch()
+    theirs, ours = same_numbers(source, out, AutoModel, inputs)
     if has_pooler:
         close(ours.pooler_output, theirs.pooler_output)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
-def test_heads_give_the_same_logits(bert: Bert, out: Path, kind: str, tied: bool) -> None:
-    convert(source := bert(kind, tie_word_embeddings=tied), out)
-    inputs = batch()
-    theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, inputs)
-    visible = inputs["attention_mask"].bool()
-    close(ours.logits[visible], theirs.logits[visible])
-    if kind == "BertForPreTraining":
+    if family in ("BigBirdForMaskedLM", "BigBirdForPreTraining"):
+        theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, inputs)
+        visible = inputs["attention_mask"].bool()
+        close(ours.logits[visible], theirs.logits[visible])
+    if family == "BigBirdForPreTraining":
         theirs, ours = same_numbers(source, out, transformers.AutoModelForPreTraining, inputs)
         close(ours.seq_relationship_logits, theirs.seq_relationship_logits)
 
@@ -227,14 +223,14 @@ def test_unsuitable_lengths(bert: Bert, out: Path, sizes: dict[str, Any], messag
 
 def test_a_source_without_tokenizer_or_weights_or_a_missing_one(bert: Bert, out: Path, tmp_path: Path) -> None:
     source = bert()
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer_config.json").unlink()
-    assert "tokenizer" in fault_of(source, out)
-    source = bert()
     (source / "model.safetensors").unlink()
-    assert "cannot be loaded" in fault_of(source, out)
-    assert "cannot be loaded" in fault_of(tmp_path / "missing", out)
-    assert "there is no demo:minilmm (did you mean minilm?)" in fault_of("demo:minilmm", out)
+    for missing in (source, tmp_path / "missing"):
+        fault_of(missing, out, match="cannot be loaded")
+    source = bert()
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    fault_of(source, out, match="tokenizer")
+    fault_of("demo:minilmm", out, match="did you mean minilm")
     assert not out.exists()
 
 
@@ -290,8 +286,8 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPa
     assert settings.dropout == 0.2
     assert path.parent == toolkit_cache / "models"
     assert path.name.startswith("bert-bigbird-4096-")
-    config = json.loads((path / "config.json").read_text())
-    assert (config["max_position_embeddings"], config["block_size"], config["num_random_blocks"]) == (4096, 64, 3)
+    config = AutoConfig.from_pretrained(path)
+    assert (config.max_position_embeddings, config.block_size, config.num_random_blocks) == (4096, 64, 3)
     assert long_model(settings, 4096) is settings  # a BigBird already
     assert long_model(ModelSettings(), None) == ModelSettings()
     same_numbers(source, path, AutoModel, batch())
@@ -310,15 +306,12 @@ def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPa
 def test_the_cache_depends_on_length_and_content(bert: Bert) -> None:
     source = bert()
     first = made(long_model(of(source), None))
-    longer = made(long_model(of(source), 5000))
-    assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 5056
+    assert AutoConfig.from_pretrained(made(long_model(of(source), 5000))).max_position_embeddings == 5056
     (source / "README.md").write_text("what it is")
     assert made(long_model(of(source), None)) == first
     torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
     edit_json(source / "config.json", hidden_act="relu")
-    second = made(long_model(of(source), None))
-    assert second != first
-    assert json.loads((second / "config.json").read_text())["hidden_act"] == "relu"
+    assert AutoConfig.from_pretrained(made(long_model(of(source), None))).hidden_act == "relu"
 
 
 @contextlib.contextmanager
@@ -362,17 +355,11 @@ def test_real_berts(name: str, out: Path) -> None:
     assert "4096 positions (the BERT had 512)" in wrote
     assert heads.startswith(NONE)
     assert "pooler" not in heads
-
     texts = [*TEXTS, "这部电影拍得很好，看完以后想再看一遍。" * 400, "A film that nobody will forget. " * 900]
-    theirs, tokenizer = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(out)
-    assert tokenizer(texts).input_ids == theirs(texts).input_ids
-    cut = {"truncation": True, "padding": True, "return_tensors": "pt"}
-    same_numbers(source, out, AutoModel, dict(tokenizer(texts, max_length=512, **cut)))
-
-    long = dict(tokenizer(texts[-1:] if name == "demo:minilm" else texts[-2:-1], **cut))
-    assert long["input_ids"].shape == (1, 4096)
-    model = AutoModel.from_pretrained(out)
-    beginning = {key: value[:, :1000] for key, value in long.items()}
-    expected, _ = outputs_of(model, beginning)  # transformers' own attention, which is slow at 4096
-    torch.testing.assert_close(outputs_of(bigbird.install(model), beginning)[0], expected, rtol=1e-4, atol=1e-4)
-    assert outputs_of(model, long)[0].isfinite().all()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer(texts).input_ids == AutoTokenizer.from_pretrained(source)(texts).input_ids
+    cut = tokenizer(texts, max_length=512, truncation=True, padding=True, return_tensors="pt")
+    same_numbers(source, out, AutoModel, dict(cut))
+    model = bigbird.install(AutoModel.from_pretrained(out))
+    long = tokenizer(texts[3:], truncation=True, padding=True, return_tensors="pt")
+    assert outputs_of(model, dict(long))[0].isfinite().all()

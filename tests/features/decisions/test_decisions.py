@@ -161,8 +161,6 @@ def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:
         assert baselines["train"] == baselines["trained_on"] == samples["train"]
         for metric in ("accuracy", "f1_macro"):
             assert models["this model"][metric]["value"] == pytest.approx(last[metric])
-            for model in models.values():
-                assert model[metric]["low"] <= model[metric]["value"] <= model[metric]["high"]
         assert "tf-idf + logistic regression" in (run / "report.html").read_text()
 
 

@@ -24,6 +24,7 @@ from transformers import (
     BigBirdForSequenceClassification,
 )
 
+import toolkit
 from tests.faults import refusal
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
@@ -59,12 +60,6 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
     return exports
 
 
-def predicted(folder: Path, file: Path) -> list[dict[str, Any]]:
-    out = folder.parent / f"{folder.name}.jsonl"
-    start(["toolkit", "predict", folder, file, "--output", out, "--overwrite"]).succeeded()
-    return lines_of(out)
-
-
 @pytest.fixture(scope="module")
 def bare(model: Path, reviews: Path) -> Path:
     """Texts without labels."""
@@ -74,7 +69,7 @@ def bare(model: Path, reviews: Path) -> Path:
 
 
 @pytest.mark.parametrize(("to", "int8"), KINDS)
-def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any, model: Path, bare: Path) -> None:
+def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any, model: Path, reviews: Path) -> None:
     folder, done = exported[to, int8]
     result = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
     assert result
@@ -87,7 +82,7 @@ def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert result[0] in card
     assert "## Labels" in card  # from the model's card
-    mine, theirs = predicted(folder, bare), predicted(model, bare)
+    mine, theirs = (toolkit.predict(path, pandas.read_csv(reviews)["text"]) for path in (folder, model))
     chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
     assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
     assert np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)]) > 0.95
@@ -119,8 +114,7 @@ def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.Monk
             (tmp_path / "OUT").unlink(missing_ok=True)
             (tmp_path / "OUT").symlink_to(exported[to, True][0])
             script_names = runpy.run_path(str(tmp_path / "script.py"))
-            (tmp_path / "texts.txt").write_text("\n".join(script_names["texts"]) + "\n", encoding="utf-8")
-            expected = predicted(exported[to, True][0], tmp_path / "texts.txt")
+            expected = toolkit.predict(exported[to, True][0], script_names["texts"])
             assert script_names["answers"] == [line["prediction"] for line in expected]
 
 
@@ -150,20 +144,11 @@ def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
-def test_a_model_that_predicts_differently_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
-    message = refusal(export, options(model, tmp_path / "out", max_drop=-1, max_changed=-1),
-                      match=r"accuracy .*answers are the same, on 21 rows.*nothing was written.")  # fmt: skip
-    assert message.endswith("pass --max_drop 0 --max_changed 0")
-    assert not list(tmp_path.iterdir())
-    folder, _ = exported["openvino", False]
-    refusal(export, options(model, folder), match="exists: name another folder")
-    refusal(export, options(folder, tmp_path / "out"), match="is already exported to openvino")
-
-
-def test_the_error_names_the_setting_and_the_value_that_passes(
+def test_a_model_that_predicts_differently_is_not_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One prediction of 21 changes: from wrong to right, which only `max_changed` limits, and from right to wrong."""
+    """The error names the setting and the value that passes. One prediction of 21 changes: from wrong to right, which
+    only `max_changed` limits, and from right to wrong."""
     truth = np.array([lines["label"] == "pos" for lines in lines_of(model.parent / "predictions.jsonl")])
     right = np.eye(2)[truth.astype(int)]
     before = right.copy()
@@ -173,15 +158,19 @@ def test_the_error_names_the_setting_and_the_value_that_passes(
         logits = iter([expected, exported_logits] * 2)
         monkeypatch.setattr(SavedModel, "compute_outputs", lambda *_, logits=logits: next(logits))
         limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
-        message = refusal(export, options(model, tmp_path / "out", **limits))
+        message = refusal(export, options(model, tmp_path / "out", **limits), match="on 21 rows")
         assert message.endswith(f"pass --{setting} {value}")
+        assert not list(tmp_path.iterdir())
         export(options(model, tmp_path / "out", **limits | {setting: float(value)}))
         shutil.rmtree(tmp_path / "out")
 
 
 def test_models_that_cannot_be_exported(
-    model: Path, tokenizer: Any, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, exported: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder, _ = exported["openvino", False]
+    refusal(export, options(model, folder), match="exists: name another folder")
+    refusal(export, options(folder, tmp_path / "out"), match="is already exported to openvino")
     copy = shutil.copytree(model, tmp_path / "alone")
     in_8_bits = options(copy, tmp_path / "out", int8=True)
     refusal(export, in_8_bits, match="pass --validation_file and --calibration_file")

@@ -13,7 +13,6 @@ import pytest
 from tests.faults import refusal
 from toolkit.config import TaskSettings, parse
 from toolkit.data.prepare import Prepared
-from toolkit.errors import UserError
 from toolkit.features.folds.split import fold_folder, next_fold, text_digest
 
 Prepare = Callable[..., Prepared]
@@ -42,11 +41,10 @@ def test_every_row_is_validated_once(prepared: Prepare, tmp_path: Path) -> None:
         assert data.test is None
         done(tmp_path, fold)
     assert sorted(validated) == list(range(31))
-    with pytest.raises(UserError, match="all 3 folds are done; `toolkit report"):
-        prepared(ROWS, folds=3, output_dir=str(tmp_path), data_seed=5)
+    settings = {"folds": 3, "data_seed": 5, "output_dir": str(tmp_path)}
+    refusal(prepared, ROWS, **settings, match="all 3 folds are done; `toolkit report")
     for changed in ({"folds": 4}, {"data_seed": 6}):
-        with pytest.raises(UserError, match="has 3 folds of another command"):
-            prepared(ROWS, **{"folds": 3, "data_seed": 5, "output_dir": str(tmp_path)} | changed)
+        refusal(prepared, ROWS, **settings | changed, match="has 3 folds of another command")
 
 
 def test_max_train_samples_selects_the_same_rows_in_all_folds(prepared: Prepare, tmp_path: Path) -> None:
@@ -59,8 +57,7 @@ def test_max_train_samples_selects_the_same_rows_in_all_folds(prepared: Prepare,
 
 def test_a_damaged_file_and_the_folder_of_another_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folds.json").write_text('{"folds": "five"}')
-    with pytest.raises(UserError, match=r'folds\.json: folds is "five" and should be a number from 2 to 100'):
-        next_fold(None, str(tmp_path), 5, "x")
+    refusal(next_fold, None, str(tmp_path), 5, "x", match=r'folds\.json: folds is "five" and should be a number')
     (tmp_path / "metrics.jsonl").touch()
     refusal(next_fold, None, str(tmp_path), 5, "x", match="has a run without --folds")
 
@@ -75,8 +72,8 @@ def test_a_damaged_file_and_the_folder_of_another_run_are_refused(tmp_path: Path
     ],
 )
 def test_settings_that_contradict_folds(settings: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse(TaskSettings, ["--train_file", "t.csv", "--model_name_or_path", "m", "--folds", "5", *settings])
+    words = ["--train_file", "t.csv", "--model_name_or_path", "m", "--folds", "5", *settings]
+    refusal(parse, TaskSettings, words, match=message)
 
 
 def write(path: Path, *lines: Any) -> str:

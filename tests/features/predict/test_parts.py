@@ -24,7 +24,6 @@ from tests.runs import WAYS, recipe
 from toolkit.cli import build_parser
 from toolkit.data import read, table, text_files
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError
 from toolkit.features.predict import command as predict_file
 from toolkit.features.predict.parts import Parts
 
@@ -218,8 +217,10 @@ def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Pat
     explicit = predict('text\n"a good film"\n', "explicit.tsv", "as-csv.tsv", "--quoting", "csv").read_text()
     assert explicit.splitlines()[1].startswith("a good film\t")
     assert rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"] == "a good, long film"
-    with pytest.raises(UserError, match=r"t.tsv: .* name an --output .*jsonl"):
-        Parts(tmp_path / "t.tsv", "utf-8", unquoted=True).write(0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]})
+    parts = Parts(tmp_path / "t.tsv", "utf-8", unquoted=True)
+    refusal(
+        parts.write, 0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]}, match="t.tsv: .* name an --output .*jsonl"
+    )
 
 
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.xz"])
@@ -255,6 +256,6 @@ def test_files_of_a_pattern_are_one_input(predicted: Predict, tmp_path: Path) ->
     for number, start in enumerate((0, 25, 60), 9):
         with gzip.open(tmp_path / "in" / f"part-{number}.csv.gz", "wt") as file:
             frame[start : {0: 25, 25: 60, 60: ROWS}[start]].to_csv(file, index=False)
-    with pytest.raises(UserError, match="--output"):
-        predict_file._choose_output(build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")]))
+    options = build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")])
+    refusal(predict_file._choose_output, options, match="--output")
     assert_same(rows_of(predicted("out.csv", source=tmp_path / "in" / "part-*.csv.gz")), whole)

@@ -13,9 +13,9 @@ import torch
 from transformers import BertTokenizerFast
 
 from tests.architectures import make_tokenizer
+from tests.faults import refusal
 from toolkit.config import build
 from toolkit.data.read import read_tables
-from toolkit.errors import UserError
 from toolkit.features.pretraining.data import (
     EVALUATION_DRAW,
     Draw,
@@ -218,13 +218,11 @@ def test_texts_become_counts_and_words(prepared: Callable[..., Any], tmp_path: P
 
 def test_nothing_to_mask_and_no_mask_token(prepared: Callable[..., Any], tmp_path: Path) -> None:
     rows = [{"text": "\u200b"}, {"text": "[SEP]"}]
-    with pytest.raises(UserError, match="text_column"):
-        prepared(rows, PretrainSettings, validation_file=rows)
+    refusal(prepared, rows, PretrainSettings, validation_file=rows, match="text_column")
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
     plain = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
     plain.mask_token = None
-    with pytest.raises(UserError, match="mask token"):
-        prepared([{"text": "good"}] * 9, PretrainSettings, tokenizer=plain)
+    refusal(prepared, [{"text": "good"}] * 9, PretrainSettings, tokenizer=plain, match="mask token")
 
 
 def test_a_text_is_a_line_or_a_paragraph(prepared: Callable[..., Any], tmp_path: Path) -> None:
@@ -236,13 +234,11 @@ def test_a_text_is_a_line_or_a_paragraph(prepared: Callable[..., Any], tmp_path:
     assert list(paragraphs.rows["text"]) == ["good film\nbad book", "fine story"]
     lines = read_tables(build(PretrainSettings, files).data, labelled=False)["train"]
     assert [line.strip() for line in lines.rows["text"]] == ["good film", "bad book", "", "", "", "fine story"]
-    with pytest.raises(UserError, match="toolkit predict"):
-        read_tables(settings.data)
+    refusal(read_tables, settings.data, match="toolkit predict")
 
 
 @pytest.mark.parametrize("value", ["0", "1", "1.5", "0.15:", "a", "0.1:0.2:0.3", "-0.1", "0.0"])
 def test_a_probability_out_of_range(value: str) -> None:
-    with pytest.raises(UserError, match="mlm_probability"):
-        build(PretrainSettings, {"mlm_probability": value})
+    refusal(build, PretrainSettings, {"mlm_probability": value}, match="mlm_probability")
     for valid in (0.15, "0.30:0.15"):
         assert build(PretrainSettings, {"mlm_probability": valid}).masking.mlm_probability == str(valid)
