@@ -14,12 +14,14 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tokenizers import NormalizedString, PreTokenizedString, Tokenizer, normalizers
+from tokenizers import NormalizedString, Tokenizer, normalizers
 from tokenizers.models import WordPiece
 from tokenizers.pre_tokenizers import BertPreTokenizer, PreTokenizer
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
@@ -120,14 +122,17 @@ def is_jieba(source: Any) -> bool:
 
 
 class WordBackend:
-    """Wraps a `tokenizers.Tokenizer`. A copy of it with a custom pre-tokenizer, which can be neither saved nor copied,
-    makes the tokens. Added tokens are matched literally."""
+    """Wraps a `tokenizers.Tokenizer`, and gives it a pre-tokenizer in Python while it encodes: at other times it can
+    be saved and copied. Words outside the vocabulary are split as without jieba; added tokens are matched literally.
+    """
 
     def __init__(self, backend: Tokenizer) -> None:
-        vars(self).update(_backend=backend, segmenter=load_jieba().name, _settings=[])
+        words = backend.get_vocab(with_added_tokens=False)
+        vars(self).update(_backend=backend, segmenter=load_jieba().name, _words=words, _lock=Lock())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._encoder() if name in ("encode", "encode_batch") else vars(self)["_backend"], name)
+        attribute = getattr(vars(self)["_backend"], name)
+        return partial(self._encode, attribute) if name in ("encode", "encode_batch") else attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._backend, name, value)
@@ -138,47 +143,35 @@ class WordBackend:
     def encode_batch_fast(self, texts: Sequence[Any]) -> Any:
         """Encodings without offsets. The overflow of a truncated text is incomplete: segmenting it would take time."""
         cut = self.truncation if all(isinstance(text, str) for text in texts) else None
-        return self._encoder(cut["max_length"] if cut and cut["direction"] == "right" else None).encode_batch_fast(
-            texts
-        )
+        most = cut["max_length"] if cut and cut["direction"] == "right" else None
+        return self._encode(self._backend.encode_batch_fast, texts, most=most)
 
-    def _encoder(self, max_length: int | None = None) -> Tokenizer:
-        """The copy, made again after tokens were added or settings changed."""
+    def _encode(self, encode: Callable[..., Any], *arguments: Any, most: int | None = None, **options: Any) -> Any:
         backend = self._backend
-        settings = [max_length, backend.get_vocab_size(), backend.truncation, backend.padding]
-        settings += [backend.encode_special_tokens, backend.post_processor and backend.post_processor.__getstate__()]
-        if settings != self._settings:
-            encoder = copy.deepcopy(backend)
-            encoder.pre_tokenizer = PreTokenizer.custom(_Words(backend, max_length))
-            encoder.normalizer = normalizers.Sequence([])
-            encoder.encode_special_tokens = backend.encode_special_tokens  # not in the copy
-            vars(self).update(_settings=settings, _encodes=encoder)
-        return self._encodes
+        with self._lock:
+            normalizer, pre_tokenizer = plain = backend.normalizer, backend.pre_tokenizer
+            split = partial(
+                self._split, normalizer or normalizers.Sequence([]), pre_tokenizer or BertPreTokenizer(), most
+            )
+            custom = PreTokenizer.custom(SimpleNamespace(pre_tokenize=lambda text: text.split(split)))
+            backend.normalizer, backend.pre_tokenizer = normalizers.Sequence([]), custom
+            try:
+                return encode(*arguments, **options)
+            finally:
+                backend.normalizer, backend.pre_tokenizer = plain
 
-
-class _Words:
-    """Splits a text into jieba's words, and words outside the vocabulary as the tokenizer does."""
-
-    def __init__(self, backend: Tokenizer, max_length: int | None) -> None:
-        """`max_length`: stop after this many pieces and one more; each is at least one token."""
-        self.words, self.max_length = backend.get_vocab(with_added_tokens=False), max_length
-        self.normalizer = backend.normalizer or normalizers.Sequence([])
-        self.pre_tokenizer = backend.pre_tokenizer or BertPreTokenizer()
-
-    def pre_tokenize(self, text: PreTokenizedString) -> None:
-        """Called by `PreTokenizer.custom`."""
-        text.split(self._split)
-
-    def _split(self, _: int, text: NormalizedString) -> list[NormalizedString]:
+    def _split(
+        self, normalizer: Any, pre_tokenizer: Any, most: int | None, _: int, text: NormalizedString
+    ) -> list[NormalizedString]:
+        """Stops after `most` pieces and one more; each is at least one token."""
         pieces, end = list[Any](), 0
         for word in load_jieba().cutter.cut(str(text), HMM=False):
             piece: Any = text[end : (end := end + len(word))]
-            if word in self.words:
+            if word in self._words:
                 pieces.append(piece)
             else:
-                self.normalizer.normalize(piece)
-                parts = self.pre_tokenizer.pre_tokenize_str(piece.normalized)
-                pieces += [piece[start:stop] for _, (start, stop) in parts]
-            if self.max_length is not None and len(pieces) > self.max_length:
+                normalizer.normalize(piece)
+                pieces += [piece[start:stop] for _, (start, stop) in pre_tokenizer.pre_tokenize_str(piece.normalized)]
+            if most is not None and len(pieces) > most:
                 break
         return pieces

@@ -29,7 +29,7 @@ _COLOURS = {
     "#00a001": "one", "#00b002": "two", "#00c003": "three", "#00f006": "four", "#00f007": "five", "#00f008": "six",
     "#00f009": "seven", "#00f00a": "eight", "#00d004": "faint", "#00e005": "line",
 }  # fmt: skip
-_DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
+DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
 # metrics that share a chart
 _EVALUATION_CHARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "single_label_classification": (("accuracy", "f1_macro"),),
@@ -56,11 +56,6 @@ class Line(NamedTuple):
     """`points`: a dot for each value; `smooth`: a moving average over pale values; `mean`: the average alone."""
 
 
-def smoothing_window(count: int) -> int:
-    """Steps in the moving average of `count` values."""
-    return max(1, count // 15)
-
-
 def charts(record: Record) -> list[Chart]:
     """The curves of a run: loss, metrics, learning rate, gradient norm, speed and memory."""
     steps, evaluations = record.steps, record.training_evaluations
@@ -68,15 +63,15 @@ def charts(record: Record) -> list[Chart]:
         return []
     end, clip, saved = steps[-1]["step"], record.settings.get("max_grad_norm"), record.saved_step
 
-    def draw_steps(title: str, name: str, kind: Any = "smooth", unit: float = 1, **options: Any) -> Chart:
-        return draw_lines(title, [Line("", values_of(steps, name) / unit, kind)], end, **options)
+    def draw_steps(title: str, name: str, kind: Any = "smooth", unit: float = 1, note: str = "") -> Chart:
+        return draw_lines(title, [Line("", values_of(steps, name) / unit, kind)], end, note, from_zero=True)
 
     def draw_metrics(names: Sequence[str]) -> Chart:
         group = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
         title = record.metric_title(names[0]) if len(names) == 1 else group
         lines = [Line(record.metric_title(name), values_of(evaluations, name), "points") for name in names]
         note = f"dashed: the saved model, step {saved:,}" if saved else ""
-        return draw_lines(f"{title} on {evaluations[0]['split']}", lines, end, dashed_at=saved, note=note)
+        return draw_lines(f"{title} on {evaluations[0]['split']}", lines, end, note, dashed_at=saved)
 
     loss = [Line("training", values_of(steps, "loss"), "smooth")]
     metrics: list[tuple[str, ...]] = []
@@ -88,10 +83,10 @@ def charts(record: Record) -> list[Chart]:
     return [
         draw_lines("Loss", loss, end),
         *map(draw_metrics, metrics),
-        draw_steps("Learning rate", "learning_rate", "plain", from_zero=True),
+        draw_steps("Learning rate", "learning_rate", "plain"),
         draw_steps("Gradient norm", "grad_norm", note=f"before clipping at {clip:g}" if clip else ""),
-        draw_steps("Samples per second", "samples_per_second", from_zero=True),
-        draw_steps("Peak memory, GiB", "peak_memory_bytes", "plain", unit=2**30, from_zero=True),
+        draw_steps("Samples per second", "samples_per_second"),
+        draw_steps("Peak memory, GiB", "peak_memory_bytes", "plain", unit=2**30),
     ]
 
 
@@ -103,45 +98,37 @@ def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
 
 
 def draw_lines(
-    title: str, lines: Sequence[Line], end: int, from_zero: bool = False, dashed_at: int | None = None, note: str = ""
+    title: str, lines: Sequence[Line], end: int, note: str = "", from_zero: bool = False, dashed_at: int | None = None
 ) -> Chart:
-    """Lines over the steps 0 to `end`, each in the next colour of the page."""
-    values = np.concatenate([line.values for line in lines])
-    spike = next(filter(None, (_spike(line.values) for line in lines if line.kind == "smooth")), "")
+    """Lines over the steps 0 to `end`, each in the next colour of the page. A spike of a smooth line is cut off, so
+    that it does not flatten the rest of the curve, and noted."""
+    values = pd.concat([line.values for line in lines if line.kind == "smooth"] or [pd.Series(dtype=float)])
+    most = values.quantile(0.995)
+    has_spike = values.max() > 2 * most > 0
 
     def draw(axes: Axes) -> None:
         for colour, line in enumerate(lines):
             _draw_line(axes, line, f"C{colour}")
         if dashed_at is not None:
-            axes.axvline(dashed_at, **_DASHED)
-        if np.isfinite(values).any() and (from_zero or spike):
-            top = np.nanpercentile(values, 99.5) if spike else np.nanmax(values)
-            axes.set_ylim(0, 1.08 * top or 1)
+            axes.axvline(dashed_at, **DASHED)
+        if from_zero or has_spike:
+            axes.set_ylim(0, 1.08 * most if has_spike else None)
         axes.set_xlim(0, 1.02 * end)
         axes.locator_params(axis="x", nbins=6, integer=True)
 
     legend = tuple(zip(_COLOURS.values(), (line.name for line in lines), strict=False)) if len(lines) > 1 else ()
-    return _chart(title, draw, 2.3, legend, ", ".join(filter(None, (note, spike))))
-
-
-def _spike(values: pd.Series) -> str:
-    """A note about a spike, which is cut off so that it does not flatten the rest of the curve; "" if there is none."""
-    if not values.max() > 2 * values.quantile(0.995):
-        return ""
-    return f"up to {values.max():.4g} at step {values.idxmax():,}"
+    spike = f"up to {values.max():.4g} at step {values.idxmax():,}" if has_spike else ""
+    return chart(title, draw, 2.3, legend, ", ".join(filter(None, (note, spike))))
 
 
 def _draw_line(axes: Axes, line: Line, colour: str) -> None:
-    values, window = line.values, smoothing_window(len(line.values))
-    if line.kind == "points" or len(values) == 1:
-        axes.plot(values, color=colour, marker="o", clip_on=False)
-    elif line.kind == "plain" or window == 1:
-        axes.plot(values, color=colour)
-    else:
-        if line.kind == "smooth":
-            axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
-        mean = values.rolling(window // 2 * 2 + 1, center=True, min_periods=1).mean()
-        axes.plot(mean, color=colour, linewidth=1.8)
+    values = line.values
+    dots: Any = {"marker": "o", "clip_on": False} if line.kind == "points" or len(values) == 1 else {}
+    if line.kind == "smooth":
+        axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
+    if line.kind in ("smooth", "mean"):
+        values = values.rolling(max(1, len(values) // 15), center=True, min_periods=1).mean()
+    axes.plot(values, color=colour, **dots)
 
 
 def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
@@ -153,46 +140,16 @@ def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
     dots, ends = pairs[:: -(-len(pairs) // _MAX_DOTS)], (pairs.min(), pairs.max())
 
     def draw(axes: Axes) -> None:
-        axes.plot(ends, ends, **_DASHED)
+        axes.plot(ends, ends, **DASHED)
         axes.plot(*dots.T, "o", color="C0", markersize=3, alpha=0.45, markeredgewidth=0, clip_on=False)
         axes.set(xlabel="true", ylabel="predicted", xlim=ends, ylim=ends)
         axes.grid(axis="x")
 
     thinned = f"; {len(dots):,} of {len(pairs):,} samples are drawn" if len(dots) < len(pairs) else ""
-    return _chart("Predicted against true", draw, 4.2, note=f"dashed: exactly right{thinned}")
+    return chart("Predicted against true", draw, 4.2, note=f"dashed: exactly right{thinned}")
 
 
-def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
-    """Accuracy by probability, from `bins` of [rows, mean probability, accuracy]."""
-    changed = before["bins"] != after["bins"]
-
-    def draw(axes: Axes) -> None:
-        axes.axline((0, 0), slope=1, **_DASHED)
-        for bins, colour in ((before["bins"], "C1"), (after["bins"], "C0"))[not changed :]:
-            _, probabilities, accuracies = zip(*bins, strict=True)
-            axes.plot(probabilities, accuracies, color=colour, linewidth=1.4, marker="o")
-        axes.set(xlabel="probability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
-
-    legend = (("two", "before"), ("one", "after the temperature")) if changed else ()
-    return _chart("Reliability", draw, 3.6, legend, "dashed: perfectly calibrated")
-
-
-def coverage(points: Sequence[Sequence[float]], below: float | None) -> Chart:
-    """Points (share of rows answered, accuracy among them, lowest probability), and `--abstain_below`."""
-    shares, accuracies, probabilities = zip(*points, strict=True)
-
-    def draw(axes: Axes) -> None:
-        axes.plot(shares, accuracies, color="C0")
-        if below is not None:
-            answered = [share for share, chance in zip(shares, probabilities, strict=True) if chance >= below]
-            axes.axvline(max(answered, default=0), **_DASHED)
-        axes.set(xlabel="share of rows answered", ylabel="accuracy", xlim=(0, 1.02))
-
-    note = "" if below is None else f"dashed: no answer below {below:g}"
-    return _chart("Accuracy of the answered rows", draw, 3.6, note=note)
-
-
-def _chart(
+def chart(
     title: str, draw: Callable[[Axes], None], height: float, legend: Sequence[tuple[str, str]] = (), note: str = ""
 ) -> Chart:
     """Draws one chart as SVG, with ids derived from its title; without matplotlib the note says what to install."""
@@ -205,13 +162,11 @@ def _chart(
     with matplotlib.rc_context({"svg.hashsalt": title}, Path(__file__).with_name("curves.mplstyle")):
         figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
-        axes.xaxis.set_major_formatter("{x:,.7g}")
-        axes.yaxis.set_major_formatter("{x:,.7g}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.7g}")
         axes.locator_params(nbins=5)
         draw(axes)
-        figure.savefig(
-            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # strip what must not be in the page: the XML prologue, URLs, and ids that two drawings would share
     svg = re.sub(
         '^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue(), flags=re.DOTALL

@@ -89,7 +89,6 @@ def write_report(
         "last": last,
         "folder": folder.resolve().name,
         "charts": curves.charts(record),
-        "smoothed": curves.smoothing_window(len(record.steps)) > 1,
         "has_texts": bool(texts),
         "confusion": None,
         "num_samples": 0,

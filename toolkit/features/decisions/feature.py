@@ -45,10 +45,10 @@ class DecisionsFeature(Feature):
         effect = page.last.numbers.get("decisions")
         if effect is None:
             return None
-        from toolkit.report import curves
+        from toolkit.features.decisions.charts import coverage, reliability
 
-        charts = [curves.reliability(effect["before"], effect["after"])]
-        charts += [curves.coverage(effect["coverage"], effect["abstain_below"])] if "coverage" in effect else []
+        charts = [reliability(effect["before"], effect["after"])]
+        charts += [coverage(effect["coverage"], effect["abstain_below"])] if "coverage" in effect else []
         context = {"effect": effect, "charts": charts}
         return PagePart(Path(__file__).with_name("page.html"), context, {"decisions": "Decisions"})
 
