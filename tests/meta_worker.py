@@ -151,8 +151,8 @@ def in_mode(function: Any) -> Any:
     return call
 
 
-def trace(module: str, words: list[str]) -> dict[str, Any]:
-    recipe, crossings, sys.argv = importlib.import_module(module), Crossings(), [f"{module}.py", *words]
+def trace(module: str, words: list[str | float]) -> dict[str, Any]:
+    recipe, crossings, sys.argv = importlib.import_module(module), Crossings(), [f"{module}.py", *map(str, words)]
 
     def steps_noted(steps: Steps) -> Iterator[Any]:
         with MODE, crossings:
