@@ -1,47 +1,133 @@
-"""`--push_to_hub` with a fake of the hub's API."""
+"""`--push_to_hub` with a fake of the hub's API on this machine."""
 
 from __future__ import annotations
 
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults import refusal
-from tests.runs import Finished, lines_of, recipe
+from tests.runs import Finished, begin
 from toolkit.config import TaskSettings, build
+from toolkit.errors import UserError
 
 TOKEN = "hf_notARealTokenOfAnybody"
 
 
-def push(job: list[str], folder: Path, *more: str, refused: str = "", token: str = TOKEN) -> Finished:
-    """A run of one step in `folder`, with its requests in `requests.jsonl` beside it."""
-    env = {"HUB": str(folder.with_name("requests.jsonl")), "REFUSED": refused, "HF_TOKEN": token}
-    words = [*job, "--max_steps", "1", "--global_batch_size", "8", "--push_to_hub", "true", "--output_dir", folder]
-    return recipe(*words, *more, script="tests/features/hub/push_worker.py", env=env, pages=True)
+class Hub(ThreadingHTTPServer):
+    """Accepts repositories and commits, and records them."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.requests: list[tuple[str, str | None, Any]] = []
+        self.refuses = ""
+        """Requests whose path ends with this are refused."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self, status: int, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_PUT(self) -> None:  # an object of LFS
+        self.server.files[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, {})
+
+    def do_POST(self) -> None:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+        hub, lines = self.server, [json.loads(line) for line in body.splitlines() if line.strip()]
+        hub.requests.append((self.path, self.headers.get("Authorization"), lines))
+        if hub.refuses and self.path.endswith(hub.refuses):
+            self._answer(403, {"error": "no right to write"})
+        elif self.path == "/api/repos/create":
+            self._answer(200, {"url": f"{hub.url}/me/{lines[0]['name']}"})
+        elif self.path == "/api/validate-yaml":  # the front matter of README.md
+            self._answer(200, {"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            modes = [{"path": file["path"], "uploadMode": "lfs" if file["path"].endswith("safetensors") else "regular",
+                      "shouldIgnore": False} for file in lines[0]["files"]]  # fmt: skip
+            self._answer(200, {"files": modes})
+        elif self.path.endswith("/lfs/objects/batch"):
+            objects = [{**each, "actions": {"upload": {"href": f"{hub.url}/{each['oid']}"}}}
+                       for each in lines[0]["objects"]]  # fmt: skip
+            self._answer(200, {"transfer": "basic", "objects": objects})
+        else:  # a commit
+            for line in lines:
+                value = line["value"]
+                if line["key"] == "file":
+                    hub.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    hub.files[value["path"]] = hub.files.pop(f"/{value['oid']}")
+            commit = f"{hub.url}/me/reviews/commit/{'0' * 40}"
+            self._answer(200, {"success": True, "commitOid": "0" * 40, "commitUrl": commit})
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def push(hub: Hub, job: list[str], *more: str, token: str = TOKEN) -> Finished:
+    """Starts a run of one step that pushes. It is not forked, as huggingface_hub reads these variables on import."""
+    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
+    words = ["recipes/cls.py", *job, "--max_steps", "1", "--global_batch_size", "8", "--push_to_hub", "true", *more]
+    with begin(["python", *words], env) as process:
+        return process.finish(120)
 
 
 @pytest.mark.multiprocess
-def test_one_of_two_processes_uploads_the_model(tiny_job: list[str], tmp_path: Path) -> None:
+def test_one_of_two_processes_uploads_the_model(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
     """And the token is in no output and in no file."""
     folder = tmp_path / "reviews"
-    more = ["--hub_private_repo", "true", "--config_file", "accelerate_configs/ddp.yaml"]
-    finished = push(tiny_job, folder, *more).succeeded()
-    assert "https://hub/me/reviews/commit" in finished.out
-    *created, uploaded = lines_of(tmp_path / "requests.jsonl")
-    assert (
-        created == [{"name": "create_repo", "repo_id": "reviews", "private": True}] * 2
-    )  # at the start and at the end
-    files = uploaded.pop("files")
-    assert uploaded == {"name": "upload_folder", "repo_id": "me/reviews", "folder": str(folder / "model")}
-    assert {"README.md", "model.safetensors", "config.json"} <= set(files)
+    finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_private_repo", "true",
+                    "--config_file", "accelerate_configs/ddp.yaml").succeeded()  # fmt: skip
+    assert f"{hub.url}/me/reviews/commit/" in finished.out
+    saved = {path.relative_to(folder / "model").as_posix(): path.read_bytes()
+             for path in (folder / "model").rglob("*") if path.is_file()}  # fmt: skip
+    assert {"README.md", "model.safetensors", "config.json"} <= set(saved)
+    uploaded = {name: content for name, content in hub.files.items() if name != ".gitattributes"}
+    assert uploaded == saved
+    created = [content[0] for path, _, content in hub.requests if path == "/api/repos/create"]
+    assert {(each["name"], each.get("visibility")) for each in created} == {("reviews", "private")}
+    assert sum(path.endswith("/commit/main") for path, _, _ in hub.requests) == 1
+    assert {authorization for _, authorization, _ in hub.requests} == {f"Bearer {TOKEN}"}
     assert TOKEN not in finished.out + finished.err
     assert not [path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
 
 
-def test_a_refused_upload_does_not_fail_the_run(tiny_job: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    finished = push(tiny_job, folder, "--hub_model_id", "me/reviews", refused="upload_folder").succeeded()
+def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
+    folder, hub.refuses = tmp_path / "run", "/commit/main"
+    finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_model_id", "me/reviews").succeeded()
     (line,) = [line for line in finished.out.splitlines() if "not uploaded" in line]
     assert line.endswith(f"hf upload me/reviews {folder}/model")
     assert "403" in line
@@ -49,14 +135,14 @@ def test_a_refused_upload_does_not_fail_the_run(tiny_job: list[str], tmp_path: P
     assert (folder / "report.html").is_file()
 
 
-@pytest.mark.parametrize(
-    ("refused", "token", "setting"), [("", "", "HF_TOKEN"), ("create_repo", TOKEN, "--hub_model_id")]
-)
+@pytest.mark.parametrize(("refuses", "token", "named"), [("", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id")])
 def test_a_missing_token_or_right_is_an_error_at_the_start(
-    refused: str, token: str, setting: str, tiny_job: list[str], tmp_path: Path
+    refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished = push(tiny_job, tmp_path / "run", refused=refused, token=token)
-    finished.says_in_one_line("--push_to_hub", setting)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # without the token of whoever runs the tests
+    hub.refuses = refuses
+    finished = push(hub, tiny_job, "--output_dir", str(tmp_path / "run"), token=token)
+    finished.says_in_one_line("--push_to_hub", named)
     assert TOKEN not in finished.err
     assert not (tmp_path / "run").exists()
 
@@ -66,4 +152,5 @@ def test_a_missing_token_or_right_is_an_error_at_the_start(
     ({"hub_strategy": "end"}, "--push_to_hub"), ({"hub_token": "x"}, "HF_TOKEN"),
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(values: dict[str, Any], named: str) -> None:
-    refusal(build, TaskSettings, {"train_file": "x.csv", "model_name_or_path": "x", **values}, match=named)
+    with pytest.raises(UserError, match=named):
+        build(TaskSettings, {"train_file": "x.csv", "model_name_or_path": "x", **values})
