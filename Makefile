@@ -75,7 +75,7 @@ coverage: install
 # Known vulnerabilities of the installed packages.
 audit: install
 	$(BIN)/pip install --quiet --disable-pip-version-check 'pip-audit>=2.9,<3'
-	$(BIN)/python tests/audit.py
+	$(BIN)/pip-audit --skip-editable --progress-spinner off
 
 lint: install
 	$(BIN)/ruff check .

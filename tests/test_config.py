@@ -19,7 +19,6 @@ from toolkit.features.titles.settings import TitleSettings
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
 SECTIONS = sections_of(TaskSettings)
-EVERY_SECTION = dict.fromkeys(section for task in tasks().values() for section in sections_of(task).values())
 ALL_NAMES = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
 RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 
@@ -56,10 +55,8 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
     [
         (["--seed=7"], "seed", 7),
         (["--learning_rate", "3e-5"], "learning_rate", 3e-5),
-        (["--learning_rate=2E-4"], "learning_rate", 2e-4),
         (["--num_train_epochs", "0.5"], "num_train_epochs", 0.5),
         (["--gradient_checkpointing"], "gradient_checkpointing", True),
-        (["--gradient_checkpointing", "--seed", "3"], "gradient_checkpointing", True),
         (["--gradient_checkpointing", "false"], "gradient_checkpointing", False),
         (["--group_by_length=no"], "group_by_length", False),
         (["--label_column", "a,b,c"], "label_column", "a,b,c"),
@@ -75,11 +72,9 @@ def test_command_line_forms(arguments: list[str], name: str, value: object) -> N
     ("line", "name", "value"),
     [
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
-        ("learning_rate: 1.0e-5", "learning_rate", 1e-5),
         ("gradient_checkpointing: yes", "gradient_checkpointing", True),
         ("max_length: null", "max_length", None),
         ("text_column: 文本", "text_column", "文本"),
-        ("mixed_precision: 'no'", "mixed_precision", "no"),
         ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
     ],
 )
@@ -236,40 +231,25 @@ def test_flat_is_what_build_takes() -> None:
 
 
 @pytest.mark.parametrize("task", tasks())
-def test_names_are_unique_over_the_sections(task: str) -> None:
+def test_names_are_unique_over_the_sections_and_described(task: str) -> None:
     """They share one flat name space: of two alike one would be lost."""
-    sections = sections_of(tasks()[task])
-    names = [field.name for section in sections.values() for field in dataclasses.fields(section)]
-    assert sorted(set(names)) == sorted(names)
-    assert set(flat(build(tasks()[task], {}))) == set(names)
-    assert len({section.__doc__ for section in sections.values()}) == len(sections)  # --help groups them by it
-
-
-@pytest.mark.parametrize("section", EVERY_SECTION, ids=lambda section: section.__name__)
-def test_every_field_is_described(section: type) -> None:
-    undescribed = [name for name, field in fields_of(section).items() if not field.description]
-    assert not undescribed
-    assert section.__doc__
+    sections = sections_of(tasks()[task]).values()
+    fields = [field for section in sections for field in fields_of(section).items()]
+    assert sorted(flat(build(tasks()[task], {}))) == sorted(name for name, _ in fields)
+    assert [name for name, field in fields if not field.description] == []
+    assert len({section.__doc__ for section in sections}) == len(sections)  # --help groups them by it
 
 
 @pytest.mark.parametrize("option", ["--help", "--help_all"])
 def test_help_has_the_first_settings_or_all(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse(TaskSettings, ["--seed", "1", option], description="The recipe.")
+        parse(TaskSettings, ["--seed", "1", option])
     shown = capsys.readouterr().out
     assert left.value.code == 0
-    assert all(part in shown for part in ("The recipe.", "--config_file", "--mixed_precision auto|no|bf16|fp16\n"))
-    assert "VALUE" not in shown
     listed = re.findall(r"^  --(\w+) ", shown, re.M)
     assert len(listed) == (15 if option == "--help" else len(ALL_NAMES))
     assert listed == [name for name in ALL_NAMES if name in listed]
     assert "  --learning_rate NUMBER      The peak learning rate. [5e-05]" in shown
-
-
-def test_an_inherited_setting_that_was_changed_shows_its_own_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(LongTaskSettings, ["--help_all"])
-    assert "fewer samples where texts are long. [16384]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_run_contract_names_exist() -> None:

@@ -10,11 +10,8 @@ import pytest
 
 from tests.runs import ROOT
 from toolkit.cli import build_parser
-from toolkit.config import LongTaskSettings, TaskSettings, sections_of
-from toolkit.features.pretraining.settings import PretrainSettings
-from toolkit.features.titles.settings import TitleSettings
+from toolkit.config import sections_of, tasks
 
-TASKS = (TaskSettings, LongTaskSettings, TitleSettings, PretrainSettings)
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # options of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
@@ -59,7 +56,7 @@ WITH_UNKNOWN_NAMES = ("faults", "your-own-feature")
 @pytest.mark.parametrize("page", [p for p in PAGES if not p.name.startswith(WITH_UNKNOWN_NAMES)], ids=lambda p: p.name)
 def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    known = {name for task in TASKS for section in sections_of(task).values()
+    known = {name for task in tasks().values() for section in sections_of(task).values()
              for name in section.__dataclass_fields__}  # fmt: skip
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
     subcommands: dict[str, argparse.ArgumentParser] = dict(
