@@ -33,8 +33,6 @@ NAMES = {"a": "hostA", "b": "hostB"}
 """Their host names."""
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 INTERFACE = "eth0"
-NOBODY = "10.77.0.77"
-"""An address of the same network that no host has."""
 _WRONG_HARDWARE_ADDRESS = "02:00:00:00:00:99"
 _PREFIX = "tk2h"
 _COUNTER = itertools.count()

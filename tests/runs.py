@@ -322,6 +322,25 @@ def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
 
 
+def steps_of(folder: Path) -> list[int]:
+    return [line["step"] for line in lines_of(folder / "metrics.jsonl")]
+
+
+def assert_same_run(run: Path, expected: Path, rel: float = 1e-5, probabilities: float | None = None) -> None:
+    """Each step and each evaluation once, with the same numbers; the same predictions, with probabilities that differ
+    by at most `probabilities` where it is given."""
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        lines, wanted = lines_of(run / name), lines_of(expected / name)
+        assert [line["step"] for line in lines] == [line["step"] for line in wanted]
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in wanted], rel=rel)
+        assert [line.get("confusion_matrix") for line in lines] == [line.get("confusion_matrix") for line in wanted]
+    lines, wanted = lines_of(run / "predictions.jsonl"), lines_of(expected / "predictions.jsonl")
+    for line, other in zip(lines, wanted, strict=True):
+        assert (line["id"], line["prediction"]) == (other["id"], other["prediction"])
+        if probabilities is not None:
+            assert line["probabilities"] == pytest.approx(other["probabilities"], abs=probabilities)
+
+
 def digests(folder: Path) -> dict[str, str]:
     """The checksum of every file, without the lock, and the target of every link."""
     contents = {}

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, start, train
+from tests.runs import WAYS, lines_of, start
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine", "price", "story")
 FEW = ["--max_steps", "4", "--global_batch_size", "12", "--per_device_batch_size", "5", "--report_to", "none",
@@ -87,7 +87,7 @@ def test_every_kind_of_label(kind: str, labelled: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["single", "zero3 x2"])
+@pytest.mark.parametrize("way", ["single", "zero3 x2", "fsdp2 x2"])
 def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_model: Path) -> None:
     """Training continues after the best evaluation, and ends with the best model and its metrics."""
     data, run = write_rows(tmp_path / "rows.jsonl", "six classes"), tmp_path / "run"
@@ -107,48 +107,11 @@ def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_m
     assert last["confusion_matrix"] == best["confusion_matrix"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    data = write_rows(folder / "rows.jsonl", "six classes")
-    train("--train_file", data, "--model_name_or_path", tiny_model, *FEW, "--output_dir", folder / "run")
-    return folder / "run" / "model"
-
-
-def write_table(path: Path, rows: int) -> pd.DataFrame:
-    generator = random.Random(9)
-    texts = [" ".join(generator.choices(WORDS, k=generator.randint(1, 20))) for _ in range(rows)]
-    frame = pd.DataFrame({"number": [f"{row:03d}" for row in range(rows)], "text": texts, "价格": ["0.10"] * rows})
-    frame.to_csv(path, index=False)
-    return frame
-
-
 @pytest.mark.multiprocess
-def test_predict_keeps_rows_order_and_columns(trained: Path, tmp_path: Path) -> None:
-    """37 rows over 3 processes and batches of 4: what one process says, in the file's order; nothing is overwritten."""
-    frame = write_table(tmp_path / "new.csv", 37)
-    command = ["toolkit", "predict", trained, tmp_path / "new.csv", "--per_device_batch_size", "4", "--output"]
-    outputs = {"single": tmp_path / "single.csv", "zero3 x3": tmp_path / "zero.csv"}
-    for name, output in outputs.items():
-        start([*command, output, *{**WAYS, **MORE_WAYS}[name]]).succeeded()
-    tables = {name: pd.read_csv(path, dtype={"number": str, "价格": str}) for name, path in outputs.items()}
-    for table in tables.values():
-        assert table[["number", "text", "价格"]].equals(frame)
-        assert table["prediction"].equals(tables["single"]["prediction"])
-        chances = table.filter(like="probability_")
-        assert chances.shape == (37, 6)
-        assert chances.sum(axis=1).to_list() == pytest.approx([1.0] * 37, abs=1e-5)
-        assert chances.to_numpy() == pytest.approx(tables["single"].filter(like="probability_").to_numpy(), abs=2e-6)
-    before = outputs["single"].read_bytes()
-    again = start([*command, outputs["single"]])
-    assert again.code == 1
-    assert "--overwrite" in again.error_lines[0]
-    assert outputs["single"].read_bytes() == before
-
-
 def test_predict_answers_for_texts_and_for_the_lines_of_a_file(
-    trained: Path, labelled: Path, tmp_path: Path, toolkit_cache: Path
+    labelled: Path, tmp_path: Path, toolkit_cache: Path
 ) -> None:
+    trained, model = (labelled / kind / "run" / "model" for kind in ("six classes", "several numbers"))
     texts = ["good film", "", "very dull room"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
     finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
@@ -162,7 +125,6 @@ def test_predict_answers_for_texts_and_for_the_lines_of_a_file(
     for answer, row in zip(answers, (0, 2), strict=True):
         assert answer == f"{table['prediction'][row]} {chances[row]:.4f}  {texts[row]}"
     assert sorted(toolkit_cache.glob("tokens/*")) == cached  # what was typed is not cached
-    model = labelled / "several numbers" / "run" / "model"
     (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
     assert re.fullmatch(r"label_0 -?[\d.e-]+ label_1 -?[\d.e-]+  good film", answer)
     start(["toolkit", "predict", model, tmp_path / "new.txt", "--overwrite"])
@@ -172,23 +134,10 @@ def test_predict_answers_for_texts_and_for_the_lines_of_a_file(
 
 
 def test_predict_refuses_a_model_without_a_trained_head(tiny_model: Path, tmp_path: Path) -> None:
-    write_table(tmp_path / "new.csv", 3)
+    (tmp_path / "new.csv").write_text("text\ngood film\n")
     finished = start(["toolkit", "predict", tiny_model, tmp_path / "new.csv"])
     assert finished.code == 1
     assert "no trained classification head" in finished.error_lines[0]
-
-
-def test_a_recipe_uses_the_files_of_prepare(tmp_path: Path, tiny_model: Path, toolkit_cache: Path) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", "six classes", 62)
-    arguments = ["--train_file", rows, "--model_name_or_path", tiny_model]
-    prepared = start(["toolkit", "prepare", *arguments]).succeeded()
-    assert "train: 56 samples" in prepared.out
-    folder = Path(prepared.out.splitlines()[-1].removeprefix("cached in "))
-    before = {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")}
-    assert folder in before
-    assert toolkit_cache in folder.parents
-    train(*arguments, *FEW, "--output_dir", tmp_path / "run")
-    assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")} == before
 
 
 @pytest.mark.multiprocess

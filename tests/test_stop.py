@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, fork, lines_of, losses_of, port_of, recipe, slow_but, train, wait_for_steps
+from tests.runs import ROOT, assert_same_run, fork, losses_of, port_of, recipe, slow_but, train, wait_for_steps
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -40,10 +40,9 @@ STEPS = 4000
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, reviews: Path) -> list[str]:
-    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--dropout", "0.1",
-            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
-            "--per_device_batch_size", "6", "--eval_every", "100000"]  # fmt: skip
+def settings(tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--dropout", "0.1", "--global_batch_size", "12", "--per_device_batch_size", "6",
+            "--eval_every", "100000"]  # fmt: skip
 
 
 def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
@@ -105,8 +104,7 @@ def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
     assert f"<pre>{again}</pre>" in report
     assert f"step {done} of 84" in train(*settings, "--max_steps", "84", "--output_dir", folder, pages=True)
     train(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
-    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 85))
-    assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)
+    assert_same_run(folder, tmp_path / "whole", rel=1e-6)
     assert "Stopped by" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -139,8 +137,5 @@ def test_stop_during_an_evaluation(settings: list[str], tmp_path: Path, fault: F
     assert (tmp_path / "run" / "checkpoints" / "last").readlink() == Path("step-00000004")
     train(*words, "--output_dir", tmp_path / "run")
     train(*words, "--output_dir", tmp_path / "whole")
-    for name in ("metrics.jsonl", "eval.jsonl"):
-        lines, expected = (lines_of(tmp_path / run / name) for run in ("run", "whole"))
-        assert [line["step"] for line in lines] == [line["step"] for line in expected]
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
+    assert_same_run(tmp_path / "run", tmp_path / "whole", rel=1e-6)
     fault("a stop signal within an evaluation", stopped.err, "nothing: it is evaluated when the run goes on")
