@@ -25,7 +25,7 @@ Sweep = Callable[..., str]
 RECIPE = """
 import json, os, signal, sys, time
 from pathlib import Path
-options = dict(zip([w[2:] for w in sys.argv[1::2]], sys.argv[2::2]))
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 x, folder = float(options["x"]), Path(options["output_dir"])
 if options["x"] == options.get("fails"):
     sys.exit("error: step 1: the loss is not finite")
@@ -71,62 +71,60 @@ def run_sweep(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     def run(*words: Any) -> str:
         arguments = ["sweep", str(recipe), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
-        before = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             sweep.run(*cli.build_parser().parse_known_args(arguments))
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return capsys.readouterr().out
 
     return run
 
 
+def values_of(tmp_path: Path) -> list[float]:
+    """x of each run, in the order of the folders."""
+    return [lines_of(path)[0]["loss"] for path in sorted((tmp_path / "sweep").glob("*/metrics.jsonl"))]
+
+
 def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Sweep, tmp_path: Path) -> None:
-    words = ("--search", "x=0.5:8:log", "--trials", 3, "--takes", 0)
-    first = run_sweep(*words)
-    values = [lines_of(tmp_path / f"sweep/trial-00{number}/metrics.jsonl")[0]["loss"] for number in range(3)]
+    words = ("--search", "x=0.5:8:log", "--takes=0", "--trials")
+    first = run_sweep(*words, 3)
+    values = values_of(tmp_path)
     assert len(set(values)) == 3
-    assert f"best settings: x={min(values):.4g}" in first
+    assert f"--x={min(values)}\n" in first.split("best settings")[1]
     assert "sorted by f1_macro" in first
-    again = run_sweep(*words)
-    assert "trial-000: x" not in again
-    assert first.endswith(again.lstrip())
-    more = run_sweep(*words[:2], "--trials", 4, "--takes", 0)
-    assert "trial-003: x" in more
-    assert len({lines_of(path)[0]["loss"] for path in (tmp_path / "sweep").glob("*/metrics.jsonl")}) == 4
+    again = run_sweep(*words, 3)
+    assert first.endswith(again)
+    assert again.startswith("\nbest settings")
+    run_sweep(*words, 4)
+    assert len(set(values_of(tmp_path))) == 4
     with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep is writing"):
-        run_sweep(*words)
-    with pytest.raises(UserError, match="holds a sweep with another search"):
-        run_sweep("--search", "x=0.5:9:log", "--takes", 0)
+        run_sweep(*words, 4)
+    with pytest.raises(UserError, match=r"holds another sweep: .*--search=x=0.5:8:log"):
+        run_sweep("--search", "x=0.5:9:log", "--takes=0")
 
 
 def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(run_sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
     (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed in an earlier sweep
-    printed = run_sweep("--search", "x=4,2,1", "--fails", 2)
-    assert "trial-001: x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
-    assert "best settings: x=1\n" in printed
+    printed = run_sweep("--search", "x=4,2,1", "--fails=2")
+    assert "trial-001: --x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
+    assert "--x=1\n" in printed.split("best settings")[1]
 
 
 def test_a_run_without_a_first_step_ends_the_sweep(run_sweep: Sweep) -> None:
     with pytest.raises(UserError, match=r"first step trial-000 failed: there is no file n.csv \(.*000.log\)"):
-        run_sweep("--search", "x=4,2", "--nowhere", "n.csv")
-
-
-@pytest.mark.parametrize(("values", "others"), [("2,2.0,2e0", "trial-001, trial-002"), ("4,2,2.0", "trial-002")])
-def test_trials_equal_to_the_best_are_listed(values: str, others: str, run_sweep: Sweep) -> None:
-    printed = run_sweep("--search", f"x={values}", "--takes", 0)
-    assert "best settings: x=2\n" in printed
-    assert f"as good: {others}\n" in printed
+        run_sweep("--search", "x=4,2", "--nowhere=n.csv")
 
 
 def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
-    printed = run_sweep("--search", "x=1,2,3,4,50", "--takes", 0.4)
-    assert "trial-004: x=50\n  pruned after step" in printed
+    printed = run_sweep("--search", "x=1,2,3,4,50", "--takes=0.4")  # optuna's grid tries 50 last
+    assert "trial-004: --x=50\n  pruned after step" in printed
     assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]
     assert len(lines_of(tmp_path / "sweep/trial-004/metrics.jsonl")) < 4
-    assert not any(line.startswith("trial-004 ") for line in printed.split("best settings")[1].splitlines())
+    assert "trial-004 " not in printed.split("best settings")[1]
 
 
 @pytest.mark.parametrize(("number", "code"), [
@@ -136,7 +134,7 @@ def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, mo
 def test_a_stopped_sweep_continues_its_unfinished_run(
     number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep
 ) -> None:
-    words = ["--search", "x=4,2,1", "--takes", "0.4"]
+    words = ["--search", "x=4,2,1", "--takes=0.4"]
     run = tmp_path / "sweep" / "trial-001"
     command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
     process = begin(command)
@@ -152,7 +150,7 @@ def test_a_stopped_sweep_continues_its_unfinished_run(
     again = run_sweep(*words)
     assert "trial-000" not in again.split("best settings")[0]
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert "best settings: x=1\n" in again
+    assert sorted(values_of(tmp_path)) == [1, 2, 4]
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -165,10 +163,8 @@ def test_a_stopped_sweep_continues_its_unfinished_run(
     (["--search", "seed=1"], "NAME=A,B,C"),
     (["--search", "seed"], "NAME=LOW:HIGH"),
     (["--search", "config_file=a,b"], "unknown setting --config_file"),
-    (["--search", "output_dir=a,b"], "output_dir=a,b: "),
     ([], "needs --search NAME=VALUES, --seeds N or --configs A,B"),
     (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
-    (["--seeds", "0"], "--seeds 0: give 1 or more"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
 def test_faults_are_named_before_anything_runs(words: list[str], expected: str, tmp_path: Path) -> None:
@@ -189,7 +185,6 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
     done = start(command).succeeded()
-    assert "as good: trial-001" in done.out  # four steps do not separate the two values of the decay
     table = done.out.split("What each took")[1]
     assert "2 x DDP" in table
     assert "Over seeds" in table
