@@ -62,14 +62,13 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_the_command_line_of_a_run(reviews: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Nothing is started, and the last line is the command that starts it."""
+    """Nothing is started."""
     line = ["recipes/cls.py", "--train_file", str(reviews), "--model_name_or_path", str(tiny_model),
             "--output_dir", str(tmp_path / "run"), "--config_file", "accelerate_configs/ddp.yaml"]  # fmt: skip
     done = doctor(*line)
     headings = [text for text in done.out.splitlines() if text and not text.startswith(" ")]
     assert headings[:1] == [socket.gethostname()]
     assert {"files", "versions", "devices", "host", "builds", "network"} <= set(headings)
-    assert headings[-1].endswith(f"start with `accelerate launch {' '.join(line)}`")
     assert f"{reviews}: " in done.out
     assert done.err == ""
     assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def test_printable_text_has_no_control_characters() -> None:
 
 HOSTILE = "it's; reboot"
 NODES = Nodes(2, 0, "", ("10.0.0.1", HOSTILE), 1)
+JOB = job.read(["--train_file", HOSTILE], {})
 FAILED = [{"ok": False, "error": HOSTILE}] * 2
 
 
@@ -33,8 +35,7 @@ FAILED = [{"ok": False, "error": HOSTILE}] * 2
         next(host.check_files({"x": Path(HOSTILE)})).remedy,
         [*host.check_interfaces(NODES)][1].remedy,
         peers._check_backend("gloo", FAILED, ["A", "B"], NODES).remedy,
-        job.line_elsewhere(job.read(["--train_file", HOSTILE], {}), 1),
-        job.line_to_start(job.read(["recipes/cls.py", "--train_file", HOSTILE], {})),
+        JOB.line_elsewhere(1),
     ],
 )
 def test_paths_and_host_names_in_remedies_are_quoted(line: str) -> None:
@@ -45,9 +46,10 @@ def test_paths_and_host_names_in_remedies_are_quoted(line: str) -> None:
 def test_remedies_contain_nothing_that_another_machine_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RendezvousError(HOSTILE, [1])
     for rank in (0, 1):
-        unknown = Nodes(2, rank, "", ("10.0.0.1",), 1)
-        findings = [peers._explain_missing(error, missing, unknown, 4.0, "go") for missing in (0, 1)]
-        findings += [peers._check_backend(backend, FAILED, [HOSTILE] * 2, unknown) for backend in ("gloo", "nccl")]
+        nodes = Nodes(2, rank, "", ("10.0.0.1",), 1)
+        unknown = replace(job.read([], {}), nodes=nodes)
+        findings = [peers._explain_missing(error, missing, unknown) for missing in (0, 1)]
+        findings += [peers._check_backend(backend, FAILED, [HOSTILE] * 2, nodes) for backend in ("gloo", "nccl")]
         assert [finding.remedy for finding in findings if HOSTILE in finding.remedy] == []
 
     def refuse(*_: object) -> None:
@@ -56,5 +58,6 @@ def test_remedies_contain_nothing_that_another_machine_sent(monkeypatch: pytest.
     monkeypatch.setattr(peers, "join_ranks", refuse)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", peers.MARKER):
         monkeypatch.setenv(name, "")
-    (finding,), _ = peers.check(NODES, "", 1.0, False, {})
+    areas, _ = peers.check(replace(JOB, nodes=NODES), uses_nccl=False)
+    (finding,) = areas["machines"]
     assert (finding.level, HOSTILE in finding.text, HOSTILE in finding.remedy) == ("fail", True, False)

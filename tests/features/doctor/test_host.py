@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +47,6 @@ def test_the_lock_of_a_running_and_of_a_killed_build(tmp_path: Path) -> None:
         (alive,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
         assert (alive.level, "deepspeed_shm_comm is being built" in alive.text) == ("note", True)
         process.kill()
-    deadline = time.monotonic() + 5
-    while str(lock) in host._open_files() and time.monotonic() < deadline:
-        time.sleep(0.05)
     (stale,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert (stale.level, stale.remedy) == ("fail", f"rm {lock}")
     assert "deepspeed_shm_comm" in stale.text
@@ -91,43 +87,36 @@ def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     two = findings(TWO)
     assert two["interfaces"].text == "eth0 10.0.0.1 (MTU 1500), docker0 172.17.0.1 (down, MTU 1500)"
     assert (two["chosen"].level, two["chosen"].text) == ("ok", "eth0 (10.0.0.1), by the route to 10.0.0.2")
-    assert two["this one"].text == "this is machine 0 of 2 (--machine_rank)"
+    assert two["this one"].text == "machine 0 of 2 (--machine_rank)"
     nowhere = findings(replace(TWO, addresses=("10.0.0.1", "10.9.9.9")))["chosen"]
     assert (nowhere.level, nowhere.remedy) == ("fail", "`ip route get 10.9.9.9`, `ip -br link`")
     assert findings(replace(TWO, addresses=("10.0.0.1",)))["chosen"].text.startswith("eth0 (10.0.0.1)")
     assert findings(ONE)["chosen"].text == "no default route: this machine can only run alone"
-    states["eth0"].isup = False
-    assert findings(TWO)["10.0.0.1"].remedy.startswith("sudo ip link set eth0 up")
 
 
-def version_findings(out: str, monkeypatch: pytest.MonkeyPatch, err: str = "") -> list[Finding]:
-    """The findings of `pip check`'s output."""
-    result = SimpleNamespace(stdout=out, stderr=err)
-    monkeypatch.setattr(versions.subprocess, "run", lambda *_, **__: result)
-    python, libraries, *others = versions.check()
-    assert python.level == libraries.level == "ok"
-    assert "torch 2." in libraries.text
-    return others
-
-
-@pytest.mark.parametrize(("line", "name", "needed"), [
-    (f"{versions.OURS} 1.0 has requirement torch<2.14,>=2.13, but you have torch 2.14.1.", "torch",
-     "torch<2.14,>=2.13"),
-    ("transformers 5.23.0 requires tokenizers, which is not installed.", "tokenizers", "tokenizers"),
-    ('accelerate 1.15.0 has requirement numpy>=1.17; python_version > "3", but you have numpy 1.1.', "numpy",
-     "numpy>=1.17"),
+@pytest.mark.parametrize(("requirement", "text"), [
+    ("numpy<1; extra == 'absent'", None),
+    ("numpy>=1", None),
+    ("numpy<1.5; python_version > '3'", "numpy<1.5, but you have "),
+    ("absent-library", "absent-library, but you have none"),
 ])  # fmt: skip
-def test_an_incompatible_library(line: str, name: str, needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (fault,) = version_findings(f"another 1 requires thing, which is not installed.\n{line}\n", monkeypatch)
-    assert (fault.level, fault.name, fault.text) == ("fail", name, line)
-    assert fault.remedy == f"pip install '{needed}'"
-
-
-def test_an_environment_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    (note,) = version_findings("", monkeypatch, "/usr/bin/python: No module named pip")
-    assert (note.level, "pip check" in note.remedy) == ("note", True)
+def test_a_library_with_an_incompatible_requirement(
+    requirement: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`text`: of the failure."""
+    metadata = f"Metadata-Version: 2.1\nName: peft\nVersion: 0.21\nRequires-Dist: {requirement}\n"
+    (tmp_path / "peft-0.21.dist-info").mkdir()
+    (tmp_path / "peft-0.21.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    failures = [finding for finding in versions.check() if finding.level == "fail"]
+    assert len(failures) == (text is not None)
+    for failure in failures:
+        assert f"peft needs {text}" in failure.text
+        assert failure.remedy == f"pip install '{requirement.partition(';')[0]}'"
 
 
 def test_this_environment_has_compatible_versions() -> None:
-    assert [finding for finding in versions.check() if finding.level != "ok"] == []
-    assert "'torch>=2" in versions.install_command("torch") or "'torch<2" in versions.install_command("torch")
+    python, libraries, *others = versions.check()
+    assert (python.level, libraries.level, others) == ("ok", "ok", [])
+    assert "torch 2." in libraries.text
+    assert "'torch<2" in versions.install_command("torch")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from toolkit.errors import UserError, first_line, printable
 from toolkit.features.doctor import devices, host, job, peers, versions
-from toolkit.features.doctor.finding import Finding, in_area, report, summary
+from toolkit.features.doctor.finding import Areas, Finding, report, summary
 from toolkit.features.doctor.job import Job
 from toolkit.launch.failure import INTERRUPTED
 from toolkit.utils.log import logger
@@ -45,37 +45,33 @@ def _examine(line: Job) -> int:
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
     os.environ["PYTHONSAFEPATH"] = "1"  # so that collect_env's `python -m pip` imports nothing from this folder
-    machine, nodes, as_json = printable(socket.gethostname(), 100), line.nodes, line.options.json
-    hardware, findings = look_at_machine(line)
+    machine, as_json = printable(socket.gethostname(), 100), line.options.json
+    hardware, areas = look_at_machine(line)
     output: dict[str, Any] = {"host": machine, "environment": hardware.environment}
     if not as_json:
-        print(f"{machine}\n\n{report(findings)}\n", file=out, flush=True)
-    if nodes.count > 1:
-        lines = {rank: job.line_elsewhere(line, rank) for rank in range(nodes.count)}
-        uses_nccl = bool(hardware.nccl) and not line.use_cpu
-        script, seconds = str(line.script or ""), line.options.timeout
-        peer_findings, output["allreduce"] = peers.check(nodes, script, seconds, uses_nccl, lines)
-        peer_findings = in_area("machines", peer_findings)
+        print(f"{machine}\n\n{report(areas)}\n", file=out, flush=True)
+    if line.nodes.count > 1:
+        between, output["allreduce"] = peers.check(line, uses_nccl=bool(hardware.nccl) and not line.use_cpu)
         if not as_json:
-            print(f"between the machines\n\n{report(peer_findings)}\n", file=out, flush=True)
-        findings += peer_findings
-    failed = any(finding.level == "fail" for finding in findings)
-    output |= {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-    text = json.dumps(output, ensure_ascii=False) if as_json else summary(findings, job.line_to_start(line))
-    print(text, file=out, flush=True)
-    return 1 if failed else 0
+            print(f"between the machines\n\n{report(between)}\n", file=out, flush=True)
+        areas |= between
+    findings = [{"area": area, **asdict(finding)} for area, group in areas.items() for finding in group]
+    levels = [finding["level"] for finding in findings]
+    output |= {"ok": "fail" not in levels, "findings": findings}
+    print(json.dumps(output, ensure_ascii=False) if as_json else summary(levels), file=out, flush=True)
+    return 0 if output["ok"] else 1
 
 
-def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
+def look_at_machine(line: Job) -> tuple[devices.Devices, Areas]:
     """Takes about as long as the import of torch; a check that raises or times out becomes a note."""
     env, install = dict(os.environ), versions.install_command("torch")
     hardware = devices.Devices()
     try:
         hardware = call_with_timeout(_CHECK_SECONDS, devices.look)
-        findings = in_area("devices", devices.check(hardware, env, install))
+        areas = {"devices": list(devices.check(hardware, env, install))}
     except Exception as error:
         text = f"torch cannot be imported: {type(error).__name__}: {printable(first_line(error))}"
-        findings = [Finding("torch", "fail", text, install, "devices")]
+        areas = {"devices": [Finding("torch", "fail", text, install)]}
     checks: dict[str, Iterator[Finding]] = {
         "files": host.check_files(line.files),
         "versions": versions.check(),
@@ -86,7 +82,7 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
     }
     for area, check in checks.items():
         try:
-            findings += in_area(area, call_with_timeout(_CHECK_SECONDS, partial(list, check)))
+            areas[area] = call_with_timeout(_CHECK_SECONDS, partial(list, check))
         except Exception as error:
-            findings.append(Finding(area, "note", f"could not be checked: {printable(first_line(error))}", area=area))
-    return hardware, findings
+            areas[area] = [Finding(area, "note", f"could not be checked: {printable(first_line(error))}")]
+    return hardware, areas

@@ -94,9 +94,7 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
         text = f"{version} with {kind} sees {len(devices.names)} GPU{'s' * (len(devices.names) > 1)} ({names})"
         return Finding("torch", "ok", text)
     if not count:
-        text = "no GPU here: everything runs on the CPU"
-        text = text if devices.accelerator == "cpu" else f"{version} computes on {devices.accelerator}"
-        return Finding("torch", "note", text)
+        return Finding("torch", "note", f"{version} computes on {devices.accelerator}: no NVIDIA GPU here")
     if not devices.cuda:
         text = f"{version} is built without CUDA, and this machine has {count} NVIDIA GPU(s)"
         remedy += "  (the build for Linux on PyPI has CUDA)"

@@ -65,7 +65,8 @@ def check_builds(env: Mapping[str, str]) -> Iterator[Finding]:
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     folder = Path(env.get("TORCH_EXTENSIONS_DIR") or folder)
     locks = [path.resolve() for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
-    open_files = _open_files() if locks else set()
+    processes = psutil.process_iter(["open_files"]) if locks else ()  # those of this user
+    open_files = {file.path for process in processes for file in process.info["open_files"] or ()}
     if not locks:
         yield Finding("cache", "ok", f"{folder}: no stale lock")
     for lock in locks:
@@ -76,17 +77,6 @@ def check_builds(env: Mapping[str, str]) -> Iterator[Finding]:
         text = f"a killed build of {name} left a lock {minutes:.0f} min ago (or another machine that shares this "
         text += f"folder is building it): every run that needs {name} waits forever"
         yield Finding(name, "fail", text, f"rm {shlex.quote(str(lock))}")
-
-
-def _open_files() -> set[str]:
-    """The files that this user's processes have open."""
-    paths: set[str] = set()
-    for process in psutil.process_iter():
-        try:
-            paths.update(file.path for file in process.open_files())
-        except (psutil.Error, OSError):
-            continue
-    return paths
 
 
 def check_shell(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -102,32 +92,21 @@ def check_shell(env: Mapping[str, str]) -> Iterator[Finding]:
 def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     """Lists the interfaces, and the one that traffic between machines will use."""
     interfaces, states = network.local_addresses(), psutil.net_if_stats()
-    down = {name for name, state in states.items() if not state.isup}  # switched off, or without a cable
     listed = ", ".join(
-        f"{name} {address} ({'down, ' * (name in down)}MTU {states[name].mtu})"
+        f"{name} {address} ({'' if states[name].isup else 'down, '}MTU {states[name].mtu})"
         for address, name in interfaces.items()
         if name in states and not network.is_loopback(address)
     )
     yield Finding("interfaces", "ok", listed or "this machine has only its loopback interface")
-    others = nodes.others()
-    address, why = network.source_address_for(others[0] if others else _TEST_NET), "the default route"
-    if others:
-        why = f"the route to {others[0]}"
-    elif nodes.count > 1:
-        address, why = next(iter(network.resolve_addresses(nodes.first)), None), "its address in the settings"
+    target = _TEST_NET if nodes.count == 1 else next(iter(nodes.others()), nodes.first)
+    address = network.source_address_for(target)
     if address in interfaces:
-        yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by {why}")
-    elif others:
-        remedy = f"`ip route get {shlex.quote(others[0])}`, `ip -br link`"
-        yield Finding("chosen", "fail", f"no interface leads to {others[0]}", remedy)
-    else:
+        route = "the default route" if target == _TEST_NET else f"the route to {target}"
+        yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by {route}")
+    elif target == _TEST_NET:
         yield Finding("chosen", "note", "no default route: this machine can only run alone")
+    else:
+        remedy = f"`ip route get {shlex.quote(target)}`, `ip -br link`"
+        yield Finding("chosen", "fail", f"no interface leads to {target}", remedy)
     if nodes.count > 1:
-        text = f"this is machine {nodes.rank} of {nodes.count} ({nodes.rank_source})"
-        yield Finding("this one", "ok", text, area="machines")
-        name = nodes.address_of(nodes.rank)
-        addresses = network.resolve_addresses(name) if name else ()
-        for interface in {interfaces.get(address) for address in addresses} & down:
-            text = f"{name} is an address of this machine, but its interface {interface} is down or has no cable"
-            remedy = f"sudo ip link set {interface} up; `ethtool {interface}`: is the cable in, the switch on?"
-            yield Finding(name, "fail", text, remedy, "machines")
+        yield Finding("this one", "ok", f"machine {nodes.rank} of {nodes.count} ({nodes.rank_source})")

@@ -13,7 +13,6 @@ from pathlib import Path
 from toolkit import config
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.launch import relaunch
-from toolkit.launch.network import external_addresses
 from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.utils.plain_yaml import read_yaml
 
@@ -33,9 +32,12 @@ class Job:
     script: Path | None
     files: dict[str, Path]
     """Setting -> path, which need not exist."""
-    config_file: Path | None
     nodes: Nodes
     use_cpu: bool
+
+    def line_elsewhere(self, rank: int) -> str:
+        """The command for machine `rank`: this one, with its --machine_rank."""
+        return "toolkit doctor " + re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(self.words))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,12 +80,9 @@ def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
     if options.peers:
         launch_options.machines = options.peers
         launch_config = {**launch_config, "num_machines": options.peers.count(",") + 1}
-        if "," not in options.peers:
-            here = ", ".join(external_addresses())
-            raise UserError(f"--peers names {options.peers} alone: name all machines, including this one ({here})")
     nodes = find_nodes(vars(launch_options), launch_config, path or Path("this line"), env)
     files = _named_files(vars(options)) | ({"deepspeed_config": deepspeed} if deepspeed else {})
-    return Job(options, words, script, files, path, nodes, bool(launch_config.get("use_cpu")))
+    return Job(options, words, script, files, nodes, bool(launch_config.get("use_cpu")))
 
 
 def _first_file(words: Sequence[str], suffixes: tuple[str, ...]) -> Path | None:
@@ -98,12 +97,12 @@ def _refuse_unknown(words: Sequence[str], script: Path | None) -> None:
     """A file behind a misspelt setting would not be checked. Any word in the recipe may be one of its settings."""
     sections = [section for task in config.tasks().values() for section in config.sections_of(task).values()]
     known = {field.name for section in sections for field in dataclasses.fields(section)}
-    recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
-    names = [word[2:].partition("=")[0].replace("-", "_") for word in words]
-    if unknown := [name for name in names if name not in known | recipe]:
-        options = {"peers", "timeout", "json", *relaunch.OPTIONS}
-        listed = "; ".join(f"--{name}{did_you_mean(name, known | options)}" for name in unknown)
-        raise UserError(f"neither an option of toolkit doctor nor a setting of a recipe: {listed}")
+    recipe = re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace")) if script else []
+    for word in words:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if name not in known.union(recipe):
+            hint = did_you_mean(name, {*known, *relaunch.OPTIONS, "peers", "timeout", "json"})
+            raise UserError(f"neither an option of toolkit doctor nor a setting of a recipe: --{name}{hint}")
 
 
 def _find(name: str | None, script: Path | None, folder: str) -> Path | None:
@@ -118,17 +117,3 @@ def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
         for name, path in paths.items()
         if name in _FILES or path.exists() or settings[name].startswith((".", "/", "~"))
     }
-
-
-def line_elsewhere(job: Job, rank: int) -> str:
-    """The command for machine `rank`: this one, with its --machine_rank."""
-    return "toolkit doctor " + re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(job.words))
-
-
-def line_to_start(job: Job) -> str:
-    """`accelerate launch ...`; "" for a command line without a recipe."""
-    if job.script is None:
-        return ""
-    words = re.sub(r" --json\b| --timeout[ =]\S+", "", f" {shlex.join(job.words)}").replace(" --peers", " --machines")
-    several = job.nodes.count > 1 and not job.config_file
-    return f"accelerate launch{words}{' --config_file accelerate_configs/2node.yaml' * several}"

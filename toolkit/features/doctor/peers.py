@@ -13,7 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 from toolkit.errors import first_line, printable
-from toolkit.features.doctor.finding import Finding, in_area
+from toolkit.features.doctor.finding import Areas, Finding
+from toolkit.features.doctor.job import Job
 from toolkit.launch import network
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.nodes import Nodes
@@ -24,7 +25,6 @@ _CONNECT_SECONDS = 4.0  # ARP for an unused address fails after 3 s
 _EXCHANGE_SECONDS, _REDUCE_SECONDS = 25.0, 12.0
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS, _BANDWIDTH_BYTES = 10, 3, 16 << 20
 _SLOW = 125.0  # MB/s: 1 Gbit/s
-_EXAMPLE_BYTES = 4 * 110e6  # fp32 gradients of 110M parameters
 _SOMEWHERE = "THAT_MACHINE"
 
 
@@ -32,18 +32,16 @@ AllReduce = dict[str, list[dict[str, Any]]]
 """Backend -> {ok, latency_ms, mbytes_per_second} or {ok, error} of each machine."""
 
 
-def check(
-    nodes: Nodes, script: str, seconds: float, uses_nccl: bool, lines: Mapping[int, str]
-) -> tuple[list[Finding], AllReduce]:
-    """The findings are the same on all machines. `lines`: machine -> the command to type on it.
-
-    A remedy never contains text that another machine sent.
-    """
+def check(job: Job, uses_nccl: bool) -> tuple[Areas, AllReduce]:
+    """The findings are the same on all machines. A remedy never contains text that another machine sent."""
+    nodes = job.nodes
     os.environ.update({"RANK": str(nodes.rank), "WORLD_SIZE": str(nodes.count), "LOCAL_RANK": "0",
                        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.first, "MASTER_PORT": str(nodes.port),
                        MARKER: json.dumps({"nodes": asdict(nodes)})})  # fmt: skip
     try:
-        rendezvous = join_ranks(Place("doctor", nodes.rank, nodes.count, 0, 1), script, seconds)
+        rendezvous = join_ranks(
+            Place("doctor", nodes.rank, nodes.count, 0, 1), str(job.script or ""), job.options.timeout
+        )
         assert rendezvous is not None  # several ranks
         hosts = [printable(peer.host, 100) for peer in rendezvous.peers]
         text = f"{', '.join(hosts)} found each other, with the same Python, libraries and code"
@@ -51,28 +49,29 @@ def check(
         findings = [_check_backend(backend, results[backend], hosts, nodes) for backend in results]
         rendezvous.exchange("done", _EXCHANGE_SECONDS)
         time.sleep(0.5 * (nodes.rank == 0))  # rank 0 hosts the store, from which the others read the last reply
-        return [Finding("rendezvous", "ok", text), *in_area("all-reduce", findings)], results
+        return {"machines": [Finding("rendezvous", "ok", text)], "all-reduce": findings}, results
     except RendezvousError as error:
-        if error.missing:
-            return [_explain_missing(error, rank, nodes, seconds, lines[rank]) for rank in error.missing], {}
         remedy = "type the same command on all machines, with the machines in the same order"
-        return [Finding("rendezvous", "fail", str(error), remedy)], {}
+        findings = [_explain_missing(error, rank, job) for rank in error.missing]
+        return {"machines": findings or [Finding("rendezvous", "fail", str(error), remedy)]}, {}
     except (RuntimeError, LookupError, TypeError, ValueError) as error:
         why = printable(first_line(error))
         text = f"the connection was lost, or a machine runs another version of this toolkit: {why}"
-        return [Finding("rendezvous", "fail", text)], {}
+        return {"machines": [Finding("rendezvous", "fail", text)]}, {}
 
 
-def _explain_missing(error: RendezvousError, rank: int, nodes: Nodes, seconds: float, line: str) -> Finding:
+def _explain_missing(error: RendezvousError, rank: int, job: Job) -> Finding:
     """Why a machine is missing: a rank can tell whether the port of rank 0 drops or refuses packets, rank 0 only
     whether a machine answers at all."""
-    obstacle, address = error.unreachable, nodes.address_of(rank)
+    nodes, obstacle = job.nodes, error.unreachable
+    address = nodes.address_of(rank)
     if rank and address:
         try:
             network.connect(address, nodes.port, _CONNECT_SECONDS).close()
         except network.UnreachableError as unreachable:
             obstacle = unreachable
-    text, remedy = f"{nodes.name_of(rank)} did not connect within {seconds:.0f} s", f"on it type: {line}"
+    text = f"{nodes.name_of(rank)} did not connect within {job.options.timeout:.0f} s"
+    remedy = f"on it type: {job.line_elsewhere(rank)}"
     if rank and (obstacle is None or obstacle.kind == "refused"):  # only rank 0 listens
         text += "; the machine answers" if address else ""
         remedy += f"; if it runs there, a firewall here may block it: sudo ufw allow from {_SOMEWHERE}"
@@ -141,7 +140,5 @@ def _check_backend(backend: str, results: Sequence[Mapping[str, Any]], hosts: Se
     text = f"16 MB summed over {len(hosts)} machines at {rate / 125:.1f} Gbit/s, a single number in {latency:.2f} ms"
     if rate >= _SLOW:
         return Finding(backend, "ok", text)
-    seconds = 2 * (len(hosts) - 1) / len(hosts) * _EXAMPLE_BYTES / (rate * 1e6)
-    text += f": each step of a model with 110M parameters in fp32 takes {seconds:.1f} s for its all-reduce alone"
     faster = "`export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME` on all machines"
     return Finding(backend, "warn", text, f"choose a faster interface, if there is one: {faster}")
