@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification, BigBirdConfig, BigBirdForSequenceClassification
 
-from toolkit.training.mfu import describe, peak_flops, training_flops, utilization
+from toolkit.training.mfu import peak_flops, training_flops, utilization
 
 SIZES = {"vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 2,
          "intermediate_size": 512}  # fmt: skip
@@ -58,11 +57,3 @@ def test_utilization_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mfu(lengths, 0.5) == pytest.approx(count(lengths) / 0.5 / (2 * 312e12))
     accelerator.mixed_precision = "no"
     assert utilization(accelerator, model) is None
-
-
-def test_the_summary() -> None:
-    steps = [{"tokens": 90, "padding": 0.1, "samples": 10, "samples_per_second": 10.0, "mfu": 0.3},
-             {"tokens": 50, "padding": 0.5, "samples": 10, "samples_per_second": 5.0, "mfu": 0.6}]  # fmt: skip
-    assert re.findall(r"[\d.]+%", describe(steps)) == ["30.0%", "50.0%"]
-    assert describe([]) == ""
-    assert describe([{"tokens": 5, "padding": 0.0, "samples": 1, "samples_per_second": 1.0}]).endswith("were padding")

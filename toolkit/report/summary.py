@@ -19,10 +19,8 @@ from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Evaluation
 from toolkit.launch import restarts
 from toolkit.models import lora
-from toolkit.report.files import latest_per_step, read_lines
 from toolkit.report.log import class_lines
 from toolkit.report.record import last_evaluation
-from toolkit.training import mfu
 from toolkit.training.steps import Schedule
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features, first
@@ -106,13 +104,11 @@ class RunSummary:
             length = self.settings.long.compare_max_length
             compared = [f"the same model reading the first {length} tokens only: {comparison} "
                         f"(reading {self.data.max_length}: {evaluation})"]  # fmt: skip
-        utilization = mfu.describe(latest_per_step(read_lines(self.folder / "metrics.jsonl")))
         return [
             "",
             f"done in {seconds:.0f} s; the saved model on {evaluation.split} "
             f"({evaluation.numbers['num_samples']} samples): {evaluation}",
             *class_lines(evaluation),
-            *([utilization] if utilization else []),
             *compared,
             f"  {folder}/model/            {self._how_to_load()}, weights in {self.settings.training.save_dtype}",
             f"  {folder}/report.html       curves, results, worst mistakes: open it in a browser",

@@ -7,7 +7,7 @@ activations do not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,15 +67,3 @@ def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[n
         return None
     available = peak * accelerator.num_processes
     return lambda lengths, seconds: count(lengths) / seconds / available
-
-
-def describe(steps: Iterable[Mapping[str, Any]]) -> str:
-    """Summarizes lines of metrics.jsonl: the share of padding, and the MFU. Empty for runs of older versions."""
-    lines = [line for line in steps if "padding" in line]
-    if not lines:
-        return ""
-    tokens, padding = (np.array([line[name] for line in lines]) for name in ("tokens", "padding"))
-    seconds = [line["samples"] / line["samples_per_second"] for line in lines]
-    mfu = np.average([line.get("mfu") or 0 for line in lines], weights=seconds)
-    used = f"; {mfu:.1%} of the devices' peak arithmetic used (MFU)" if mfu else ""
-    return f"training: {1 - tokens.sum() / (tokens / (1 - padding)).sum():.1%} of all tokens were padding{used}"
