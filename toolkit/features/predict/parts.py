@@ -15,7 +15,6 @@ from toolkit.data.read import format_of
 from toolkit.data.table import cast_batch, unify_schemas
 from toolkit.data.text_files import OPENERS
 from toolkit.errors import UserError, listing
-from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import explain_write_errors, replace_file
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -32,13 +31,14 @@ class Parts:
         self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
+        self.joining = self.folder / "joining"
 
     def open(self, facts: dict[str, Any], overwrite: bool) -> None:
         """Creates the folder, or continues one of the same job. Raises UserError for the folder of another job."""
-        before, joined = self._manifest()
-        if joined and not self.finished():  # the output is made again
+        before = self._facts()
+        if self.joining.is_dir() and not self.finished():  # the output is made again
             self.manifest.unlink(missing_ok=True)
-            shutil.rmtree(self.folder / "joining", ignore_errors=True)
+            shutil.rmtree(self.joining, ignore_errors=True)
         elif before and (differing := [name for name in facts if facts[name] != before.get(name)]):
             if self.finished() and not overwrite:
                 raise UserError(
@@ -47,24 +47,16 @@ class Parts:
                 )
             shutil.rmtree(self.folder)
         if not self.manifest.is_file():
-            self._write_manifest(facts)
+            with self._writing(), replace_file(self.manifest) as draft:
+                draft.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
 
     def are_joined(self, facts: dict[str, Any]) -> bool:
         """Whether the output is complete, and was joined from shards of the same job."""
-        before, joined = self._manifest()
-        return (
-            before == facts and joined is not None and self.output.is_file() and digest_of_file(self.output) == joined
-        )
+        return self._facts() == facts and self.joining.is_dir() and self.output.is_file()
 
-    def _manifest(self) -> tuple[dict[str, Any], str | None]:
-        """(the facts that identify the job, the digest of the output once its shards are joined)."""
-        content = json.loads(self.manifest.read_text(encoding="utf-8")) if self.manifest.is_file() else {}
-        joined = content.pop("joined", None)
-        return content, joined
-
-    def _write_manifest(self, content: dict[str, Any]) -> None:
-        with self._writing(), replace_file(self.manifest) as draft:
-            draft.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    def _facts(self) -> dict[str, Any]:
+        """The facts that identify the job of these parts."""
+        return dict(json.loads(self.manifest.read_text(encoding="utf-8"))) if self.manifest.is_file() else {}
 
     def finished(self) -> dict[int, int]:
         """First row -> end row of each part, in order."""
@@ -101,13 +93,15 @@ class Parts:
     def claim_joining(self) -> bool:
         """Returns True in one process only, of several that finish the last shards at the same time."""
         try:
-            (self.folder / "joining").mkdir()
+            self.joining.mkdir()
         except FileExistsError:
             return False
         return True
 
     def join(self, in_shards: bool) -> None:
-        """Writes the output and removes the parts. The manifest of a job in shards stays, for `are_joined`."""
+        """Writes the output and removes the parts. Of a job in shards the folder stays, for `are_joined`."""
+        if in_shards:
+            self.joining.mkdir(exist_ok=True)
         parts = [self._path(start, end) for start, end in self.finished().items()]
         with self._writing(), replace_file(self.output) as draft:
             if self.kind == ".parquet":
@@ -116,8 +110,6 @@ class Parts:
                 opener = OPENERS.get(self.output.suffix.lower(), open)
                 with opener(draft, "wt", encoding=self.encoding, newline="") as file:
                     file.writelines(self._lines(parts))
-            if in_shards:
-                self._write_manifest(self._manifest()[0] | {"joined": digest_of_file(draft)})
         if not in_shards:
             shutil.rmtree(self.folder)
             return
