@@ -159,7 +159,7 @@ class Sweep:
         self.runs = [self.folder / _name(trial) for trial in complete]
         return study
 
-    def _open_study(self, command: list[str]) -> Any:
+    def _open_study(self, arguments: list[str]) -> Any:
         """Raises UserError for a damaged journal, and for that of another sweep."""
         import optuna
         from optuna.trial import TrialState
@@ -178,12 +178,12 @@ class Sweep:
             raise UserError(
                 f"{path} is not a readable journal ({first_line(error)[:200]}): name another --output_dir, or remove it"
             ) from error
-        if (earlier := study.user_attrs.get("command", command)) != command:
+        if (earlier := study.user_attrs.get("arguments", arguments)) != arguments:
             raise UserError(
                 f"{self.folder} holds another sweep: repeat its command (toolkit sweep {shlex.join(earlier)}) to "
                 "continue it, or name another --output_dir"
             )
-        study.set_user_attr("command", command)
+        study.set_user_attr("arguments", arguments)
         return study
 
     def _run_trial(self, trial: Any, space: Mapping[str, Values]) -> float:
