@@ -148,6 +148,9 @@ def test_a_finished_shard_that_is_started_again(
             assert f"{tmp_path / 'out.csv'} is complete" in capsys.readouterr().err
         for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
             refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
+        (part := parts / "part-0000000000-0000000016.csv").touch()  # as if killed before it replaced an older output
+        refusal(predicted, "out.csv", "--join", match=r"out.csv exists: name another")
+        part.unlink()
     plain = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
     assert list(plain[0]) == ["id", "text", "prediction"]
     (tmp_path / "out.csv").unlink()  # without it the output may be made again, also with other settings

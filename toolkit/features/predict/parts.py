@@ -51,8 +51,9 @@ class Parts:
                 draft.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
 
     def are_joined(self, facts: dict[str, Any]) -> bool:
-        """Whether the output is complete, and was joined from shards of the same job."""
-        return self._facts() == facts and self.joining.is_dir() and self.output.is_file()
+        """Whether the output was joined from shards of the same job; the parts are removed after that."""
+        joined = self.joining.is_dir() and not self.finished() and self.output.is_file()
+        return joined and self._facts() == facts
 
     def _facts(self) -> dict[str, Any]:
         """The facts that identify the job of these parts."""
