@@ -142,7 +142,7 @@ def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: p
 def test_summary(three: Run) -> None:
     text = written(three).text
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
-                  "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
+                  "2 x ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in text
     assert "F1 (micro)" not in text  # it equals the accuracy

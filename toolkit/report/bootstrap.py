@@ -1,4 +1,4 @@
-"""Confidence intervals of metrics (bootstrap), and tests between two runs (permutation, McNemar)."""
+"""Confidence intervals of metrics (bootstrap over rows), and paired permutation tests between two runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from sklearn.preprocessing import MultiLabelBinarizer
 
 _RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
 _BATCH = 50  # resamples in memory at a time
-Numbers = dict[str, dict[str, float]]
 
 
 class Scores(NamedTuple):
@@ -22,10 +21,6 @@ class Scores(NamedTuple):
     """(N, F) sparse; for classes the first column is 1 where the row's whole prediction is right."""
     metrics: Callable[[np.ndarray], np.ndarray] = np.asarray
     """(R, F) means over rows -> (R, M)."""
-
-    @property
-    def values(self) -> dict[str, float]:
-        return dict(zip(self.names, self.metrics(self.rows.mean(axis=0)[None])[0].tolist(), strict=True))
 
 
 def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Sequence[str]) -> Scores:
@@ -63,39 +58,31 @@ def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
     return Scores(["accuracy", "f1_macro", *["f1_micro"] * several], rows, metrics)
 
 
-def intervals(runs: Sequence[Scores], seed: int = 0) -> list[tuple[Numbers, Numbers]]:
-    """For each run its metrics (`value`, `low`, `high`), and their differences from the first run (`difference`, `low`,
-    `high`): 95 % percentile intervals of a bootstrap over rows. All runs share the resamples, so that differences are
-    paired (Efron and Tibshirani 1993)."""
-    count = runs[0].rows.shape[0]
+def intervals(scores: Scores, seed: int = 0) -> dict[str, dict[str, float]]:
+    """Each metric's `value`, with its 95 % percentile interval over resampled rows (`low`, `high`)."""
+    count = scores.rows.shape[0]
 
     def statistic(rows: np.ndarray, axis: int = -1) -> np.ndarray:
-        """(B, N) numbers of rows -> (2, runs, M, B): the metrics, and the differences."""
+        """(B, N) numbers of rows -> (M, B) metrics."""
         weights = np.stack([np.bincount(sample, minlength=count) for sample in rows], axis=1).astype(float)  # (N, B)
-        metrics = np.stack([run.metrics((run.rows.T @ weights).T / count).T for run in runs])
-        return np.stack([metrics, metrics - metrics[0]])
+        return scores.metrics((scores.rows.T @ weights).T / count).T
 
-    low = high = values = statistic(np.arange(count)[None])[..., 0]
+    low = high = values = statistic(np.arange(count)[None])[:, 0]
     if count > 1:  # scipy refuses a single row
         low, high = stats.bootstrap(
             (np.arange(count),), statistic, n_resamples=_resamples(count), batch=_BATCH, vectorized=True,
             method="percentile", rng=seed,
         ).confidence_interval  # fmt: skip
-    bounds = np.stack([values, low, high], axis=-1).tolist()  # (2, runs, M, 3)
-
-    def by_name(metrics: list[list[float]], key: str) -> Numbers:
-        lines = zip(runs[0].names, metrics, strict=True)
-        return {name: dict(zip((key, "low", "high"), numbers, strict=True)) for name, numbers in lines}
-
-    return [
-        (by_name(of_run, "value"), by_name(differences, "difference"))
-        for of_run, differences in zip(*bounds, strict=True)
-    ]
+    bounds = np.stack([values, low, high], axis=1).tolist()
+    return {
+        name: dict(zip(("value", "low", "high"), numbers, strict=True))
+        for name, numbers in zip(scores.names, bounds, strict=True)
+    }
 
 
 def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
-    """Two-sided p of each metric's difference between two models on the same rows: McNemar's exact test (1947) for
-    accuracy; for the others a paired permutation test, which swaps the two models' predictions of random rows."""
+    """Two-sided p of each metric's difference between two models on the same rows, by a paired permutation test, which
+    swaps the two models' predictions of random rows (for accuracy this is McNemar's test)."""
     change = other.rows - one.rows
     change = change[abs(change).sum(axis=1) > 0].T  # (F, D): the D rows whose predictions differ
     count, differing = one.rows.shape[0], change.shape[1]
@@ -112,12 +99,7 @@ def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
         (np.zeros(differing), np.ones(differing)), statistic, permutation_type="samples", vectorized=True,
         n_resamples=_resamples(differing), batch=_BATCH, rng=seed,
     ).pvalue  # fmt: skip
-    values = dict(zip(one.names, p.tolist(), strict=True))
-    if "accuracy" in values:
-        only_one, only_other = (int((change[[0]] == sign).sum()) for sign in (-1, 1))
-        either = only_one + only_other
-        values["accuracy"] = float(stats.binomtest(only_one, either).pvalue) if either else 1.0
-    return values
+    return dict(zip(one.names, p.tolist(), strict=True))
 
 
 def _resamples(rows: int) -> int:

@@ -110,6 +110,17 @@ class Record:
         return best.step or None
 
     @property
+    def strategy(self) -> str:
+        """`one process`, `2 x ZeRO-3`."""
+        world = self.config["world"]
+        if world["distributed_type"] == "NO":
+            return "one process"
+        kind = {"FSDP": "FSDP2"}.get(world["distributed_type"], "DDP")
+        if world["deepspeed"]:
+            kind = f"ZeRO-{world['deepspeed'].get('zero_optimization', {}).get('stage', 0)}"
+        return f"{world['num_processes']} x {kind}"
+
+    @property
     def cost(self) -> dict[str, Any]:
         """Seconds in training steps (without evaluations), the median speed, the peak memory of a process."""
         timed = [step for step in self.steps if step.get("samples_per_second")]

@@ -180,7 +180,7 @@ def _resume_from(
     accelerator, steps, best = checkpoints.accelerator, checkpoints.steps, checkpoints.best
     manifest, total = folders.read_manifest(copy), steps.schedule.total_steps
     step, world = int(manifest["step"]), manifest["world"]
-    ignored = _NOT_OF_TRAINING.union(ignored)
+    ignored = NOT_OF_TRAINING.union(ignored)
     settings = {name: value for name, value in checkpoints.facts["settings"].items() if name not in ignored}
     changes = folders.differences(manifest["settings"], settings)
     changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
@@ -253,7 +253,7 @@ def _check_finished_run(folder: Path, step: int, total: int, changes: list[str])
 
 # Settings that do not change what is trained. Of files and models the content is compared instead, of the precision
 # the one that the run used.
-_NOT_OF_TRAINING = {
+NOT_OF_TRAINING = {
     "output_dir", "overwrite_output_dir", "resume", "report_to", "run_name", "project", "checkpoint_every",
     "checkpoint_in_background", "keep_checkpoints", "model_name_or_path", "train_file", "validation_file", "test_file",
     "label_names_file", "log_level", "logging_steps", "mixed_precision", "compare_max_length",

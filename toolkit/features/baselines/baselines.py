@@ -84,9 +84,10 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
         return sparse.csr_array((np.ones(len(places[0])), places), shape=(len(split), labels.size))
 
     truth = one_hot(split.labels)
-    scores = [class_scores(truth, one_hot(guess), labels.problem_type) for guess in guesses.values()]
-    models = (values for values, _ in intervals(scores))
-    return {"models": dict(zip(guesses, models, strict=True)), "trained_on": trained_on}
+    models = {
+        name: intervals(class_scores(truth, one_hot(guess), labels.problem_type)) for name, guess in guesses.items()
+    }
+    return {"models": models, "trained_on": trained_on}
 
 
 def describe(content: dict[str, Any], metric: str = "f1_macro") -> list[str]:

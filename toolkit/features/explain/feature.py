@@ -12,17 +12,11 @@ from toolkit.errors import UserError
 from toolkit.utils.features import Feature, PagePart
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: pass a number of rows, such as 5")
-    return int(text)
-
-
 class ExplainFeature(Feature):
     def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
         if command == "report":
             parser.add_argument(
-                "--explain", type=_count, default=0, metavar="ROWS",
+                "--explain", type=int, choices=range(1, 21), default=0, metavar="ROWS",
                 help="colour the words by their attribution in this many of the worst mistakes [0]",
             )  # fmt: skip
 
@@ -43,7 +37,8 @@ class ExplainFeature(Feature):
         from toolkit.features.explain.page import explain
         from toolkit.report.record import render
 
-        explanations = explain(page.folder, page.record.data, page.worst, page.texts, rows) if page.worst else {}
+        samples = page.worst[:rows]
+        explanations = explain(page.folder, page.record.data, samples, page.texts) if samples else {}
         words = Path(__file__).with_name("words.html")
         texts = {place: Markup(render(words, {"explanation": each})) for place, each in explanations.items()}
         return PagePart(Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts)

@@ -7,27 +7,24 @@ between its special tokens: the attributions add up to the difference between th
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from toolkit.config import ModelSettings
-from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
+from toolkit.errors import UserError
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.utils.extras import require_extra
-from toolkit.utils.log import logger
 
-SECONDS = 60.0
-"""Time limit for all rows, without loading the model."""
 _POINTS, _MAX_TOKENS = 32, 4096
 """Points of the integral (Gauss-Legendre); tokens in a batch of points."""
-_MAX_CHARACTERS, _STRONGEST = 1500, 5
+_STRONGEST = 5
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef\U00020000-\U0003ffff]")
 _Output = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,10 +33,8 @@ class Word(NamedTuple):
     """A word of a text, or the characters between two words."""
 
     text: str
-    adds: float | None
-    """The attribution; None for the characters between words."""
-    strength: float = 0.0
-    """The attribution's size relative to the strongest word's, 0 to 1."""
+    adds: float = 0.0
+    """The attribution."""
 
 
 class Explanation(NamedTuple):
@@ -49,33 +44,48 @@ class Explanation(NamedTuple):
     against: str
     """The outcomes that positive and negative attributions favour."""
     words: list[Word]
-    strongest: list[Word]
-    punctuation: float
-    """The sum over pieces without a letter or digit, which are not coloured."""
-    difference: float
-    """The sum over all words: the output for this text minus that for the baseline."""
+
+    @property
+    def strongest(self) -> list[Word]:
+        return sorted((word for word in self.words if word.adds), key=lambda word: -abs(word.adds))[:_STRONGEST]
+
+    @property
+    def scale(self) -> float:
+        return max(abs(word.adds) for word in self.words) or 1.0
+
+    @property
+    def difference(self) -> float:
+        """The output for this text minus that for the baseline."""
+        return sum(word.adds for word in self.words)
 
 
-def explain(
-    folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str], most: int
-) -> dict[int, Explanation]:
-    """Explains the first `most` samples, as far as the time limit allows, by the run's saved model in this process ->
-    place of a sample -> explanation. Raises UserError where captum is missing."""
+def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]) -> dict[int, Explanation]:
+    """Explains samples by the run's saved model in this process -> place of a sample -> explanation.
+
+    Raises UserError where captum is missing, and for tokenizers without offsets.
+    """
     require_extra("--explain", "explain", "captum")
     settings = ModelSettings(model_name_or_path=str(folder / "model"))
     tokenizer, model = load_tokenizer(settings), load_saved_classifier(settings).eval()
+    if not tokenizer.is_fast:
+        raise UserError(f"--explain needs a fast tokenizer, and {type(tokenizer).__name__} is none")
     model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
-    deadline, explanations = time.monotonic() + SECONDS, dict[int, Explanation]()
-    for sample in samples[:most]:
+    explanations = {}
+    for sample in tqdm(samples, "--explain", unit=" rows", disable=None):
         pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]
+        encoded = tokenizer(
+            *pair, truncation="longest_first", max_length=data["max_length"], return_tensors="pt",
+            return_special_tokens_mask=True, return_offsets_mapping=True,
+        ).to(model.device)  # fmt: skip
         towards, against, output_of = _choose_output(labels, sample)
-        try:
-            words = _attribute_words(model, tokenizer, pair, data["max_length"], output_of, deadline)
-        except TimeoutError:
-            logger.info(f"{len(explanations)} rows are explained: more would take longer than {SECONDS:.0f} s")
-            break
-        explanations[sample.place] = summarize(words, towards, against)
+        adds = attribute(model, encoded, output_of).tolist()
+        spans = encoded["offset_mapping"][0].tolist()
+        tokens = list(zip(encoded.sequence_ids(0), spans, encoded.word_ids(0), adds, strict=True))
+        words = []
+        for number, text in enumerate(pair):
+            words += join_tokens(text, [(*span, word, value) for part, span, word, value in tokens if part == number])
+        explanations[sample.place] = Explanation(towards, against, words)
     return explanations
 
 
@@ -92,86 +102,39 @@ def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
     return f"a greater {labels.names[place]}", "a smaller one", lambda logits: logits[:, place]
 
 
-def _attribute_words(
-    model: Any, tokenizer: Any, texts: list[str], max_length: int, output_of: _Output, deadline: float
-) -> list[Word]:
-    """The words of one row's text or pair of texts; the tokens, if the tokenizer has no offsets."""
-    has_offsets = tokenizer.is_fast and not is_jieba(tokenizer)
-    encoded = tokenizer(
-        *texts, truncation="longest_first", max_length=max_length, return_tensors="pt", return_special_tokens_mask=True,
-        return_offsets_mapping=has_offsets,
-    )  # fmt: skip
-    special = encoded["special_tokens_mask"][0].bool()
-    inputs = {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask", "token_type_ids")
-              if name in encoded}  # fmt: skip
-    adds = attribute(model, inputs, special.to(model.device), output_of, deadline).tolist()
-    if not has_offsets:
-        tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
-        words = [Word(token, value) for token, value, skip in zip(tokens, adds, special, strict=True) if not skip]
-        return [*words, Word(" ", None)]
-    offsets, word_ids, words = encoded["offset_mapping"][0].tolist(), encoded.word_ids(0), list[Word]()
-    for number, text in enumerate(texts):
-        places = [token for token, sequence in enumerate(encoded.sequence_ids(0)) if sequence == number]
-        words += join_tokens(text, [(*offsets[token], word_ids[token], adds[token]) for token in places])
-    return words
-
-
-def attribute(
-    model: Any, inputs: dict[str, torch.Tensor], special: torch.Tensor, output_of: _Output, deadline: float
-) -> np.ndarray:
-    """Attributions of tokens: `inputs` (1, S) of one text, `special` (S,) bool -> (S,) float32.
-
-    Raises TimeoutError at the deadline (`time.monotonic`).
-    """
+def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: _Output) -> torch.Tensor:
+    """Attributions (S,) of the tokens of one text, `encoded` (1, S) with its `special_tokens_mask`."""
     from captum.attr import LayerIntegratedGradients
 
-    ids, (names, others) = inputs["input_ids"], zip(*list(inputs.items())[1:], strict=True)
+    ids, special = encoded["input_ids"], encoded["special_tokens_mask"].bool()
+    others = {name: encoded[name] for name in ("attention_mask", "token_type_ids") if name in encoded}
 
-    def output(ids: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        return output_of(model(input_ids=ids, **dict(zip(names, others, strict=True))).logits.float())
+    def output(ids: torch.Tensor) -> torch.Tensor:
+        inputs = {name: values.expand_as(ids) for name, values in others.items()}
+        return output_of(model(input_ids=ids, **inputs).logits.float())
 
     adds = LayerIntegratedGradients(output, model.get_input_embeddings()).attribute(
         ids,
         torch.where(special, ids, model.config.get_text_config().pad_token_id or 0),
-        additional_forward_args=others,
         n_steps=_POINTS,
         method="gausslegendre",
         internal_batch_size=max(1, _MAX_TOKENS // ids.shape[1]),
     )  # (1, S, H); a BigBird pads S to a multiple of its block
-    return adds.sum(dim=-1)[0, : ids.shape[1]].float().cpu().numpy()
+    return adds.sum(dim=-1)[0, : ids.shape[1]].float().cpu()
 
 
-def join_tokens(text: str, tokens: Sequence[tuple[int, int, int | None, float]]) -> list[Word]:
+def join_tokens(text: str, tokens: Iterable[tuple[int, int, int | None, float]]) -> list[Word]:
     """(start, end, word, attribution) of a text's tokens -> its words, and the characters between them.
 
     Pieces of a word are joined, except Chinese characters: some tokenizers take a sentence for one word.
     """
-    words: list[Word] = []
-    done, last = 0, None
-    for start, end, word, adds in tokens:
-        start, end = max(start, done), max(end, done)
-        piece, before = text[start:end], words[-1] if words else Word("", 0)
-        joins = word is not None and word == last and start == done
-        if joins and not (piece and _CJK.search(before.text[-1:] + piece[:1])):  # no piece: a byte of a character
-            words[-1] = Word(before.text + piece, (before.adds or 0) + adds)
+    words, done, last = list[Word](), 0, None
+    for start, end, number, adds in tokens:
+        piece = text[max(start, done) : end]
+        word = None if _CJK.search(piece) else number
+        if words and (not piece or (word is not None and word == last)):  # no piece: another byte of a character
+            words[-1] = Word(words[-1].text + text[done:end], words[-1].adds + adds)
         else:
-            blank = start + len(piece) - len(piece.lstrip())  # some tokenizers include leading spaces
-            words += [*[Word(text[done:blank], None)] * (blank > done), Word(text[blank:end], adds)]
-        done, last = end, word
-    return [*words, Word(" ", None)]
-
-
-def summarize(words: Sequence[Word], towards: str, against: str) -> Explanation:
-    """Strengths of the words with a letter or digit, the strongest of them, and the beginning of a long text."""
-    adds, readable = np.array([(word.adds or 0, any(map(str.isalnum, word.text))) for word in words]).T
-    sizes = np.abs(adds) * readable
-    strengths = (sizes / (sizes.max() or 1)).tolist()
-    words = [word._replace(strength=strength) for word, strength in zip(words, strengths, strict=True)]
-    strongest = [words[place] for place in np.argsort(-sizes, kind="stable")[:_STRONGEST] if sizes[place]]
-    ends = np.cumsum([len(word.text) for word in words])
-    beginning = words[: int(np.searchsorted(ends, _MAX_CHARACTERS)) + 1]
-    beginning += [Word("…", None)] * (len(beginning) < len(words))
-    punctuation = float(adds[readable == 0].sum())
-    return Explanation(towards, against, beginning, strongest, punctuation, float(adds.sum()))
+            words += [Word(text[done:start]), Word(piece, adds)]
+        done, last = max(done, end), word if piece else last
+    return [*words, Word(" ")]
