@@ -20,8 +20,9 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation import Evaluation
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import GenerationSettings, TitleSettings
-from toolkit.report.card import cell, write_card
+from toolkit.report.card import write_card
 from toolkit.report.record import last_evaluation
+from toolkit.report.templates import cell
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")
 PER_CLASS = {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import read_lines, write_atomically
-from toolkit.report.record import METRICS, Record, is_local, render, without_folders
+from toolkit.report.record import METRICS, Record, architecture, is_local, without_folders
+from toolkit.report.templates import render
 from toolkit.utils.features import features, first
 
 _FEW_SAMPLES = 30
@@ -36,15 +35,15 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
     """Writes `model_folder`/README.md atomically, from the files of the run and `last`, the evaluation of the saved
     model. Raises OSError where a file is missing or cannot be written."""
     record = Record.load(run_folder, last)
-    settings, architecture = record.settings, _architecture(model_folder)
+    settings, model_class = record.settings, architecture(model_folder)
     step = read_step(model_folder) or record.last_step or 0
     context = {
         "record": record,
         "last": last,
         "step": step,
-        "architecture": architecture or record.config.get("model_class", "model"),
-        "of_transformers": bool(architecture),
-        "front_matter": _front_matter(record, bool(architecture)).to_yaml(),
+        "architecture": model_class or record.config.get("model_class", "model"),
+        "of_transformers": bool(model_class),
+        "front_matter": _front_matter(record, bool(model_class)).to_yaml(),
         "title": _title(record),
         "task": _pipeline_tag(record.problem_type),
         "toolkit_version": __version__,
@@ -59,19 +58,11 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         },
         **_limits(record, run_folder / "predictions.jsonl" if step == record.last_step else None),
     }
-    write_atomically(model_folder / "README.md", [render("card.md", context, cell=cell)])
+    write_atomically(model_folder / "README.md", [render("card.md", context)])
 
 
 def _title(record: Record) -> str:
     return f"{record.base_model.rsplit('/', 1)[-1]} fine-tuned on {record.data_name}"
-
-
-def _architecture(model_folder: Path) -> str:
-    path = model_folder / "config.json"
-    if not path.is_file():
-        return ""  # not a transformers model
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return str((config.get("architectures") or ["model"])[0])
 
 
 def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
@@ -121,13 +112,6 @@ def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
         "metric_type": kind.replace("pearson", "pearsonr"),
         "metric_args": {"average": average} if average else None,
     }
-
-
-def cell(value: object) -> str:
-    """Escapes text for a cell of a Markdown table."""
-    text = html.escape(" ".join(str(value).split()), quote=False)
-    # an underscore inside a word is not markup
-    return re.sub(r"[\\`*\[\]|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
 
 def _notes(record: Record) -> list[str]:

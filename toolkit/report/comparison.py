@@ -14,7 +14,8 @@ import pandas as pd
 from toolkit.errors import UserError, listing
 from toolkit.report.bootstrap import Scores, intervals, p_values, scores_of
 from toolkit.report.files import dumps
-from toolkit.report.record import Record, format_number, format_setting, run_config
+from toolkit.report.record import Record, run_config
+from toolkit.report.templates import format_number, format_setting
 from toolkit.training.resume import NOT_OF_TRAINING
 from toolkit.utils.units import size_text
 

@@ -6,7 +6,6 @@ import argparse
 import collections
 import heapq
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import write_atomically
-from toolkit.report.record import Record, format_setting, last_evaluation, render, render_blocks, run_config
+from toolkit.report.record import Record, last_evaluation, run_config
 from toolkit.report.slices import worst_slices
+from toolkit.report.templates import render, render_blocks
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.features import features, first
 from toolkit.utils.files import refuse_link_out
@@ -102,13 +102,13 @@ def write_report(
         if part := feature.page(page):
             parts.append(part)
             try:
-                blocks = render_blocks(part.template, {**context, **part.context}, **_FILTERS)
+                blocks = render_blocks(part.template, {**context, **part.context})
             except jinja2.TemplateError as error:
                 raise UserError(f"the template of {type(feature).__name__}.page: {first_line(error)}") from error
             context["blocks"].append(blocks)
     context["links"] = {place: name for part in parts for place, name in part.links.items()}
     context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
-    write_atomically(folder / "report.html", [render("report.html", context, **_FILTERS)])
+    write_atomically(folder / "report.html", [render("report.html", context)])
 
 
 def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
@@ -129,20 +129,6 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     split = load_split(prepared, last.split) if has_texts else None
     write_report(folder, last, split.texts() if split else [], options, split.groups() if split else None)
     return folder / "report.html"
-
-
-def _is_cjk(name: str) -> bool:
-    """Chinese, Japanese and Korean column heads are set vertically, one character below the other."""
-    return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"
-
-
-_FILTERS: dict[str, Any] = {"setting": format_setting, "is_cjk": _is_cjk, "duration": _duration}
 
 
 def truncate(text: str) -> str:

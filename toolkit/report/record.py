@@ -1,19 +1,17 @@
-"""The files of a run, read for the model card, report.html and comparisons; and templates with their filters."""
+"""The files of a run, read for the model card, report.html and comparisons."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-from markupsafe import Markup, escape
 
 from toolkit import demo
 from toolkit.errors import UserError
@@ -215,6 +213,15 @@ def run_config(folder: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def architecture(model_folder: Path) -> str:
+    """The class in a saved model's config.json; "" for a model that is not of transformers."""
+    path = model_folder / "config.json"
+    if not path.is_file():
+        return ""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return str((config.get("architectures") or ["model"])[0])
+
+
 def is_local(name: str) -> bool:
     """Whether the name of a model or data set is a local path, not a name on the hub."""
     return name.startswith(("/", "./", "../", "~")) or Path(name).exists()
@@ -223,53 +230,3 @@ def is_local(name: str) -> bool:
 def without_folders(name: str) -> str:
     """The last part of a local path: its folders mean nothing elsewhere, and may contain a user's name."""
     return Path(name).resolve().name if is_local(name) else name
-
-
-def render(template: str | Path, context: Mapping[str, Any], **filters: Any) -> str:
-    """Renders a template of this folder (by name) or of a feature (by path), with escaping in HTML and the filters
-    `number`, `breakable` and `filters`."""
-    environment = _environment(str(template).endswith(".html"), filters)
-    if isinstance(template, Path):
-        return environment.from_string(template.read_text(encoding="utf-8")).render(context)
-    return environment.get_template(template).render(context)
-
-
-def render_blocks(template: str | Path, context: Mapping[str, Any], **filters: Any) -> dict[str, Markup]:
-    """Renders each block of a feature's HTML template (a path or the text) -> its name and HTML."""
-    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
-    loaded = _environment(True, filters).from_string(text)
-    return {name: Markup("".join(block(loaded.new_context(dict(context))))) for name, block in loaded.blocks.items()}
-
-
-def _environment(escapes: bool, filters: Mapping[str, Any]) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=escapes,
-    )
-    environment.filters |= {"number": format_number, "breakable": _breakable, **filters}
-    return environment
-
-
-def format_number(value: Any) -> str:
-    """`7677` -> `7,677`, `0.745603` -> `0.7456`, `5e-05` -> `5e-05`; a dash for None."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
-
-
-def _breakable(name: Any) -> Markup:
-    """Allows a line break after each `_` and `/` of a name."""
-    return Markup(re.sub("([_/])", r"\1<wbr>", str(escape(name))))
-
-
-def format_setting(value: Any) -> str:
-    """`5e-05`, `bf16`; a dash for None."""
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

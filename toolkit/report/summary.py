@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.launch import restarts
 from toolkit.models import lora
 from toolkit.report.log import class_lines
-from toolkit.report.record import last_evaluation
+from toolkit.report.record import architecture, last_evaluation
 from toolkit.training.steps import Schedule
 from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.features import features, first
@@ -120,11 +119,10 @@ class RunSummary:
         ]
 
     def _how_to_load(self) -> str:
-        config = self.folder / "model" / "config.json"
-        if not config.is_file():  # not a transformers model
+        model_class = architecture(self.folder / "model")
+        if not model_class:
             return "the weights, and the files that the model's class saved"
-        content = json.loads(config.read_text(encoding="utf-8"))
-        return f"loads with {content['architectures'][0]}.from_pretrained"
+        return f"loads with {model_class}.from_pretrained"
 
     def _checkpoints(self, folder: str) -> list[str]:
         files = [file for file in (self.folder / "checkpoints").rglob("*") if file.is_file()]

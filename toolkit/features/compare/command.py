@@ -17,7 +17,7 @@ from toolkit.report.comparison import (
     tables,
 )
 from toolkit.report.files import dumps, write_atomically
-from toolkit.report.record import render
+from toolkit.report.templates import render
 
 _MAX_CURVES = 8
 

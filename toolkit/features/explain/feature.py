@@ -17,7 +17,7 @@ class ExplainFeature(Feature):
         if command == "report":
             parser.add_argument(
                 "--explain", type=int, choices=range(1, 21), default=0, metavar="ROWS",
-                help="colour the words by their attribution in this many of the worst mistakes [0]",
+                help="colour the words by their attribution in this many of the worst mistakes, at most 20 [0]",
             )  # fmt: skip
 
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
@@ -35,7 +35,7 @@ class ExplainFeature(Feature):
         from markupsafe import Markup
 
         from toolkit.features.explain.page import explain
-        from toolkit.report.record import render
+        from toolkit.report.templates import render
 
         samples = page.worst[:rows]
         explanations = explain(page.folder, page.record.data, samples, page.texts) if samples else {}
