@@ -85,14 +85,15 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     runs = [run for run in runs if run.name not in left_out]
     values = {run.name: run.record.last.numbers[best.metric] for run in runs}  # None: it was not finite
     runs.sort(key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name])
+    measured = [_measure(run, runs, best.metric) for run in runs]
     return {
         "metric": best.metric,
         "greater_is_better": best.sign > 0,
         "split": reference.record.last.split,
         "num_samples": reference.record.last.numbers["num_samples"],
         "settings": _differing_settings(runs),
-        "runs": [_measure(run, runs, best.metric) for run in runs],
-        "seeds": _seeds(runs, best.metric),
+        "runs": measured,
+        "seeds": _seeds(runs, measured),
         "left_out": left_out,
     }, runs
 
@@ -151,13 +152,13 @@ def _loss_difference(run: ComparedRun, other: ComparedRun) -> float | None:
     return None if math.isnan(difference) else float(difference)
 
 
-def _seeds(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
-    """Mean and spread over runs that differ only in the seed."""
-    names = list(dict.fromkeys([metric, "loss", *runs[0].scores.names]))
+def _seeds(runs: Sequence[ComparedRun], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and spread over runs that differ only in the seed; `measured`: the metrics of each run."""
+    names = list(measured[0]["metrics"])
     table = pd.DataFrame(
-        {"run": run.name, "job": run.job("seed"), "seed": run.record.settings.get("seed")}
-        | {name: run.record.last.numbers[name] for name in names}
-        for run in runs
+        {"run": run.name, "job": run.job("seed"), "seed": run.settings.get("seed")}
+        | {name: metric["value"] for name, metric in measures["metrics"].items()}
+        for run, measures in zip(runs, measured, strict=True)
     ).drop_duplicates(["job", "seed"])
     groups = [group for _, group in table.groupby("job", sort=False) if len(group) > 1]
     return [
