@@ -1,4 +1,4 @@
-"""host.py and versions.py: disks, locks of builds, environment variables, interfaces, versions of libraries."""
+"""host.py: disks, locks of builds, environment variables, interfaces, versions of libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.features.doctor import host, versions
+from toolkit.features.doctor import host
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch.nodes import Nodes
 
@@ -108,7 +108,7 @@ def test_a_library_with_an_incompatible_requirement(
     (tmp_path / "peft-0.21.dist-info").mkdir()
     (tmp_path / "peft-0.21.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
-    failures = [finding for finding in versions.check() if finding.level == "fail"]
+    failures = [finding for finding in host.check_versions() if finding.level == "fail"]
     assert len(failures) == (text is not None)
     for failure in failures:
         assert f"peft needs {text}" in failure.text
@@ -116,7 +116,7 @@ def test_a_library_with_an_incompatible_requirement(
 
 
 def test_this_environment_has_compatible_versions() -> None:
-    python, libraries, *others = versions.check()
+    python, libraries, *others = host.check_versions()
     assert (python.level, libraries.level, others) == ("ok", "ok", [])
     assert "torch 2." in libraries.text
-    assert "'torch<2" in versions.install_command("torch")
+    assert "'torch<2" in host.install_command("torch")

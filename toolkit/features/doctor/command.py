@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import UserError, first_line, printable
-from toolkit.features.doctor import devices, host, job, peers, versions
+from toolkit.features.doctor import devices, host, job, peers
 from toolkit.features.doctor.finding import Areas, Finding, report, summary
 from toolkit.features.doctor.job import Job
 from toolkit.launch.failure import INTERRUPTED
@@ -64,7 +64,7 @@ def _examine(line: Job) -> int:
 
 def look_at_machine(line: Job) -> tuple[devices.Devices, Areas]:
     """Takes about as long as the import of torch; a check that raises or times out becomes a note."""
-    env, install = dict(os.environ), versions.install_command("torch")
+    env, install = dict(os.environ), host.install_command("torch")
     hardware = devices.Devices()
     try:
         hardware = call_with_timeout(_CHECK_SECONDS, devices.look)
@@ -74,7 +74,7 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, Areas]:
         areas = {"devices": [Finding("torch", "fail", text, install)]}
     checks: dict[str, Iterator[Finding]] = {
         "files": host.check_files(line.files),
-        "versions": versions.check(),
+        "versions": host.check_versions(),
         "host": host.check_disk(Path(line.options.output_dir or "runs")),
         "builds": host.check_builds(env),
         "shell": host.check_shell(env),

@@ -1,14 +1,18 @@
-"""Checks of a machine: files, free disk space, locks of killed builds, environment variables, network interfaces."""
+"""Checks of a machine: files, versions, disk space, locks of killed builds, environment variables, network."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 
 from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
@@ -16,7 +20,9 @@ from toolkit.launch import network
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.relaunch import clean_environment
 from toolkit.utils.units import size_text
+from toolkit.utils.versions import ALL_PACKAGES, versions
 
+OURS = "finetune-toolkit"
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
 # launcher variables that belong to a job, or do no harm
 _IGNORED_VARIABLES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
@@ -37,6 +43,32 @@ def check_files(files: Mapping[str, Path]) -> Iterator[Finding]:
         else:
             size = "" if path.is_dir() else f": {size_text(path.stat().st_size)}"
             yield Finding(setting, "ok", f"{printable(path)}{size}")
+
+
+def requirements(package: str) -> list[Requirement]:
+    """What an installed package requires, without its extras."""
+    lines = map(Requirement, importlib.metadata.requires(package) or [])
+    return [line for line in lines if line.marker is None or line.marker.evaluate()]
+
+
+def install_command(name: str) -> str:
+    """The command that reinstalls a library in the version that this package needs."""
+    needed = next(f"{line.name}{line.specifier}" for line in requirements(OURS) if line.name == name)
+    return f"pip install --force-reinstall '{needed}'"
+
+
+def check_versions() -> Iterator[Finding]:
+    """The requirements of this package and of the libraries that it uses; other packages are ignored."""
+    python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
+    yield Finding("python", "ok", python)
+    installed = {name: version for name, version in versions(ALL_PACKAGES).items() if name in ALL_PACKAGES and version}
+    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in installed.items()))
+    for package in (OURS, *installed):
+        for needed in requirements(package):
+            version = versions([needed.name])[needed.name]
+            if version is None or not needed.specifier.contains(version, prereleases=True):
+                text = f"{package} needs {needed.name}{needed.specifier}, but you have {version or 'none'}"
+                yield Finding(needed.name, "fail", text, f"pip install '{needed.name}{needed.specifier}'")
 
 
 def check_disk(output: Path) -> Iterator[Finding]:
