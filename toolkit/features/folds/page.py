@@ -109,9 +109,8 @@ def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
         )
         scores = probabilities - 0.5
     else:
-        truth, scores = np.array([classes[line["label"]] for line in lines]), probabilities
-        likeliest = probabilities.argmax(axis=1)  # where the model abstained
-        answers = np.array([classes.get(line["prediction"], c) for line, c in zip(lines, likeliest, strict=True)])
+        truth, answers = (np.array([classes[line[key]] for line in lines]) for key in ("label", "prediction"))
+        scores = probabilities
     wrong = np.array([line["prediction"] != line["label"] for line in lines])
     sliced = {"length": length_bins(np.array([line["tokens"] for line in lines]))}
     sliced |= {name: [line["sources"].get(name, "") for line in lines] for name in lines[0]["sources"]}
