@@ -25,18 +25,14 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_exist(page: Path) -> None:
+def test_files_and_headings_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:recipes|accelerate_configs|ds_configs|docs|benchmarks|tests)/[\w./-]+\w\.\w+", text))
     links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [link for link in links if not (page.parent / link).exists()]
     assert not missing
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_headings_exist(page: Path) -> None:
-    for file, heading in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+    for file, heading in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", text):
         target = page.parent / file if file else page
         titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
         assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -36,28 +36,30 @@ def balanced(**asked: Any) -> dict[str, Split]:
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
-    found = balanced(class_weights="balanced")
-    train = found["train"]
+    splits = balanced(class_weights="balanced")
+    train, other = splits["train"], splits["validation"]
     classes = np.unique(train.labels)
     expected = dict(zip(classes, compute_class_weight("balanced", classes=classes, y=train.labels), strict=True))
     assert train.weights == pytest.approx([expected[label] for label in train.labels])
     assert train.loss_denominators().sum() == pytest.approx(len(train))
-    other = found["validation"]  # by the training rows' counts; a class that training has none of weighs 1
+    # by the training rows' counts; a class that training has none of weighs 1
     assert other.weights == pytest.approx([{**expected, 2: 1.0}[label] for label in other.labels])
 
 
-def test_effective_weights_are_those_of_the_paper() -> None:
-    train = balanced(class_weights="effective")["train"]
-    each = {name: train.weights[train.labels == place] for place, name in enumerate(COUNTS)}
-    effective = {name: (1 - 0.999**count) / (1 - 0.999) for name, count in COUNTS.items()}
-    for name in ("rare", "some"):
-        assert each[name][0] / each["often"][0] == pytest.approx(effective["often"] / effective[name])
-    assert train.weights.mean() == pytest.approx(1)
+def effective(count: int) -> float:
+    """Its share of a class's weight, by the paper."""
+    return (1 - 0.999) / (1 - 0.999**count)
 
 
-def test_named_weights_leave_other_classes_at_one() -> None:
-    train = balanced(class_weights="rare=7.5, some = 0.5")["train"]
-    assert [train.weights[train.labels == place][0] for place in (0, 1, 3)] == [1.0, 7.5, 0.5]
+@pytest.mark.parametrize(
+    ("setting", "often", "rare", "some"),
+    [("effective", effective(160), effective(10), effective(40)), ("rare=7.5, some = 0.5", 1, 7.5, 0.5)],
+)
+def test_weights_of_classes(setting: str, often: float, rare: float, some: float) -> None:
+    train = balanced(class_weights=setting)["train"]
+    weights = np.array([train.weights[train.labels == place][0] for place in (0, 1, 3)])
+    assert weights / weights[0] == pytest.approx(np.array([often, rare, some]) / often)
+    assert (train.weights.mean() if setting == "effective" else weights[0]) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def encoded(labels: Labels, values: Sequence[Any], feature: Any = None, name: st
 
 AB, ABC = ("a", "b"), ("0", "1", "2")
 SCORES = [[4.17, 0.3, 2.2], [3, 2.5, 2.0]]
+TEXTS = [f"text {number}" for number in range(490)]
 
 
 @pytest.mark.parametrize(
@@ -134,28 +135,6 @@ def test_lists_of_numbers_of_another_length_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "shown"),
-    [
-        ([[1, 5, 3], [2, 5, 4]], r"\[1, 5, 3\]"),  # grades or numbers of classes
-        ([[1.5, 0], [0.5, 1]], r"\[1\.5, 0\]"),  # one place has 0 and 1 alone
-        ([[1.5, 2.5], [3.5]], r"\[1\.5, 2\.5\]"),
-        ([[1.5, "x"], ["y", "x"]], r"\[1\.5, 'x'\]"),
-        (["4.17|0.3", "2|3.5"], r"'4\.17\|0\.3'"),
-        ([f"{number}.5 {number}" for number in range(9)], "'0.5 0'"),
-    ],
-)
-def test_what_can_be_meant_in_two_ways_is_asked(cells: list[Any], shown: str) -> None:
-    says = rf"f\.csv: column 'label' holds {shown}.*numbers to predict.*--problem_type"
-    refusal(found, [str(cell) for cell in cells], match=says)
-
-
-def test_nearly_as_many_classes_as_rows_are_asked_about() -> None:
-    texts = [f"text {number}" for number in range(490)]
-    refusal(found, texts, match=r"490 different values in 490 rows: is it the label\?.*--problem_type")
-    assert found(texts, ONE).size == found([*texts, *texts]).size == 490
-
-
-@pytest.mark.parametrize(
     ("file", "content"),
     [
         ("a.json", '["joy", "anger", "fear"]'),
@@ -201,10 +180,24 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, content: str) -> 
         ([1.5, float("nan")], None, "rows 2:"),
         ([["a"], None, ["b"]], None, "rows 2:"),
         ([f"text {number}" for number in range(2001)], None, "2001 different values.*--label_column"),
+        (TEXTS, None, r"490 different values in 490 rows: is it the label\?.*--problem_type"),
+        # in two ways: grades or numbers of classes; 0 and 1 in one place only
+        (["[1, 5, 3]", "[2, 5, 4]"], None, r"holds \[1, 5, 3\].*numbers to predict.*--problem_type"),
+        (["[1.5, 0]", "[0.5, 1]"], None, r"holds \[1\.5, 0\].*numbers to predict"),
+        (["[1.5, 2.5]", "[3.5]"], None, r"holds \[1\.5, 2\.5\].*numbers to predict"),
+        (["[1.5, 'x']", "['y', 'x']"], None, r"holds \[1\.5, 'x'\].*numbers to predict"),
+        (["4.17|0.3", "2|3.5"], None, r"holds '4\.17\|0\.3'.*numbers to predict"),
+        ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
     ],
 )
-def test_labels_that_nothing_can_be_learned_from(labels: list[Any], problem: ProblemType | None, said: str) -> None:
+def test_columns_that_are_no_labels_or_may_be_several_things(
+    labels: list[Any], problem: ProblemType | None, said: str
+) -> None:
     refusal(found, labels, problem, match=rf"f\.csv: .*{said}")
+
+
+def test_nearly_as_many_classes_as_rows_are_labels_where_asked_for() -> None:
+    assert found(TEXTS, ONE).size == found([*TEXTS, *TEXTS]).size == 490
 
 
 NO_LABEL = "no label: fill it or remove the row"

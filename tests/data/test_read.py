@@ -81,10 +81,9 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
 
 
 def test_utf16_names_its_encoding_and_reads_with_it(write_rows: WriteRows) -> None:
-    rows = [{"text": "好a", "label": "坏"}]
-    path = write_rows("a.csv", rows, "utf-16")
+    path = write_rows("a.csv", ROWS, "utf-16")
     assert "--encoding utf-16" in fault_of(path)
-    assert read_file(path, "utf-16").rows.to_list() == rows
+    assert read_file(path, "utf-16").rows.to_list() == ROWS
     assert "--encoding gbk8" in fault_of(path, "gbk8")
 
 

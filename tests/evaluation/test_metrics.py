@@ -28,11 +28,6 @@ from toolkit.report.files import RunFiles
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
 ALONE: Any = SimpleNamespace(is_main_process=True)
-NUMBERS: dict[str, tuple[str, ...]] = {
-    SINGLE: ("loss", "accuracy", "f1_macro", "f1_micro", "f1_weighted"),
-    MULTI: ("loss", "accuracy", "f1_macro", "f1_micro", "f1_weighted"),
-    "regression": ("loss", "mse", "mae", "pearson"),
-}
 
 
 def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dict[str, Any]:
@@ -98,21 +93,9 @@ def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[s
     assert (Best(metric, problem).metric, Best(metric, problem).sign) == (expected[0], 1 if expected[1] else -1)
 
 
-def data_of(problem: ProblemType, truth: Any, size: int = 2) -> Any:
-    labels = Labels(problem, tuple("abcde"[:size]), ("label",))
+def data_of(problem: ProblemType, truth: Any) -> Any:
+    labels = Labels(problem, ("a", "b"), ("label",))
     return SimpleNamespace(validation=split_of(problem, truth), targets=labels, facts=labels.facts())
-
-
-@pytest.mark.parametrize(
-    ("metric", "problem", "truth", "meant"),
-    [("acuracy", SINGLE, [0, 1], "accuracy"), ("eval_f1_makro", MULTI, [[0, 1], [1, 0]], "f1_macro"),
-     ("persson", "regression", [0.5, 1.5], "pearson")],
-)  # fmt: skip
-def test_a_misspelt_metric_lists_the_metrics(metric: str, problem: ProblemType, truth: Any, meant: str) -> None:
-    data = data_of(problem, truth, 1 if problem == "regression" else 2)
-    says = (f"--metric_for_best_model {metric}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem]))
-    refusal(make_best, ALONE, TrainingSettings(metric_for_best_model=metric), data,
-            partial(classification_metrics, labels=data.targets), says=says)  # fmt: skip
 
 
 def test_a_metric_of_the_recipe_selects_the_best_model() -> None:

@@ -9,10 +9,8 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,11 +18,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, masking
 
 from tests.faults import refusal
 from tests.runs import edit_json
-from tests.splits import of_lengths
 from toolkit.config import ModelSettings
-from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import choose_max_length, load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
 from toolkit.pretrained import load_config
 
@@ -44,15 +40,6 @@ def fault_of(path: Path | str, **settings: Any) -> str:
 def broken(tiny_model: Path, tmp_path: Path) -> Path:
     """A copy of the tiny model to break."""
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
-
-
-def test_the_head_depends_only_on_the_seed(tiny_model: Path) -> None:
-    torch.manual_seed(5)
-    first = load(tiny_model, seed=1).classifier.weight
-    torch.manual_seed(6)
-    torch.randn(100)
-    assert torch.equal(load(tiny_model, seed=1).classifier.weight, first)
-    assert not torch.equal(load(tiny_model, seed=2).classifier.weight, first)
 
 
 def test_the_encoder_is_loaded_in_float32_also_from_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
@@ -111,25 +98,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "modernbert": SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
                            "sep_token_id": 2, "mlp_dropout": 0.3},
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("family", "positions"), [("bert", 13), ("roberta", 15), ("electra", 13)])
-def test_rounded_widths_on_a_gpu_fit_the_positions(
-    family: str, positions: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """RoBERTa counts positions from 2: with 15 it reads 13 tokens, which must not be rounded up to 16."""
-    config = AutoConfig.for_model(family, **SIZES, max_position_embeddings=positions, pad_token_id=1)
-    tokenizer = SimpleNamespace(pad_token_id=1, padding_side="right", model_max_length=10**30,
-                                num_special_tokens_to_add=tokenizer.num_special_tokens_to_add)  # fmt: skip
-    longest = choose_max_length(None, tokenizer, config)
-    assert longest == 13
-    model = AutoModelForSequenceClassification.from_config(config)
-    collate = Collator(of_lengths(np.array([3, 12, longest])), tokenizer, torch.device("cuda"))
-    monkeypatch.setattr(collate, "move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
-    for indices, width in (([0], 8), ([0, 1], 13), ([0, 1, 2], 13)):
-        batch = collate(np.array(indices))
-        assert batch.inputs["input_ids"].shape[1] == width
-        assert model(**batch.inputs).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -158,7 +158,6 @@ def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:
     torch._dynamo.reset()
     adapted = add_lora(model, ModelSettings(lora_r=2)).eval()
     assert width_of_last(adapted, "base_model.model.roberta") == 1
-    torch.testing.assert_close(adapted(input_ids=ids).logits, expected)  # LoRA begins at zero
     torch.testing.assert_close(adapted(input_ids=ids, output_hidden_states=True).hidden_states[-1], states)
     assert states.shape == (2, 9, 24)
 

@@ -74,10 +74,11 @@ def test_modules_outside_the_encoder_are_fully_trained(family: Path, head: set[s
     assert all(torch.equal(plain[name], tensor) for name, tensor in merged.state_dict().items())
 
 
-def test_weights_follow_the_seed(tiny_model: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, LORA])
+def test_new_weights_depend_only_on_the_seed(tiny_model: Path, settings: dict[str, Any]) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         torch.randn(seed + 7)  # earlier random numbers do not matter
-        return dict(load(tiny_model, seed=seed, **LORA).state_dict())
+        return dict(load(tiny_model, seed=seed, **settings).state_dict())
 
     first, again, other = weights(1), weights(1), weights(2)
     assert all(torch.equal(first[name], again[name]) for name in first)

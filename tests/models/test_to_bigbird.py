@@ -16,15 +16,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, BertConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.faults import refusal
 from tests.runs import edit_json, start
-from toolkit import demo
 from toolkit.config import ModelSettings
 from toolkit.data.tokens import load_tokenizer
-from toolkit.errors import UserError
 from toolkit.models import bigbird
 from toolkit.models import to_bigbird as module
 from toolkit.models.to_bigbird import SparseSizes, long_model, to_bigbird
@@ -343,23 +341,3 @@ def test_every_process_of_a_group_writes_the_same_model(bert: Bert, out: Path, m
     assert {file.name for file in path.iterdir()} == {"files.json", *names}
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (path / name).read_bytes() == (out / name).read_bytes(), name
-
-
-@pytest.mark.parametrize("name", ["demo:minilm", "demo:m3e-small"])
-def test_real_berts(name: str, out: Path) -> None:
-    try:
-        source = demo.model_path(name)
-    except UserError as missing:
-        pytest.skip(str(missing))
-    wrote, heads, _ = to_bigbird(name, out, SparseSizes())
-    assert "4096 positions (the BERT had 512)" in wrote
-    assert heads.startswith(NONE)
-    assert "pooler" not in heads
-    texts = [*TEXTS, "这部电影拍得很好，看完以后想再看一遍。" * 400, "A film that nobody will forget. " * 900]
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    assert tokenizer(texts).input_ids == AutoTokenizer.from_pretrained(source)(texts).input_ids
-    cut = tokenizer(texts, max_length=512, truncation=True, padding=True, return_tensors="pt")
-    same_numbers(source, out, AutoModel, dict(cut))
-    model = bigbird.install(AutoModel.from_pretrained(out))
-    long = tokenizer(texts[3:], truncation=True, padding=True, return_tensors="pt")
-    assert outputs_of(model, dict(long))[0].isfinite().all()

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,8 @@ from torch.nn.attention import varlen
 
 from tests.architectures import make_architecture
 from tests.faults import refusal
-from tests.jobs_worker import run_jobs
+from tests.jobs_worker import run_named_jobs
+from tests.models.test_first_token import width_of_last
 from tests.runs import WAYS, lines_of, losses_of, slow_but
 from toolkit.cli import build_parser
 from toolkit.config import ModelSettings, TaskSettings, build
@@ -30,9 +32,7 @@ from toolkit.features.padding_free.model import Packed
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier
 
-FAMILIES = ("BERT", "RoBERTa", "XLM-R", "ModernBERT")
-# families whose last layer computes all positions; and those that are refused
-OTHERS, REFUSED = ("ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE"), ("DeBERTa-v3", "ALBERT", "BigBird", "Qwen3")
+FAMILIES = ("BERT", "RoBERTa", "XLM-R", "ModernBERT", "ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE")
 LENGTHS = [60, 33, 20, 5, 3, 1, 1]
 CPU = torch.device("cpu")
 Models = Callable[..., tuple[Any, Any]]
@@ -111,7 +111,7 @@ def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
 @pytest.mark.parametrize("kind", ["text by text", "padded in attention", "varlen_attn"])
-@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_are_equal(
     name: str, kind: str, on_gpu: bool, load: Models, accelerator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,19 +137,11 @@ def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator
     classifier, tokenizer = load("BERT")
     _, packed = collators_of(tokenizer)
     packed.prepare_model(accelerator, classifier)
-    shapes: list[tuple[int, ...]] = []
-    dense = classifier.bert.encoder.layer[-1].attention.output.dense
-
-    def record_shape(states: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(states.shape[:2]))
-        return F.linear(states, dense.weight, dense.bias)
-
-    dense.forward = record_shape
-    classifier(**packed(np.arange(7)).inputs)
+    inputs = packed(np.arange(7)).inputs
+    assert width_of_last(classifier, **inputs) == 1
     # a hook on the last layer gets every token
     classifier.bert.encoder.layer[-1].attention.register_forward_hook(lambda *words: None)
-    classifier(**packed(np.arange(7)).inputs)
-    assert shapes == [(7, 1), (1, 123)]
+    assert width_of_last(classifier, **inputs) == 123
 
 
 def test_a_row(tokenizer: Any) -> None:
@@ -179,13 +171,8 @@ def test_rows_have_few_lengths() -> None:
 
 def test_varlen_attn_is_used_in_half_precision_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device meta: shapes only."""
-    calls: list[Any] = []
-
-    def record_call(*words: Any, **options: Any) -> Any:
-        calls.append(options["window_size"])
-        return varlen.varlen_attn(*words, **options)
-
-    monkeypatch.setattr(model, "varlen_attn", record_call)
+    kernel = Mock(wraps=varlen.varlen_attn)
+    monkeypatch.setattr(model, "varlen_attn", kernel)
     with torch.device("meta"):
         packed = Packed((3, 2), 2, 3, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64))
         key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16)
@@ -193,14 +180,14 @@ def test_varlen_attn_is_used_in_half_precision_without_dropout(monkeypatch: pyte
         for shape, query in queries.items():
             assert model.attend(None, query, key, key, None, packed=packed)[0].shape == shape
             assert model.attend(None, query, key, key, None, packed=packed, sliding_window=3)[0].shape == shape
-        assert calls == [(-1, -1), (2, 2)] * 2
+        assert [call.kwargs["window_size"] for call in kernel.call_args_list] == [(-1, -1), (2, 2)] * 2
         for other in ({"dropout": 0.1}, {"key": key.float(), "query": key.float(), "value": key.float()}):
             words = {"query": key, "key": key, "value": key, **other}
             assert model.attend(None, attention_mask=None, packed=packed, **words)[0].shape == (1, 5, 4, 16)
-    assert len(calls) == 4
+    assert kernel.call_count == 4
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ["DeBERTa-v3", "ALBERT", "BigBird", "Qwen3"])
 def test_unsupported_models_are_refused(name: str, load: Models, accelerator: Any) -> None:
     classifier, tokenizer = load(name)
     _, packed = collators_of(tokenizer)
@@ -241,28 +228,24 @@ JOBS: dict[str, list[Any]] = {
     "second passes": ["--per_device_batch_size", 6, "--r_drop_alpha", 1.0, "--fgm_epsilon", 0.5],
 }
 PACKED = ["--padding_free", "true"]
-Runs = Callable[[str], Path]
+Runs = Callable[[str], dict[str, Path]]
 
 
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, folder_of: Callable[[str], Path], rows: Path) -> Runs:
-    """Way to start -> folder of its runs; `single` has also each run with padding, and runs of each family."""
+    """Way to start -> folders of its runs; `single` has also each run with padding."""
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
-    def run(way: str) -> Path:
-        jobs = [(name, "BERT", [*words, "--mixed_precision", "no", *PACKED]) for name, words in JOBS.items()]
-        jobs.append(("bf16", "BERT", [*JOBS["plain"], "--mixed_precision", "bf16", *PACKED]))
+    def run(way: str) -> dict[str, Path]:
+        jobs = {name: [*words, "--mixed_precision", "no", *PACKED] for name, words in JOBS.items()}
+        jobs["bf16"] = [*JOBS["plain"], "--mixed_precision", "bf16", *PACKED]
         if way == "single":
-            jobs += [(f"{name} padded", model, words[:-2]) for name, model, words in jobs]
-            for name in FAMILIES:
-                words = ["--per_device_batch_size", 6, "--mixed_precision", "no"]
-                jobs += [(name, name, [*words, *PACKED]), (f"{name} padded", name, words)]
-        common = ["recipes.cls", "--train_file", rows, *COMMON]
-        run_jobs(folder / way, WAYS[way], [
-            [*common, "--model_name_or_path", folder_of(model), "--output_dir", folder / way / name, *words]
-            for name, model, words in jobs], 500)  # fmt: skip
-        return folder / way
+            jobs |= {f"{name} padded": words[:-2] for name, words in jobs.items()}
+        common = ["recipes.cls", "--train_file", rows, *COMMON, "--model_name_or_path", folder_of("BERT")]
+        return run_named_jobs(
+            folder / way, WAYS[way], {name: [*common, *words] for name, words in jobs.items()}, seconds=500
+        )
 
     return run
 
@@ -279,29 +262,25 @@ def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
         assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *JOBS])
-def test_losses_equal_those_of_padded_batches(name: str, runs_of: Runs) -> None:
-    folder = runs_of("single")
-    assert_same(folder / name, folder / f"{name} padded")
-
-
-def test_bf16_losses_are_close(runs_of: Runs) -> None:
-    folder = runs_of("single")
-    assert_same(folder / "bf16", folder / "bf16 padded", rel=0.03)
-    assert_same(folder / "bf16", folder / "plain", rel=0.03)
+def test_losses_equal_those_of_padded_batches(runs_of: Runs) -> None:
+    runs = runs_of("single")
+    for name in JOBS:
+        assert_same(runs[name], runs[f"{name} padded"])
+    for name in ("bf16 padded", "plain"):
+        assert_same(runs["bf16"], runs[name], rel=0.03)
 
 
 def test_no_padding_and_the_same_number_of_tokens(runs_of: Runs) -> None:
-    folder = runs_of("single")
+    runs = runs_of("single")
     for name in JOBS:
-        mine, theirs = (lines_of(folder / run / "metrics.jsonl") for run in (name, f"{name} padded"))
+        mine, theirs = (lines_of(runs[run] / "metrics.jsonl") for run in (name, f"{name} padded"))
         assert [line["tokens"] for line in mine] == [line["tokens"] for line in theirs]
         assert {line["padding"] for line in mine} == {0}
         assert max(line["padding"] for line in theirs) > 0.01
 
 
 def test_the_saved_model_is_an_ordinary_one(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
-    run = runs_of("single") / "plain"
+    run = runs_of("single")["plain"]
     assert "padding_free" not in (run / "model" / "config.json").read_text(encoding="utf-8")
     words = ["predict", run / "model", rows, "--output", tmp_path / "out.jsonl", "--mixed_precision", "no"]
     predict_file(build_parser().parse_args([str(word) for word in words]))
@@ -313,6 +292,5 @@ def test_the_saved_model_is_an_ordinary_one(runs_of: Runs, rows: Path, tmp_path:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"], "zero3 x2"))
 def test_strategies_agree(way: str, runs_of: Runs) -> None:
-    for name in JOBS:
-        assert_same(runs_of(way) / name, runs_of("single") / f"{name} padded")
-    assert_same(runs_of(way) / "bf16", runs_of("single") / "bf16 padded", rel=0.03)
+    for name, run in runs_of(way).items():
+        assert_same(run, runs_of("single")[f"{name} padded"], rel=0.03 if name == "bf16" else 1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import random
 import re
@@ -250,13 +249,7 @@ def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: 
     assert len(out.splitlines()) == 41
 
 
-def test_files_of_a_pattern_are_one_input(predicted: Predict, tmp_path: Path) -> None:
-    whole = rows_of(predicted("whole.csv", window=10**6))
-    frame = pd.read_csv(tmp_path / "rows.csv", dtype=str, keep_default_na=False)
-    (tmp_path / "in").mkdir()
-    for number, start in enumerate((0, 25, 60), 9):
-        with gzip.open(tmp_path / "in" / f"part-{number}.csv.gz", "wt") as file:
-            frame[start : {0: 25, 25: 60, 60: ROWS}[start]].to_csv(file, index=False)
-    options = build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")])
+def test_a_pattern_of_files_needs_an_output() -> None:
+    """tests/data/test_read.py reads them."""
+    options = build_parser().parse_args(["predict", "m", "part-*.csv.gz"])
     refusal(predict_file._choose_output, options, match="--output")
-    assert_same(rows_of(predicted("out.csv", source=tmp_path / "in" / "part-*.csv.gz")), whole)

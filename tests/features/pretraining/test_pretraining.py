@@ -14,20 +14,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertForMaskedLM,
     pipeline,
 )
 
 from tests.architectures import make_architecture
-from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, slow_but, start, train
+from tests.faults import refusal
+from tests.jobs_worker import run_named_jobs
+from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, slow_but, start
 from tests.test_long import converted
 from toolkit.config import build
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.tokens import load_split, load_tokenizer
-from toolkit.errors import UserError
 from toolkit.features.pretraining import model as masked_model
 from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
 from toolkit.features.pretraining.feature import FEATURE
@@ -81,10 +80,8 @@ def jobs(models: Runs, data: list[Any]) -> dict[str, list[Any]]:
 
 def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any) -> Runs:
     """Runs all jobs in one group of processes; with several processes, in small parts of logits."""
-    folders, module = {name: root / name for name in jobs}, "tests.features.pretraining.parts_worker"
-    words = [[module if way else "recipes.pretrain", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
-    run_jobs(root, way, words, seconds=240, **more)
-    return folders
+    module = "tests.features.pretraining.parts_worker" if way else "recipes.pretrain"
+    return run_named_jobs(root, way, {name: [module, *job] for name, job in jobs.items()}, **more)
 
 
 @pytest.fixture(scope="module")
@@ -239,23 +236,6 @@ def test_a_sharded_checkpoint_is_converted(zero3: Runs, tmp_path: Path) -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_other_recipes_take_the_model(single: Runs, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    """With the pretrained encoder weights."""
-    shared = ["--train_file", reviews, "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9, "--max_length",
-              48, "--global_batch_size", 4, "--mixed_precision", "no", "--max_train_samples", 20]  # fmt: skip
-    jobs = [["recipes.cls", *shared, "--model_name_or_path", single["BERT"] / "model", "--output_dir", tmp_path / "c"],
-            ["recipes.bigbird", *shared, "--model_name_or_path", single["BERT"] / "model", "--output_dir",
-             tmp_path / "b"],
-            ["recipes.bigbird", *shared, "--model_name_or_path", single["BigBird"] / "model", "--output_dir",
-             tmp_path / "s"]]  # fmt: skip
-    run_jobs(tmp_path, [], jobs)
-    for name, source in (("c", "BERT"), ("b", "BERT"), ("s", "BigBird")):
-        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "model")
-        trained = AutoModelForMaskedLM.from_pretrained(single[source] / "model")
-        key = "encoder.layer.1.output.dense.weight"
-        torch.testing.assert_close(model.bert.state_dict()[key], trained.bert.state_dict()[key], rtol=0, atol=1e-7)
-
-
 # ---- the model
 
 
@@ -286,8 +266,8 @@ def test_logits_at_masked_positions_in_parts(
     expected = cross_entropy(masked_logits.flatten(0, 1), truth.flatten()).view(3, 5)
     expected.sum().backward()
     right = (masked_logits.argmax(-1) == truth).float()
-    widest = []
-    monkeypatch.setattr(torch.Tensor, "argmax", spy(torch.Tensor.argmax, widest))
+    argmax, widest = torch.Tensor.argmax, []
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda rows, dim: widest.append(len(rows)) or argmax(rows, dim))
     for most in (10**9, 4 * masked.get_output_embeddings().out_features):
         monkeypatch.setattr(masked_model, "MOST_LOGITS", most)
         masked.zero_grad()
@@ -302,14 +282,6 @@ def test_logits_at_masked_positions_in_parts(
     torch.testing.assert_close(masked(input_ids=inputs["input_ids"]).logits, logits)
 
 
-def spy(function: Any, rows: list[int]) -> Any:
-    def call(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
-        rows.append(len(tensor))
-        return function(tensor, *words, **options)
-
-    return call
-
-
 def test_an_encoder_without_a_head(models: Runs, tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
     finished = recipe("--model_name_or_path", tiny_model, *data, script="recipes/pretrain.py")
     finished.says_in_one_line("masked-language head", "--new_head true", "cls.predictions")
@@ -322,10 +294,8 @@ def test_an_encoder_without_a_head(models: Runs, tiny_model: Path, data: list[An
 
 
 def test_a_model_of_another_kind(tmp_path: Path, texts: list[str]) -> None:
-    folder = make_architecture("Qwen3", tmp_path / "qwen", texts)
-    settings = EncoderSettings(model_name_or_path=str(folder))
-    with pytest.raises(UserError, match="qwen3"):
-        load_masked_model(settings, None, cross_entropy, 1)
+    settings = EncoderSettings(model_name_or_path=str(make_architecture("Qwen3", tmp_path / "qwen", texts)))
+    refusal(load_masked_model, settings, None, cross_entropy, 1, match="qwen3")
 
 
 # ---- new tokens
@@ -363,52 +333,50 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
     torch.testing.assert_close(logits[1], logits[0])
 
 
-def test_invalid_new_words(models: Runs, tmp_path: Path, accelerator: Any) -> None:
-    for words, message in ((("film",), "film"), (("zyx", "zyx"), "once"), (("two words",), "space"), ((), "one word")):
-        path = words_file(tmp_path, *words)
-        settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
-        with pytest.raises(UserError, match=message):
-            with_new_tokens(settings, accelerator)
-    missing = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=str(tmp_path / "none.txt"))
-    with pytest.raises(UserError, match=r"none\.txt"):
-        with_new_tokens(missing, accelerator)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt")],
+)
+def test_invalid_new_words(
+    words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any
+) -> None:
+    path = str(tmp_path / "words.txt") if words is None else words_file(tmp_path, *words)
+    settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
+    refusal(with_new_tokens, settings, accelerator, match=message)
 
 
 @pytest.fixture(scope="module")
 def run_with_new_tokens(tiny_model: Path, data: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of 2 steps, with a new head and one new token."""
     folder = tmp_path_factory.mktemp("new-tokens")
-    finished = recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1,
-                      "--new_head", "true", "--init_new_tokens", words_file(folder, "zyxomab"), "--output_dir",
-                      folder / "run", script="recipes/pretrain.py").succeeded()  # fmt: skip
-    command = f"python recipes/cls.py --model_name_or_path {folder}/run/model --train_file YOUR_FILE.csv"
-    assert finished.out.endswith(f"next:\n  {command}\n")
+    recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1, "--new_head",
+           "true", "--init_new_tokens", words_file(folder, "zyxomab"), "--output_dir", folder / "run",
+           script="recipes/pretrain.py").succeeded()  # fmt: skip
     return folder / "run"
 
 
-def test_a_run_with_new_tokens_and_a_new_head(run_with_new_tokens: Path, tmp_path: Path) -> None:
-    model = BertForMaskedLM.from_pretrained(run_with_new_tokens / "model")
-    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run_with_new_tokens / "model")) == 128
-    more = ["--train_file", tmp_path / "labels.csv", "--model_name_or_path", run_with_new_tokens / "model"]
-    pd.DataFrame({"text": ["good zyxomab", "bad film"] * 9, "label": ["pos", "neg"] * 9}).to_csv(more[1], index=False)
-    train(*more, "--max_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "cls")
-
-
-def test_the_title_recipe_takes_the_model(run_with_new_tokens: Path, tmp_path: Path) -> None:
-    """Its encoder and its decoder, output layer included, begin with the pretrained weights."""
-    rows = [{"text": "a good zyxomab " * place, "title": "good zyxomab"} for place in range(1, 19)]
-    pd.DataFrame(rows).to_csv(tmp_path / "titles.csv", index=False)
-    source = run_with_new_tokens / "model"
-    recipe("--model_name_or_path", source, "--train_file", tmp_path / "titles.csv", "--max_steps", 1, "--report_to",
-           "none", "--learning_rate", 1e-9, "--mixed_precision", "no", "--output_dir", tmp_path / "run",
-           script="recipes/title.py").succeeded()  # fmt: skip
-    weights, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "model", source))
+def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, tmp_path: Path) -> None:
+    """With its encoder; titles also with its output layer."""
+    tokenizer = AutoTokenizer.from_pretrained(run_with_new_tokens / "model")
+    assert BertForMaskedLM.from_pretrained(run_with_new_tokens / "model").config.vocab_size == len(tokenizer) == 128
+    rows = [{"text": "a good zyxomab " * place, "title": "good zyxomab", "label": place % 2} for place in range(1, 19)]
+    pd.DataFrame(rows).to_json(tmp_path / "rows.jsonl", orient="records", lines=True)
+    common = ["--train_file", tmp_path / "rows.jsonl", "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9,
+              "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
+    sources = {"cls": ("cls", run_with_new_tokens), "title": ("title", run_with_new_tokens),
+               "long": ("bigbird", single["BERT"]), "sparse": ("bigbird", single["BigBird"])}  # fmt: skip
+    run_named_jobs(tmp_path, [], {name: [f"recipes.{script}", *common, "--model_name_or_path", source / "model"]
+                                  for name, (script, source) in sources.items()})  # fmt: skip
     last = "encoder.layer.1.output.dense.weight"
-    pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}
-    pairs |= {f"decoder.{name}": name for name in expected if name.startswith("cls.")}
-    assert len(pairs) > 4
-    for name, pretrained in pairs.items():
-        torch.testing.assert_close(weights[name], expected[pretrained], rtol=0, atol=1e-7)
+    for name, (_, source) in sources.items():
+        weights, expected = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / name, source))
+        pairs = {f"bert.{last}": f"bert.{last}"}
+        if name == "title":
+            pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}
+            pairs |= {f"decoder.{each}": each for each in expected if each.startswith("cls.")}
+            assert len(pairs) > 4
+        for mine, pretrained in pairs.items():
+            torch.testing.assert_close(weights[mine], expected[pretrained], rtol=0, atol=1e-7)
 
 
 @pytest.mark.multiprocess
@@ -437,8 +405,3 @@ def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_
 def test_the_next_command_is_a_recipe_for_the_model(name: str, expected: str, models: Runs) -> None:
     settings = build(PretrainSettings, {"model_name_or_path": str(models[name])})
     assert f"recipes/{expected}.py" in str(FEATURE.next_command(Path("run"), settings))
-
-
-def test_a_label_column_is_an_unknown_setting() -> None:
-    with pytest.raises(UserError, match="label_column"):
-        build(PretrainSettings, {"label_column": "label"})
