@@ -38,7 +38,7 @@ def main() -> None:
     table = "\n".join([*head, *rows])
     print(table)
     if options.write:
-        from toolkit.launch.trial import cpu_name
+        from toolkit.launch.precision import cpu_name
 
         parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []  # one per CPU
         tables = dict(part.strip().split("\n\n", 1) for part in parts) | {cpu_name(): table}
@@ -49,7 +49,7 @@ def main() -> None:
 def introduction() -> list[str]:
     import torch
 
-    from toolkit.launch.trial import MIN_SPEEDUP
+    from toolkit.launch.precision import MIN_SPEEDUP
 
     return [
         "# The trial of a layer against real training", "",
@@ -80,7 +80,7 @@ def compare() -> dict[str, object]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from toolkit.data.read import read_demo
-    from toolkit.launch.trial import faster_precision, measure
+    from toolkit.launch.precision import faster_precision, measure
 
     torch.set_num_threads(1)
     folder = Path(minilm[0]) / "model"

@@ -1,8 +1,9 @@
-"""toolkit/launch/precision.py: the precision that `--mixed_precision auto` chooses."""
+"""toolkit/launch/precision.py: what `--mixed_precision auto` chooses, and what it measures and caches on a CPU."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,27 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.launch.precision import auto_precision, choose_matmul_precision
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS, start
+from toolkit.config import PretrainedSettings
+from toolkit.launch import precision
+from toolkit.launch.precision import (
+    BERT_BASE,
+    auto_precision,
+    choose_matmul_precision,
+    faster_precision,
+    measure_cached,
+    slowest_times,
+)
+from toolkit.pretrained import layer_of
 
 
-@pytest.fixture(autouse=True)
-def _no_precision(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_precision(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
 
+@pytest.mark.usefixtures("no_precision")
 @pytest.mark.parametrize(
     ("capability", "chosen"),
     [((9, 0), "bf16"), ((8, 6), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")],
@@ -26,11 +40,12 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    precision, why = auto_precision(None, 1)
-    assert precision == chosen
+    result, why = auto_precision(None, 1)
+    assert result == chosen
     assert "GPU 1" in why
 
 
+@pytest.mark.usefixtures("no_precision")
 @pytest.mark.parametrize(
     ("launched", "variable", "chosen"),
     [
@@ -51,6 +66,7 @@ def test_precision_of_a_launch_config(
     assert auto_precision(launched, None)[0] == chosen
 
 
+@pytest.mark.usefixtures("no_precision")
 @pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "auto"), (False, "auto")])
 def test_precision_of_a_deepspeed_config(
     enabled: bool | str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,14 +78,104 @@ def test_precision_of_a_deepspeed_config(
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "matmul"),
+    ("device", "setting", "matmul"),
     [("cuda", "bf16", "high"), ("cuda", "fp16", "high"), ("cuda", "no", "highest"), ("cpu", "bf16", "highest")],
 )
-def test_tf32_follows_the_final_precision(device: str, precision: str, matmul: str) -> None:
+def test_tf32_follows_the_final_precision(device: str, setting: str, matmul: str) -> None:
     """Whether auto, a resumed checkpoint or `--mixed_precision` chose it."""
-    accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
+    accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=setting)
     try:
         choose_matmul_precision(accelerator)
         assert torch.get_float32_matmul_precision() == matmul
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+# --- the trial on a CPU
+
+SMALL = (32, 64)
+
+
+def test_trial_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    first = measure_cached(SMALL)
+    assert set(first) == {"no", "bf16"}
+    assert min(first.values()) > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)  # the losses of a run do not depend on it
+    monkeypatch.setattr(precision, "measure", lambda widths: {"no": 1.0, "bf16": float(widths[0])})
+    assert measure_cached(SMALL) == first
+    assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # another CPU
+    assert measure_cached(SMALL) == {"no": 1.0, "bf16": 32.0}
+    for file in (tmp_path / "precision").glob("*.json"):
+        file.write_text("")  # a power cut
+    assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
+
+
+def test_trial_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
+    assert measure_cached(SMALL)["no"] > 0
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen"),
+    [
+        ([{"no": 12.0, "bf16": 2.5}], "bf16"),  # an AMD EPYC with avx512_bf16 and no AMX
+        ([{"no": 2.0, "bf16": 3.0}], "no"),  # a Xeon with the same
+        ([{"no": 1.05, "bf16": 1.0}], "no"),
+        ([{"no": 2.0, "bf16": 1.0}, None, {"no": 2.0, "bf16": 1.9}], "no"),
+        ([{"no": 2.0, "bf16": 1.0}, {"no": 3.0, "bf16": 1.9}], "bf16"),
+    ],
+)
+def test_faster_precision(trials: list[Any], chosen: str) -> None:
+    assert faster_precision(slowest_times(trials)) == chosen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
+def test_emulated_bf16(limit: str) -> None:
+    code = "from toolkit.launch.precision import *; print(faster_precision(measure(BERT_BASE)))"
+    environment = {"ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", code]
+    assert start(command).succeeded().out == "no\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "widths"),
+    [
+        ({"model_type": "bert", "hidden_size": 384, "intermediate_size": 1536}, (384, 1536)),
+        ({"model_type": "distilbert", "dim": 128, "hidden_dim": 256}, (128, 256)),
+        (None, BERT_BASE),
+    ],
+)
+def test_layer_of(config: dict[str, Any] | None, widths: tuple[int, int], tmp_path: Path) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert layer_of(PretrainedSettings(model_name_or_path=str(tmp_path)))() == widths
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_measured_differently_agree(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """They choose by the slowest times of any rank."""
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 1, "--report_to", "none"]
+    error = run_jobs(tmp_path, WAYS["ddp x2"], [["unlike", *settings, "--output_dir", tmp_path / "run"]]).err
+    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
+    assert world["mixed_precision"] == "no"
+    assert world["precision_trial_ms"] == {"no": 10.0, "bf16": 9.5}
+    assert "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16" in error
+
+
+UNLIKE = """
+import os
+from unittest import mock
+from recipes import cls
+
+def main():
+    trials = ({"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5})
+    with mock.patch("toolkit.launch.world.measure_cached", lambda widths: trials[int(os.environ["RANK"])]):
+        cls.main()
+"""

@@ -165,7 +165,7 @@ def test_out_of_memory_kills_are_told_apart(
 
 STOPS = """
 import ctypes, os, sys
-from toolkit.launch.restarts import stop_with_parent
+from toolkit.launch.exit_state import stop_with_parent
 stop_with_parent(int(sys.argv[1]) or os.getppid())
 number = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG

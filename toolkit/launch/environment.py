@@ -120,6 +120,21 @@ def started_by_accelerate_launch() -> bool:
     return False
 
 
+def attempt() -> int:
+    """The number of restarts so far (`--max_restarts`): when a process has failed, torchrun and `accelerate launch`
+    start all processes of the node again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def max_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+
+
+def launcher_serves_store() -> bool:
+    """Whether the launcher serves torch's store, the same for all attempts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def user_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS as the user set it; None if it is unset, or the 1 that `torchrun` and `accelerate launch` set
     however many cores there are."""

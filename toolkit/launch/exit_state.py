@@ -1,12 +1,18 @@
-"""How this process exits: what it closes first, how it reports a failure, its exit code."""
+"""How this process exits: what it closes first, how it reports a failure, its exit code, its launcher."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toolkit.launch.environment import attempt, max_restarts
+from toolkit.launch.interrupted import write_exit_code
 from toolkit.utils.timeouts import call_with_timeout
 
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
@@ -43,3 +49,24 @@ def close_resources() -> None:
         if close is not None:
             with contextlib.suppress(Exception):  # the failure has been reported
                 call_with_timeout(_CLOSE_SECONDS, close)
+
+
+def stop_with_parent(parent: int | None = None) -> None:
+    """Makes the kernel send SIGTERM to this process when its parent ends, also after `exec`.
+
+    No effect if `parent` is not its parent. The kernel watches the thread that forked, so that thread must not end.
+    """
+    parent = parent or os.getppid()
+    if sys.platform == "linux" and os.getppid() == parent:
+        set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_launcher(code: int) -> None:
+    """Stops the launcher (ours exits with `code`) instead of a restart: the run was stopped, or would fail again."""
+    write_exit_code(code)
+    if attempt() < max_restarts() and os.getppid() != 1:
+        os.kill(os.getppid(), signal.SIGTERM)

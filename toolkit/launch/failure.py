@@ -18,12 +18,11 @@ from typing import NoReturn
 from toolkit.errors import UserError, system_error_line
 from toolkit.launch import failure_detector, interrupted
 from toolkit.launch.environment import Place, place_of
-from toolkit.launch.exit_state import close_resources, exit_state
+from toolkit.launch.exit_state import close_resources, exit_state, stop_launcher
 from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
-from toolkit.launch.restarts import stop_launcher
 from toolkit.utils import collector
 from toolkit.utils.log import logger
 

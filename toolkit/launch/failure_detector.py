@@ -30,12 +30,11 @@ from typing import Literal, NoReturn
 
 from toolkit.errors import UserError
 from toolkit.launch import network
-from toolkit.launch.environment import timeout_seconds
-from toolkit.launch.exit_state import close_resources
+from toolkit.launch.environment import max_restarts, timeout_seconds
+from toolkit.launch.exit_state import close_resources, stop_launcher
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
-from toolkit.launch.restarts import max_restarts, stop_launcher
 from toolkit.utils.log import logger
 from toolkit.utils.timeouts import call_with_timeout
 
@@ -97,8 +96,8 @@ class FailureDetector:
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
-        self._failed, self._all_done, self._exiting = threading.Event(), threading.Event(), threading.Lock()
-        self._main_exits = False  # the main thread exits the process, not a thread of the detector
+        self._failed, self._all_done, self._exiting = threading.Event(), threading.Event(), threading.RLock()
+        """`_exiting` is held by the thread that exits the process, and never released."""
 
     def start(self, timeout: int) -> None:
         """A node that does not answer for `timeout` seconds is lost. Raises UserError if rank 0 cannot be reached."""
@@ -120,22 +119,18 @@ class FailureDetector:
         with network.listen(0, network.address_to_bind(address, local=len(nodes_of(self.peers)) == 1)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
             server.settimeout(2 * _CONNECT_SECONDS)
-            while absent := set(range(1, len(self.peers))) - connections.keys():
+            absent = {self._hello(rank): rank for rank in range(1, len(self.peers))}
+            while absent:
                 try:
                     connection, _ = server.accept()
                 except TimeoutError:  # a rank that cannot connect reports why
-                    self._declare(Failure(min(absent), "gone"))
+                    self._declare(Failure(min(absent.values()), "gone"))
                     continue
-                with contextlib.suppress(OSError, ValueError, TypeError):  # sent by another program
-                    connection.settimeout(1.0)
-                    hello = b""
-                    # no byte further: a rank that is done already has sent that byte too
-                    while not hello.endswith(b"]") and len(hello) < 256 and (byte := connection.recv(1)):
-                        hello += byte
-                    number, rank = json.loads(hello)
-                    if number == self.me.number and rank in absent:
-                        connection.settimeout(None)
-                        connections[rank] = connection
+                connection.settimeout(1.0)
+                with contextlib.suppress(OSError, KeyError):  # another program's connection
+                    rank = absent.pop(connection.recv(len(self._hello(0))))
+                    connection.settimeout(None)
+                    connections[rank] = connection
         return connections
 
     def _connect(self) -> socket.socket:
@@ -148,14 +143,18 @@ class FailureDetector:
                 f"all TCP ports must be open between the machines of a run, not just one. To do: {error.remedy}"
             ) from error
         connection.settimeout(None)
-        connection.sendall(json.dumps([self.peers[0].number, self.me.rank]).encode())
+        connection.sendall(self._hello(self.me.rank))
         return connection
+
+    def _hello(self, rank: int) -> bytes:
+        """What a rank sends first to rank 0; one segment of TCP."""
+        return f"{self.peers[0].number} {rank:6}".encode()
 
     # --- for the main thread
 
     def report(self, kind: Literal["failed", "interrupted"], message: str, permanent: bool) -> None:
         """Reports this rank's failure. Returns if it is the run's first; otherwise reports the first one and exits."""
-        self._main_exits = True
+        self._exiting.acquire()
         if kind == "interrupted" or permanent:  # no other rank can have caused it
             self._failed.wait(_REPORT_SECONDS)
         else:
@@ -163,7 +162,6 @@ class FailureDetector:
         self.failure = self.failure or self._write(Failure(self.me.rank, kind, message, permanent))
         if self.failure.rank != self.me.rank:
             self.exit(self.failure)
-        self._exiting.acquire()  # and never released: no thread of the detector exits the process
 
     def _wait_for_poll(self) -> None:
         """Returns when a failure is known, or when rank 0 has polled all its connections since the call."""
@@ -175,7 +173,7 @@ class FailureDetector:
 
     def wait_for_failure(self, seconds: float) -> None:
         """Waits for another rank's failure, which ends this process."""
-        self._main_exits = True
+        self._exiting.acquire()
         self._failed.wait(seconds)
 
     def mark_done(self) -> None:
@@ -208,7 +206,7 @@ class FailureDetector:
 
     def exit(self, failure: Failure) -> NoReturn:
         """Exits without cleaning up the broken process group, which could hang."""
-        self._exiting.acquire()  # and never released: the main thread may be about to exit as well
+        self._exiting.acquire()
         with contextlib.suppress(OSError):  # the output is closed
             if self.reports_for_node(failure):
                 logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
@@ -270,12 +268,9 @@ class FailureDetector:
         self._handle(failure if failure.kind == "lost" and self.me.rank else self._write(failure))
 
     def _handle(self, failure: Failure) -> None:
-        """Exits, unless the main thread is about to."""
-        if self.finished or self.failure is not None:
-            return
-        self.failure = failure
-        self._failed.set()
-        if not self._main_exits:
+        if not self.finished and self.failure is None:
+            self.failure = failure
+            self._failed.set()
             self.exit(failure)
 
     # --- ranks that are gone: the connections

@@ -164,6 +164,6 @@ def _end_accelerate_launch(code: int) -> None:
     """After a stop signal, sends it to the parent `accelerate launch` too, so that a scheduler sees which. On any exit
     code of its script that launcher would print a traceback and exit with 1, which cannot be changed."""
     if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and started_by_accelerate_launch():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # set by `restarts.stop_with_parent`
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # set by `stop_with_parent`
         with contextlib.suppress(OSError):
             os.kill(os.getppid(), code - 128)

@@ -30,8 +30,8 @@ from toolkit.launch.environment import (
     started_by_accelerate_launch,
     user_threads,
 )
+from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.nodes import find_nodes
-from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import templates
 from toolkit.utils.log import logger

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, printable
 from toolkit.launch import network
-from toolkit.launch.environment import FAILURE_DETECTOR, Place
+from toolkit.launch.environment import FAILURE_DETECTOR, Place, attempt, launcher_serves_store, max_restarts
 from toolkit.launch.nodes import doctor_command, name_machine, name_ranks, requested_nodes, wrong_first_machine
-from toolkit.launch.restarts import attempt, launcher_serves_store, max_restarts
 from toolkit.utils import versions
 from toolkit.utils.log import logger
 from toolkit.utils.timeouts import call_with_timeout

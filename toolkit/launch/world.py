@@ -32,14 +32,23 @@ from toolkit.launch.environment import (
     timeout_seconds,
     user_threads,
 )
+from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import set_global_ranks
-from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision
+from toolkit.launch.precision import (
+    AUTO,
+    BERT_BASE,
+    Widths,
+    auto_precision,
+    choose_matmul_precision,
+    describe_trial,
+    faster_precision,
+    measure_cached,
+    slowest_times,
+)
 from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.rendezvous import join_ranks, list_machines
-from toolkit.launch.restarts import stop_with_parent
-from toolkit.launch.trial import BERT_BASE, Widths, describe, faster_precision, measure_cached, slowest_times
 from toolkit.utils import collector, memory
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
@@ -104,7 +113,7 @@ def make_accelerator(
     trials = rendezvous.exchange(trial_here, timeout_seconds("ddp_timeout")) if rendezvous else [trial_here]
     trial = slowest_times(trials) if mixed_precision == AUTO else None
     if trial:
-        mixed_precision, why = faster_precision(trial), describe(trial)
+        mixed_precision, why = faster_precision(trial), describe_trial(trial)
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
         accelerator = Accelerator(

@@ -16,7 +16,7 @@ from toolkit import demo, launch
 from toolkit.config import ModelSettings
 from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Evaluation
-from toolkit.launch import restarts
+from toolkit.launch.environment import attempt, max_restarts
 from toolkit.models import lora
 from toolkit.report.log import class_lines
 from toolkit.report.record import architecture, last_evaluation
@@ -43,7 +43,7 @@ class RunSummary:
             per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
         machines = launch.list_machines()
         lines = [
-            f"attempt {restarts.attempt() + 1} of {restarts.max_restarts() + 1}" if restarts.attempt() else "",
+            f"attempt {attempt() + 1} of {max_restarts() + 1}" if attempt() else "",
             f"run folder: {self.folder}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             f"machines: {', '.join(machines)}" if machines else "",

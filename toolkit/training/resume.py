@@ -26,7 +26,7 @@ from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
 from toolkit.config import DataSettings, TrainingSettings
 from toolkit.errors import UserError, first_line
-from toolkit.launch import restarts
+from toolkit.launch.environment import attempt
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.steps import Steps
@@ -56,7 +56,7 @@ class Origin:
 def precision_of(settings: TrainingSettings) -> str:
     """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's."""
     resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
-    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt()
+    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not attempt()
     if settings.mixed_precision != "auto" or not resumes or starts_over:
         return settings.mixed_precision
     with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again

@@ -17,8 +17,7 @@ from filelock import FileLock, Timeout
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.launch import restarts
-from toolkit.launch.environment import launch_request
+from toolkit.launch.environment import attempt, launch_request, max_restarts
 from toolkit.training.resume import Origin, choose_origin
 from toolkit.utils.files import refuse_link_out, remove_drafts
 
@@ -61,16 +60,16 @@ def open_run_folder(
 
 def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any]) -> RunFolder:
     """Creates and locks the run's folder, on the main process. Raises UserError."""
-    if restarts.max_restarts() and not settings.checkpoint_every:
+    if max_restarts() and not settings.checkpoint_every:
         raise UserError("--max_restarts resumes from checkpoints: pass --checkpoint_every STEPS")
     started = launch_request().get("started")  # set by our launcher before the first attempt
-    if restarts.max_restarts() and not settings.output_dir and not started:
+    if max_restarts() and not settings.output_dir and not started:
         raise UserError("torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
-    if not settings.output_dir and not restarts.attempt():
+    if not settings.output_dir and not attempt():
         path = _unused_path(path)
-    if restarts.attempt() and complete(path / "checkpoints"):  # of the previous attempt, despite --resume no
+    if attempt() and complete(path / "checkpoints"):  # of the previous attempt, despite --resume no
         settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")

@@ -12,8 +12,7 @@ import torch
 from toolkit.config import LongTaskSettings, TaskSettings, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
-from toolkit.launch.precision import AUTO, auto_precision
-from toolkit.launch.trial import faster_precision, measure_cached
+from toolkit.launch.precision import AUTO, auto_precision, faster_precision, measure_cached
 from toolkit.models.classifier import load_classifier
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import layer_of, load_config

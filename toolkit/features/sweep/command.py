@@ -17,8 +17,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from toolkit.errors import UserError, first_line, last_error
+from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.relaunch import split_arguments
-from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
 
