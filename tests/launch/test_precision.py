@@ -176,6 +176,6 @@ from recipes import cls
 
 def main():
     trials = ({"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5})
-    with mock.patch("toolkit.launch.world.measure_cached", lambda widths: trials[int(os.environ["RANK"])]):
+    with mock.patch("toolkit.launch.precision.measure_cached", lambda widths: trials[int(os.environ["RANK"])]):
         cls.main()
 """

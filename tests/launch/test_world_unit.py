@@ -88,7 +88,7 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
 
 
 def test_barrier_of_one_process(accelerator: Accelerator) -> None:
-    wait_for_all(accelerator, "nothing")
+    wait_for_all("nothing")
     require_equal(accelerator, "nothing", "x")
 
 

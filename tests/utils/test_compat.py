@@ -17,7 +17,7 @@ from toolkit.utils.compat import TESTED, require
 
 # module (not imported) -> names that its source must contain
 NAMES = {
-    "torch.distributed.distributed_c10d": ("_get_default_store", "pg_map"),
+    "torch.distributed.distributed_c10d": ("pg_map",),
     "torch.nn.modules.module": (
         "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
         "_backward_pre_hooks"),
@@ -79,7 +79,7 @@ def test_both_pages_list_every_name(page: str) -> None:
 
 
 def test_require() -> None:
-    assert require(torch.distributed, "distributed_c10d._get_default_store", "torch") is not None
+    assert require(torch.distributed, "distributed_c10d._world", "torch") is not None
     gone = types.SimpleNamespace(__name__="deepspeed.comm.torch")
     parts = [f"deepspeed {importlib.metadata.version('deepspeed')} has no deepspeed.comm.torch.build_shm_op",
              f"pip install 'deepspeed=={TESTED['deepspeed']}'"]  # fmt: skip

@@ -186,18 +186,18 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     )
     if place.launcher == "environment":
         return place  # MASTER_ADDR and MASTER_PORT were set by hand, too
-    if place.local_world_size == place.world_size:
-        has_master = "MASTER_ADDR" in env and "MASTER_PORT" in env
-        # DeepSpeed passes its default port even if it is taken
-        is_default = place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500"
-        if not has_master or is_default:
-            parent = psutil.Process(os.getppid())
-            env["MASTER_PORT"] = str(_port_of(f"{parent.pid} {parent.create_time():.2f}"))
-        env.setdefault("MASTER_ADDR", "127.0.0.1")
-    elif "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = _first_machine(place, env)
     job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-    env.setdefault("MASTER_PORT", str(_port_of(f"{job}.{env.get('SLURM_STEP_ID', '')}")))
+    job = f"{job}.{env.get('SLURM_STEP_ID', '')}"
+    if place.is_local:
+        if place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500":
+            del env["MASTER_PORT"]  # its default, which it passes even if the port is taken
+        parent = psutil.Process(os.getppid())
+        job = f"{parent.pid} {parent.create_time():.2f}"
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = "127.0.0.1" if place.is_local else _first_machine(place, env)
+    if "MASTER_PORT" not in env:  # the same for all processes of the job, most likely another for the next job
+        digest = hashlib.sha256(job.encode()).digest()
+        env["MASTER_PORT"] = str(FIRST_PORT + int.from_bytes(digest[:4], "big") % PORTS)
     return place
 
 
@@ -228,12 +228,6 @@ def first_host(nodes: str) -> str:
     if not first:
         raise UserError(f"cannot read the list of machines {nodes!r}: set MASTER_ADDR")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
-
-
-def _port_of(job: str) -> int:
-    """A port derived from the job: the same for all its processes, most likely another for the next job."""
-    digest = hashlib.sha256(job.encode()).digest()
-    return FIRST_PORT + int.from_bytes(digest[:4], "big") % PORTS
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

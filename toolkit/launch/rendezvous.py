@@ -29,7 +29,7 @@ from toolkit.utils.timeouts import call_with_timeout
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, Store
 
-_POLL_SECONDS, _LOG_SECONDS, _CONNECT_SECONDS = 0.1, 5.0, 5.0
+_POLL_SECONDS, _LOG_SECONDS, _LOG_EXCHANGE_SECONDS, _CONNECT_SECONDS = 0.1, 5.0, 60.0, 5.0
 # The other ranks wait this much longer for the verdict: rank 0 may have started later.
 _VERDICT_SECONDS = 15.0
 # Rank 0 waits this long for ranks that still have to read a fault; for a fault of rank 0 itself until they join.
@@ -79,19 +79,24 @@ class Rendezvous:
         self._logged = me.local_rank > 0
         self._exchanges = 0
 
-    def exchange(self, value: Any, seconds: float) -> list[Any]:
-        """An all-gather of JSON values, ordered by rank; all ranks call it equally often.
+    def exchange(self, value: Any, seconds: float, what: str = "") -> list[Any]:
+        """An all-gather of JSON values, ordered by rank; all ranks call it equally often. Rank 0 logs every minute for
+        which ranks it waits, and for `what`.
 
         Raises RendezvousError, naming the ranks that did not answer within `seconds`.
         """
         self._exchanges += 1
         keys = [f"exchange {self._exchanges}/{rank}" for rank in range(self.me.world_size)]
         self.store.set(keys[self.me.rank], json.dumps(value))
-        try:
-            self.store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise RendezvousError(f"no answer from {name_ranks(missing)} in {seconds:.0f} s", missing) from error
+        started = logged = time.monotonic()
+        while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
+            now = time.monotonic()
+            if now - started > seconds:
+                raise RendezvousError(f"no answer from {name_ranks(missing)} in {seconds:.0f} s", missing)
+            if self.me.rank == 0 and now - logged > _LOG_EXCHANGE_SECONDS:
+                logged = now
+                logger.info(f"waiting for {name_ranks(missing)}, for {now - started:.0f} s: {what}")
+            time.sleep(min(0.5, 0.01 + (now - started) / 10))
         return [read(self.store, key) for key in keys]
 
     def join(self) -> None:
@@ -166,8 +171,13 @@ class Rendezvous:
     def _coordinate(self, common: Store) -> None:
         from torch.distributed import PrefixStore
 
-        first, peers, missing = self._claim(common), [self.me], list(range(1, self.me.world_size))
+        first, hello = self.me, json.dumps(asdict(self.me))
+        if self._serves:  # a second rank 0 may have come first
+            first = Peer(**json.loads(common.compare_set("coordinator", "", hello)))
+        else:  # in a launcher's store another coordinator is one of an earlier attempt
+            common.set("coordinator", hello)
         self.store = PrefixStore(first.number, common)
+        peers, missing = [self.me], list(range(1, self.me.world_size))
         fault = self.me.failure if first == self.me else _conflict([first, self.me])
         while missing and not fault:
             lines = self.store.get("hellos").decode().splitlines() if self.store.check(["hellos"]) else []
@@ -195,15 +205,6 @@ class Rendezvous:
             while self.store.add("readers", 0) < readers - 1 and time.monotonic() < last:
                 time.sleep(_POLL_SECONDS)
         raise RendezvousError(fault, missing)
-
-    def _claim(self, common: Store) -> Peer:
-        """Returns the coordinator: this process, or a second rank 0 that came first. In a launcher's store another
-        coordinator is one of an earlier attempt."""
-        hello = json.dumps(asdict(self.me))
-        if self._serves:
-            return Peer(**json.loads(common.compare_set("coordinator", "", hello)))
-        common.set("coordinator", hello)
-        return self.me
 
     def _follow(self, common: Store) -> None:
         from torch.distributed import PrefixStore

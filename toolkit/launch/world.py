@@ -6,11 +6,11 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import os
 import shlex
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import UserError
-from toolkit.launch import failure_detector
+from toolkit.launch import failure_detector, precision, rendezvous
 from toolkit.launch.environment import (
     GPU_PEER_TIMEOUT,
     THREADS,
@@ -36,19 +36,8 @@ from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import set_global_ranks
-from toolkit.launch.precision import (
-    AUTO,
-    BERT_BASE,
-    Widths,
-    auto_precision,
-    choose_matmul_precision,
-    describe_trial,
-    faster_precision,
-    measure_cached,
-    slowest_times,
-)
+from toolkit.launch.precision import AUTO, Widths
 from toolkit.launch.relaunch import find_file, read_config
-from toolkit.launch.rendezvous import join_ranks, list_machines
 from toolkit.utils import collector, memory
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
@@ -86,8 +75,8 @@ def make_accelerator(
     plugin = _deepspeed_plugin(place)
     for name in TIMEOUTS:
         timeout_seconds(name)  # raises here: the threads that read it later could not report it
-    rendezvous = join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
-    failure_detector.start(rendezvous, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
+    ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
+    failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
@@ -107,13 +96,13 @@ def make_accelerator(
     setting, why = mixed_precision, ""
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
-        mixed_precision, why = auto_precision(launch_config(), device)
-    # a collective: only the machine with the checkpoint to resume may know the precision already
-    trial_here = measure_cached(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
-    trials = rendezvous.exchange(trial_here, timeout_seconds("ddp_timeout")) if rendezvous else [trial_here]
-    trial = slowest_times(trials) if mixed_precision == AUTO else None
+        mixed_precision, why = precision.auto_precision(launch_config(), device)
+    # all ranks take part: only the machine with the checkpoint to resume may know the precision already
+    trial = precision.measure_cached(layer() if layer else precision.BERT_BASE) if mixed_precision == AUTO else None
+    trials = ranks.exchange(trial, timeout_seconds("ddp_timeout")) if ranks else [trial]
     if trial:
-        mixed_precision, why = faster_precision(trial), describe_trial(trial)
+        trial = precision.slowest_times(trials)
+        mixed_precision, why = precision.faster_precision(trial), precision.describe_trial(trial)
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
         accelerator = Accelerator(
@@ -132,7 +121,7 @@ def make_accelerator(
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     require_equal(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
-    choose_matmul_precision(accelerator)
+    precision.choose_matmul_precision(accelerator)
     accelerator.state.precision_trial = trial
     collector.after_imports()
     if setting == AUTO:
@@ -304,22 +293,10 @@ def log_on_main(accelerator: Accelerator, line: str) -> None:
         logger.info(line)
 
 
-def wait_for_all(accelerator: Accelerator, what: str) -> None:
-    """A barrier through the store without a timeout: a collective would time out while one machine works."""
-    if accelerator.num_processes == 1:
-        return
-    import torch
-
-    store = require(torch.distributed, "distributed_c10d._get_default_store", "torch")()
-    keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
-    store.set(keys[accelerator.process_index], "here")
-    started = logged = time.monotonic()
-    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
-        now = time.monotonic()
-        if now - logged > 60:
-            logged = now
-            log_on_main(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
-        time.sleep(min(0.5, 0.01 + (now - started) / 10))
+def wait_for_all(what: str) -> None:
+    """A barrier through the store, without a timeout: a collective would time out while one machine works on `what`."""
+    if rendezvous.current is not None:
+        rendezvous.current.exchange(None, math.inf, what)
 
 
 def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
@@ -328,7 +305,7 @@ def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]
         return
     from accelerate.utils import gather_object
 
-    host = socket.gethostname() if list_machines() else f"rank {accelerator.process_index}"
+    host = socket.gethostname() if rendezvous.list_machines() else f"rank {accelerator.process_index}"
     of_hosts = gather_object([(host, dict(values))])
     if differences := describe_differences(of_hosts):
         raise UserError(

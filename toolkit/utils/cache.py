@@ -53,7 +53,7 @@ def cached_folder(
     with contextlib.suppress(OSError):  # read-only for this user
         os.utime(verified_marker(folder))
     if accelerator is not None:
-        launch.wait_for_all(accelerator, f"the {kind} {digest}")
+        launch.wait_for_all(f"the {kind} {digest}")
         launch.require_equal(accelerator, f"the {kind}", {"source": digest})
 
 
