@@ -203,10 +203,8 @@ def _rank(
             return parse_int(name.lstrip("-"), value), name
     _refuse_loopback(machines)
     matches = [rank for rank, name in enumerate(machines) if is_this_machine(name)]
-    if len(matches) == 1:
+    if matches:
         return matches[0], f"{machines[matches[0]]} is an address of this machine"
-    if len(matches) > 1:
-        return None, ""  # "machines" that share their addresses, as in a test
     if config.get("machine_rank") is not None:
         return parse_int("machine_rank", config["machine_rank"], path), "machine_rank in the config file"
     if count == 2 and len(machines) == 1:

@@ -232,10 +232,9 @@ class Rendezvous:
         raise RendezvousError(fault, [0])
 
     def _name_missing(self, missing: Sequence[int], peers: Sequence[Peer]) -> str:
-        hosts: dict[str, list[int]] = {}
-        for peer in sorted(peers, key=lambda peer: peer.rank):
-            hosts.setdefault(peer.host, []).append(peer.rank)
-        came, nodes = "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items()), requested_nodes()
+        hosts = {peer.rank: peer.host for peer in peers}
+        came = "; ".join(f"{name_ranks(sorted(ranks))} on {hosts[ranks[0]]}" for ranks in nodes_of(peers).values())
+        nodes = requested_nodes()
         fault = (
             f"{name_ranks(missing)} of {self.me.world_size} did not connect to {self.address}:{self.port} within "
             f"{self.seconds:.0f} s (connected: {came})"
