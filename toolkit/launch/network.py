@@ -27,14 +27,13 @@ class UnreachableError(OSError):
 
     def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
         super().__init__(f"{address}:{port}: {detail}")
-        self.address, self.port, self.kind, self.detail = address, port, kind, detail
-        self.remedy = remedy_for(kind, address, port)
+        self.kind, self.detail, self.remedy = kind, detail, _remedy(kind, address, port)
 
 
-def remedy_for(kind: str, address: str, port: int) -> str:
-    """What to check for a `kind` of UnreachableError, with the commands; empty for unknown kinds."""
+def _remedy(kind: str, address: str, port: int) -> str:
+    """What to check, with the commands."""
     here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
-    remedies = {
+    return {
         "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
         "refused": "start the other machine too, or use another address of it (`hostname -I` there)",
         "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
@@ -43,8 +42,7 @@ def remedy_for(kind: str, address: str, port: int) -> str:
         "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
         "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
         "address right (`hostname -I` on that machine)?",
-    }
-    return remedies.get(kind, "")
+    }[kind]
 
 
 def connect(address: str, port: int, seconds: float) -> socket.socket:

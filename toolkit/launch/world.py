@@ -38,7 +38,7 @@ from toolkit.launch.network import free_port
 from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.precision import AUTO, Widths
 from toolkit.launch.relaunch import find_file, read_config
-from toolkit.utils import collector, memory
+from toolkit.utils import collector
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
@@ -275,7 +275,6 @@ def _configure_cpu(place: Place) -> None:
     os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
-    memory.manage_freed_memory()
 
 
 def _skip_shared_memory_kernel() -> None:

@@ -55,9 +55,8 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
 
 
 def manage_freed_memory() -> None:
-    """Call it at the start and after each step or batch on a CPU: the process keeps freed memory until its peak is a
-    large share of the machine's memory; from then on glibc returns it as usual. Only with glibc that no variable
-    configures.
+    """Call it after each step or batch on a CPU: the process keeps freed memory until its peak is a large share of the
+    machine's memory; from then on glibc returns it as usual. Only with glibc that no variable configures.
 
     By default glibc maps each tensor of more than 32 MiB anew, unless it fits into a hole of the heap, and the kernel
     clears its pages: half the time of a training step at 512 tokens.
