@@ -92,7 +92,7 @@ class FailureDetector:
         """Connections may close: the work is done."""
         self._store = self._main_store = rendezvous.store
         self._connections: dict[int, socket.socket] = {}
-        self._polls = 0
+        self._polls, self._logged = 0, -1
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
@@ -307,7 +307,7 @@ class FailureDetector:
 
     def _watch_store(self) -> None:
         # rank 0 names who does not join; if rank 0 itself is stopped, the others do, later
-        timeout, logged = timeout_seconds("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
+        timeout = timeout_seconds("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0)
         while not self.finished and self.failure is None:
             try:
                 call_with_timeout(timeout, self._exchange_heartbeats)
@@ -315,7 +315,7 @@ class FailureDetector:
                 self._handle(Failure(0, "late", self._describe_late([0], timeout)))
             except RuntimeError:  # the process that serves it has exited: the connection to rank 0 shows it
                 return
-            logged = self._check_progress(timeout, logged)
+            self._check_progress(timeout)
             time.sleep(_HEARTBEAT_SECONDS)
 
     def _exchange_heartbeats(self) -> None:
@@ -327,8 +327,8 @@ class FailureDetector:
             if self._store.check([f"heartbeat {rank}"]):
                 progress.update(*read(self._store, f"heartbeat {rank}"))
 
-    def _check_progress(self, timeout: float, logged: int) -> int:
-        """Takes and returns the number of the last collective for which a line has named the late ranks."""
+    def _check_progress(self, timeout: float) -> None:
+        """Ends the run for ranks that are late for longer than `timeout`; before that logs them once per collective."""
         now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())
         late = [
             rank
@@ -339,10 +339,9 @@ class FailureDetector:
         idle = now - max(progress.moved for progress in self._progress.values())
         if late and idle > timeout:
             self._declare(Failure(late[0], "late", self._describe_late(late, idle)))
-        elif late and idle > min(_LOG_SECONDS, timeout / 2) and logged != furthest and self.me.rank == 0:
+        elif late and idle > min(_LOG_SECONDS, timeout / 2) and self._logged != furthest and self.me.rank == 0:
+            self._logged = furthest
             logger.info(f"waiting for {self._describe_late(late, idle)}")
-            return furthest
-        return logged
 
     def _describe_late(self, late: Sequence[int], seconds: float) -> str:
         """`rank 1 on B (it is at read.py:70 read_file < ...), for 60 s`."""

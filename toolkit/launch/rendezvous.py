@@ -101,19 +101,19 @@ class Rendezvous:
 
     def join(self) -> None:
         """Raises RendezvousError, within `seconds` and a little more."""
+        rank_0 = f"rank 0 at {self.address}:{self.port}"
         while True:
             try:
-                return call_with_timeout(max(0.0, self._deadline - time.monotonic()) + 2 * _VERDICT_SECONDS, self._join)
+                return call_with_timeout(max(0.0, self._deadline - time.monotonic()) + _VERDICT_SECONDS, self._join)
             except TimeoutError as error:
-                fault = f"{self._who} got no answer from {self.address}:{self.port}: if another program uses that port,"
-                raise RendezvousError(f"{fault} pass another --main_process_port", [0]) from error
+                fault = f"{self._who} got no answer from {rank_0}: it is not running, or another program uses that port"
+                raise RendezvousError(f"{fault} (pass another --main_process_port)", [0]) from error
             except (LookupError, TypeError, ValueError) as error:
                 fault = f"{self._who} cannot parse another rank's hello: does it run another version of the toolkit?"
                 raise RendezvousError(fault) from error
             except RuntimeError as error:  # the process that serves the store has exited
                 if self._serves or not max_restarts() or time.monotonic() > self._deadline:
-                    fault = f"{self._who} was connected to rank 0 at {self.address}:{self.port}, which has exited"
-                    raise RendezvousError(fault, [0]) from error
+                    raise RendezvousError(f"{self._who} was connected to {rank_0}, which has exited", [0]) from error
                 time.sleep(0.5)
 
     def _join(self) -> None:
@@ -210,7 +210,7 @@ class Rendezvous:
         from torch.distributed import PrefixStore
 
         coordinator = ""
-        while time.monotonic() < self._deadline + _VERDICT_SECONDS:
+        while True:
             if common.check(["coordinator"]) and (first := Peer(**read(common, "coordinator"))).number != coordinator:
                 coordinator, self.store = first.number, PrefixStore(first.number, common)
                 hello = f"{json.dumps(asdict(self.me))}\n"
@@ -228,8 +228,6 @@ class Rendezvous:
                     self.peers = peers
                     return
             time.sleep(_POLL_SECONDS)
-        fault = f"{self._who} reached {self.address}:{self.port}, but rank 0 did not answer: it is not running"
-        raise RendezvousError(fault, [0])
 
     def _name_missing(self, missing: Sequence[int], peers: Sequence[Peer]) -> str:
         hosts = {peer.rank: peer.host for peer in peers}
