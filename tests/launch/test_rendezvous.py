@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import time
@@ -185,7 +186,8 @@ def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> 
     return ranks
 
 
-def test_exchange(port: int) -> None:
+def test_exchange(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rendezvous, "_LOG_EXCHANGE_SECONDS", 0.1)
     with ThreadPoolExecutor() as pool:
         ranks = list(pool.map(join, range(3)))
         assert [[peer.rank for peer in each.peers] for each in ranks] == [[0, 1, 2]] * 3
@@ -193,8 +195,9 @@ def test_exchange(port: int) -> None:
             values = pool.map(lambda each, value=value: each.exchange(f"{value}{each.me.rank}", 20), ranks)
             assert list(values) == [[f"{value}{rank}" for rank in range(3)]] * 3
     with pytest.raises(RendezvousError) as error:
-        ranks[0].exchange("x", 0.5)
+        ranks[0].exchange("x", 0.5, "the data")
     assert error.value.missing == [1, 2]
+    assert re.search("waiting for ranks 1, 2.*: the data", capsys.readouterr().err)
 
 
 def test_fault_is_raised_by_all_and_printable(port: int) -> None:
