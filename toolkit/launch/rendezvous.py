@@ -231,8 +231,8 @@ class Rendezvous:
 
     def _name_missing(self, missing: Sequence[int], peers: Sequence[Peer]) -> str:
         hosts = {peer.rank: peer.host for peer in peers}
-        came = "; ".join(f"{name_ranks(sorted(ranks))} on {hosts[ranks[0]]}" for ranks in nodes_of(peers).values())
-        nodes = requested_nodes()
+        by_node = sorted(map(sorted, nodes_of(peers).values()))
+        came, nodes = "; ".join(f"{name_ranks(ranks)} on {hosts[ranks[0]]}" for ranks in by_node), requested_nodes()
         fault = (
             f"{name_ranks(missing)} of {self.me.world_size} did not connect to {self.address}:{self.port} within "
             f"{self.seconds:.0f} s (connected: {came})"
