@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.model_selection import train_test_split
 
 from tests.faults import refusal
 from tests.prepared import MODEL
 from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
+from toolkit.data.rows import _stratified_sample
 from toolkit.data.table import text_column, texts_of
 
 Row = dict[str, Any]
@@ -329,6 +331,20 @@ def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Prepa
     assert set(less.train.rows) < set(whole.train.rows)
     assert set(both.validation.rows) < set(whole.validation.rows)
     assert both.sizes == {"train": 6, "validation": 3}
+
+
+@pytest.mark.parametrize("classes", [None, 2, 3, 17])
+def test_what_is_held_back_is_what_scikit_learn_takes(classes: int | None) -> None:
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        count = int(random.integers(120, 400))
+        strata = None if classes is None else np.sort(random.integers(0, classes, count - 2 * classes) ** 2 // classes)
+        if strata is not None:  # each class twice at least, and some class ids without rows
+            strata = random.permutation(np.concatenate([strata, np.repeat(np.unique(strata), 2)]))
+            count = len(strata)
+        held_back = int(random.integers(17, count - 17))
+        _, expected = train_test_split(np.arange(count), test_size=held_back, random_state=seed, stratify=strata)
+        assert sorted(_stratified_sample(strata, count, held_back, seed)) == sorted(expected)
 
 
 # found with the version that knew no other way to choose rows
