@@ -34,9 +34,8 @@ from toolkit.report.summary import RunSummary
 from toolkit.training import mfu
 from toolkit.training.average import Average
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.identity import identity_of
 from toolkit.training.optimizer import unwrapped_optimizer
-from toolkit.training.resume import Resumed, resume_newest
+from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.features import features, write_results

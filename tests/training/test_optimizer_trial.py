@@ -4,6 +4,7 @@ classes of `pytorch_optimizer` 4.1 were compared by hand with runs in one proces
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,8 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.faults import refusal
-from toolkit.training.checks import optimizer_faults
+from toolkit.training.checks import optimizer_fault
 from toolkit.training.lion import Lion
 from toolkit.training.muon import HIDDEN, Muon
 from toolkit.training.optimizer_trial import shard_fault, step_fault
@@ -168,7 +168,9 @@ def test_pytorchs_optimizers_on_dtensors(name: str, one_process: None) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_optimizers_that_fail_in_the_loop(name: str) -> None:
     optimizer = getattr(torch.optim, name)(Model().parameters())
-    refusal(optimizer_faults(accelerator_of(), optimizer).raise_if_any, says=[name, "--optimizer adamw"])
+    fault = optimizer_fault(accelerator_of(), optimizer)
+    assert name in fault
+    assert "--optimizer adamw" in fault
 
 
 def test_a_trial_changes_nothing() -> None:
@@ -212,7 +214,7 @@ def test_optimizers_that_cannot_be_copied_are_refused_for_shards_only() -> None:
     assert verdicts(optimizer) == set(SHARDED)
     assert step_fault(optimizer, CPU) == ""
     Holds.__module__ = "deepspeed.ops.adam.cpu_adam"  # made for it
-    assert optimizer_faults(accelerator_of(2), optimizer).faults == []
+    assert optimizer_fault(accelerator_of(2), optimizer) == ""
     assert Holds.ended == 0
 
 
@@ -222,19 +224,18 @@ def accelerator_of(stage: int = 0, is_fsdp2: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "ways"),
+    ("make", "refused"),
     [
-        (torch.optim.AdamW, {}),
-        (torch.optim.Adafactor, {2: "with ddp ", 3: "with ddp ", "fsdp2": "with ddp "}),
-        (torch.optim.Adagrad, {2: "with ddp or fsdp2 ", 3: "with ddp or fsdp2 "}),  # DeepSpeed's own case
-        (lambda groups: Rule(groups, RULES["rows"][0]), {2: "with ddp or fsdp2 ", 3: "with ddp or fsdp2 "}),
+        (torch.optim.AdamW, set()),
+        (torch.optim.Adafactor, {2, 3, "fsdp2"}),
+        (torch.optim.Adagrad, {2, 3}),  # which DeepSpeed replaces
+        (lambda groups: Rule(groups, RULES["rows"][0]), {2, 3}),
     ],
 )
-def test_the_error_names_supported_strategies(make: Any, ways: dict[Any, str]) -> None:
+def test_the_error_names_a_strategy_and_an_optimizer_that_work(make: Any, refused: set[Any]) -> None:
     for strategy in (0, 2, 3, "fsdp2"):
         accelerator = accelerator_of(is_fsdp2=True) if strategy == "fsdp2" else accelerator_of(strategy)
-        faults = optimizer_faults(accelerator, make(groups_of(Model())))
-        if strategy in ways:
-            refusal(faults.raise_if_any, says=[ways[strategy], "--optimizer adamw"])
-        else:
-            assert faults.faults == []
+        fault = optimizer_fault(accelerator, make(groups_of(Model())))
+        assert bool(fault) is (strategy in refused)
+        if fault:
+            assert {"ddp", "adamw"} <= set(re.findall(r"\w+", fault))

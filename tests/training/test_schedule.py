@@ -159,8 +159,8 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
 )
 def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**options), of_lengths(np.full(100, 8)), processes=3)
-    run: Any = SimpleNamespace(schedule=schedule)
-    due = [Step(run, number, np.zeros(0), 0, 1).evaluates for number in range(1, schedule.total_steps + 1)]
+    run: Any = SimpleNamespace(schedule=schedule, collate=None)
+    due = [Step(run, number, np.zeros(0), 0, 1, run.collate).evaluates for number in range(1, schedule.total_steps + 1)]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
 
 

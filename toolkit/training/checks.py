@@ -30,31 +30,28 @@ _HOW_TO_FREEZE = (
 _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
 
 
-def optimizer_faults(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Faults:
-    """Faults of an optimizer that the training loop, or a strategy that shards parameters, cannot use."""
-    name, plugin, faults = type(optimizer).__name__, accelerator.state.deepspeed_plugin, Faults()
+def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
+    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty where they can."""
+    name, plugin = type(optimizer).__name__, accelerator.state.deepspeed_plugin
     offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
     device = torch.device("cpu") if offloads else accelerator.device
     stage = plugin.zero_stage if plugin else 0
     if why := step_fault(optimizer, device):
-        faults.add(
+        return (
             f"{name} fails in `optimizer.step()`: {why}. Use an optimizer that needs only the gradients of all "
             "parameters (--optimizer adamw, lion, muon or sgd)"
         )
-    elif stage and isinstance(optimizer, torch.optim.Adagrad):
-        why, way = "DeepSpeed replaces an Adagrad, and drops its parameter groups", "ddp or fsdp2"
+    if stage and isinstance(optimizer, torch.optim.Adagrad):
+        why = "DeepSpeed replaces an Adagrad, and drops its parameter groups"
     elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(_MADE_FOR_SHARDS):
-        why, way = shard_fault(optimizer, device, stage), "ddp"
-        if why and stage and not shard_fault(optimizer, device, 0):
-            way = "ddp or fsdp2"
-    if why and not faults.faults:
-        strategy = f"ZeRO-{stage}" if stage else "FSDP2"
-        faults.add(
-            f"{name} computes different updates under {strategy}, which gives it shards of parameters"
-            f"{', one group after the other' if stage else ''}: {why}. Launch with {way} (accelerate_configs/), or use "
-            "an elementwise optimizer (--optimizer adamw, lion or sgd)"
-        )
-    return faults
+        why = shard_fault(optimizer, device, stage)
+    if not why:
+        return ""
+    strategy = f"ZeRO-{stage}" if stage else "FSDP2"
+    return (
+        f"{name} computes different updates from {strategy}'s shards of parameters: {why}. Launch with ddp "
+        "(accelerate_configs/), or use an elementwise optimizer (--optimizer adamw, lion or sgd)"
+    )
 
 
 def check_parameters(

@@ -31,9 +31,7 @@ def bernoulli(into: torch.Tensor, p: float = 0.5, *, generator: torch.Generator 
     if not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
     if not into.is_contiguous():
-        return into.copy_(
-            bernoulli(torch.empty_like(into, memory_format=torch.contiguous_format), p, generator=generator)
-        )
+        return into.copy_(bernoulli(into.new_empty(into.shape), p, generator=generator))
     below, draws = round(p * _STEPS), torch.empty(_CHUNK // 4, dtype=torch.int64)
     if not 0 < below < _STEPS:
         return into.fill_(below > 0)

@@ -111,7 +111,8 @@ def memory_of(
         settings.per_device_batch_size != "auto"
         and settings.per_device_batch_size * processes < settings.global_batch_size
     )
-    unsharded = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0  # see `coalesce`
+    # see `coalesce_reductions`
+    unsharded = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0
     offloaded = strategy.endswith("offload")
     resident = 0 if offloaded and device != "cpu" else 1  # fraction of offloadable state on the device
     if strategy.startswith("zero3"):

@@ -18,13 +18,16 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.checksums import crc32
 from toolkit.checkpoint.machines import local_copy
 from toolkit.checkpoint.model_folder import read_step as model_folder_step
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
-from toolkit.config import DataSettings, TrainingSettings
+from toolkit.checkpoint.tensor_index import crc32_of_range
+from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
+from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
 from toolkit.launch.environment import attempt
 from toolkit.training.checkpoints import Checkpoints
@@ -42,15 +45,6 @@ class Origin:
     """Checkpoints, newest first."""
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints are skipped, a line each."""
-
-    def moved(self, before: Path, after: Path) -> Origin:
-        """The same after the folder `before` was renamed to `after`."""
-        old = before.resolve()
-        candidates = [
-            after / path.resolve().relative_to(old) if old in path.resolve().parents else path
-            for path in self.candidates
-        ]
-        return Origin(candidates, self.skipped)
 
 
 def precision_of(settings: TrainingSettings) -> str:
@@ -103,7 +97,41 @@ def _resume_path(resume: str, checkpoints: Path) -> Path:
             f"--resume {resume or repr(resume)}: no such folder: pass auto, no, a checkpoint's folder, or best, last "
             "or step-... of this run"
         )
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path.resolve()
+    return (path / "checkpoints" if (path / "checkpoints").is_dir() else path).resolve()
+
+
+def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
+    """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A model's folder is
+    identified by its content, and may be moved or copied."""
+    model, training = settings.model, settings.training
+
+    def content(name: str) -> str:
+        return _checksum(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
+
+    distillation = getattr(settings, "distillation", None)
+    return {
+        "recipe": recipe,
+        "model": content(str(model.model_name_or_path)),
+        **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
+        **({"num_hidden_layers": layers} if (layers := getattr(model, "num_hidden_layers", None)) else {}),
+        **data.facts,
+        "data": data.digest,
+        "max_length": data.max_length,
+        "global_batch_size": training.global_batch_size,
+        "group_by_length": training.group_by_length,
+        "seed": training.seed,
+        "sampling": section_in(settings, ObjectiveSettings).sampling,
+        **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
+    }
+
+
+def _checksum(model: Path) -> str:
+    """Of the folder's config and weights."""
+    files = sorted(
+        path for path in model.iterdir() if path.name == "config.json" or path.suffix in (".safetensors", ".bin")
+    )
+    text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
+    return f"{crc32(text.encode()):08x}"
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:

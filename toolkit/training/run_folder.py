@@ -85,12 +85,17 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
     origin = choose_origin(resume, path / "checkpoints", facts)
     if content and not moves_aside and not _can_continue(path, settings, origin, facts):
-        raise UserError(_refusal(path, content, settings.resume, origin))
+        reason = "; ".join(origin.skipped) or f"--resume {settings.resume} continues from none of its checkpoints"
+        raise UserError(
+            f"--output_dir {path} already contains a run ({', '.join(content)}), and {reason}: pass another "
+            "--output_dir, or --overwrite_output_dir to move that run aside"
+        )
     try:
         if moves_aside:
-            aside = _unused_path(path.with_name(f"{path.name}.old-{stamp}"))
+            aside, old = _unused_path(path.with_name(f"{path.name}.old-{stamp}")), path.resolve()
             path.rename(aside)
-            origin = origin.moved(path, aside)
+            moved = [aside / each.relative_to(old) if old in each.parents else each for each in origin.candidates]
+            origin = Origin(moved, origin.skipped)
         path.mkdir(parents=True, exist_ok=True)
         if lock is None or moves_aside:
             lock = _lock(path)
@@ -128,18 +133,6 @@ def _config_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return {key: value for key, value in config.items() if isinstance(value, dict)} if isinstance(config, dict) else {}
-
-
-def _refusal(path: Path, content: list[str], resume: str, origin: Origin) -> str:
-    start = f"--output_dir {path} already contains a run ({', '.join(content)})"
-    aside = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
-    if resume == "no" and complete(path / "checkpoints"):
-        return f"{start} with checkpoints: drop --resume no to continue from them, {aside}"
-    if origin.skipped:
-        return f"{start} with no intact checkpoint: {'; '.join(origin.skipped)}. Repair one, {aside}"
-    if origin.candidates:
-        return f"{start}, and --resume names none of its checkpoints: {aside}"
-    return f"{start} without a checkpoint: {aside}"
 
 
 def _can_continue(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:

@@ -120,8 +120,7 @@ class Step:
     """Tokens of the global batch, without padding."""
     loss_denominator: float
     """Divides the sum of the global batch's losses: its samples, the sum of their weights, or its target tokens."""
-    collate: Collator | None = None
-    """By default the run's."""
+    collate: Collator
     learning_rate: float = math.nan
     next_step: Step | None = None
     started: float = 0.0
@@ -146,22 +145,20 @@ class Step:
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
     @functools.cached_property
-    def local_samples(self) -> list[np.ndarray]:
-        """Indices of the samples of each of this process's micro-batches."""
+    def collations(self) -> list[Collation]:
+        """Calls that make this process's micro-batches."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world = accelerator.process_index, accelerator.num_processes
         size, max_tokens = settings.micro_batch_size, settings.max_tokens_per_batch
-        return micro_batches(self.steps.train, self.indices, size, rank, world, max_tokens)
-
-    @functools.cached_property
-    def collations(self) -> list[Collation]:
-        """Calls that collate `local_samples`."""
-        return [partial(self.collate or self.steps.collate, indices) for indices in self.local_samples]
+        samples = micro_batches(self.steps.train, self.indices, size, rank, world, max_tokens)
+        return [partial(self.collate, indices) for indices in samples]
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches. The gradients of `model` are synchronised in the last one, or in each
         with `sync_each_batch`. Raises UserError where `requires_grad` of a parameter has changed."""
-        accelerator = self.steps.accelerator
+        accelerator, sync_each_batch = self.steps.accelerator, self.steps.settings.sync_each_batch
+        if sync_each_batch is None:
+            sync_each_batch = accelerator.is_fsdp2
         refuse_changes(model)
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
@@ -169,17 +166,12 @@ class Step:
             self._batch = self.steps.ahead.batch(collation, prefetch)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
-            with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._shard_check:
+            reduces = accelerator.sync_gradients or sync_each_batch
+            with contextlib.nullcontext() if reduces else accelerator.no_sync(model), self._shard_check:
                 if not self.steps.has_started:
                     self.steps.has_started, self._unchecked_model = True, model
                     self._shard_check.enter_context(refuse_shards(model))
                 yield self._batch
-
-    @property
-    def _reduces(self) -> bool:
-        """Whether gradients are reduced after the current micro-batch."""
-        accelerator, always = self.steps.accelerator, self.steps.settings.sync_each_batch
-        return bool(accelerator.sync_gradients or (accelerator.is_fsdp2 if always is None else always))
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """(B,) losses of the current micro-batch -> its share, a scalar, of the mean over the global batch.
@@ -365,8 +357,5 @@ class Steps:
 
 def _norm_tensor(norm: Any) -> torch.Tensor:
     """A scalar, from the gradient norms that strategies return: a tensor, a DTensor, a float or None."""
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if isinstance(norm, torch.Tensor):
-        return norm.detach().reshape(())
-    return torch.tensor(math.nan if norm is None else float(norm))
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return torch.as_tensor(math.nan if whole is None else whole).detach().reshape(())

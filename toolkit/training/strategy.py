@@ -12,11 +12,11 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
-from toolkit.errors import UserError
+from toolkit.errors import Faults, UserError
 from toolkit.launch import log_on_main
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
-from toolkit.training.checks import check_parameters, optimizer_faults
+from toolkit.training.checks import check_parameters, optimizer_fault
 from toolkit.training.half_precision import choose_precision, choose_reduction
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
@@ -32,7 +32,7 @@ def align_strategy(
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
 
     Raises UserError with all values of the DeepSpeed config that contradict the settings, for an optimizer that the
-    strategy cannot use (`optimizer_faults`), and where its parameters are not the model's (`check_parameters`).
+    strategy cannot use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
@@ -41,7 +41,9 @@ def align_strategy(
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
     check_parameters(accelerator, model, optimizer, settings, schedule.total_steps)
-    faults = optimizer_faults(accelerator, optimizer)
+    faults = Faults()
+    if fault := optimizer_fault(accelerator, optimizer):
+        faults.add(fault)
     if not accelerator.state.deepspeed_plugin:
         faults.raise_if_any()
     if accelerator.is_fsdp2:
@@ -147,9 +149,7 @@ def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any
     if state is None or not math.isfinite(state["cur_scale"]):
         return
     if scaler is not None:
-        for name in _SCALER_FIELDS:
-            if name in state and hasattr(scaler, name):
-                setattr(scaler, name, state[name])
+        vars(scaler).update({name: state[name] for name in _SCALER_FIELDS if name in state})
     elif accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(
             state.get("torch") or {**accelerator.scaler.state_dict(), "scale": state["cur_scale"]}
