@@ -160,6 +160,7 @@ def test_a_stopped_sweep_continues_its_unfinished_run(
     (["--search", "learning_rate=a:b"], "--learning_rate 'a'"),
     (["--search", "learning_rate=1:2:lin"], "NAME=LOW:HIGH:log"),
     (["--search", "dropout=0:1.5"], "--search dropout=0:1.5: --dropout '1.5'"),
+    (["--search", "learning_rate=1e-5:1e-4", "--trials", "0"], "--trials 0: give 1 or more"),
     (["--search", "seed=1"], "NAME=A,B,C"),
     (["--search", "seed"], "NAME=LOW:HIGH"),
     (["--search", "config_file=a,b"], "unknown setting --config_file"),

@@ -33,6 +33,8 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     """`words`: the recipe's arguments. Raises UserError."""
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
     sweep = Sweep(options.recipe, words, folder)
+    if options.trials is not None and options.trials < 1:
+        raise UserError(f"--trials {options.trials}: give 1 or more")
     if not (options.search or options.seeds or options.configs):
         raise UserError("toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help")
     if options.search:
