@@ -1,4 +1,5 @@
-"""Runs recipes/cls.py and ends one of its processes after step 4.
+"""Runs recipes/cls.py and ends one of its processes after step 4. Its tracker `trackio` is a fake that writes its steps
+when it is closed, not before.
 
 python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 """
@@ -11,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +36,25 @@ def hang_when_stopped() -> None:
     threading.Event().wait()
 
 
+class LateTracker:
+    name = "trackio"
+
+    def __init__(self, run_name: str, name: str) -> None:
+        self.path, self.steps = Path(run_name), list[str]()  # the project is the file
+
+    def start(self) -> None:
+        pass
+
+    def store_init_configuration(self, values: Any) -> None:
+        pass
+
+    def log(self, values: Any, step: int) -> None:
+        self.steps.append(f"{step}\n")
+
+    def finish(self) -> None:
+        self.path.write_text("".join(self.steps), encoding="utf-8")
+
+
 WAYS: dict[str, Callable[[], object]] = {
     "fails": fail,
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -41,6 +63,8 @@ WAYS: dict[str, Callable[[], object]] = {
 }
 
 if __name__ == "__main__":
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
     from recipes import cls
     from toolkit import launch
     from toolkit.training.steps import Step
@@ -48,6 +72,9 @@ if __name__ == "__main__":
     how, rank = sys.argv[1:3]
     if "--config_file" not in sys.argv:
         del sys.argv[1:3]
+        sys.modules["trackio"] = ModuleType("trackio")
+        sys.modules["trackio"].__spec__ = ModuleSpec("trackio", None)
+        LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker  # type: ignore[assignment]
         micro_batches = Step.micro_batches
 
         def ending(step: Any, model: Any) -> Iterator[Any]:

@@ -12,6 +12,8 @@ from tests.failing_worker import STEPS
 from tests.runs import WAYS, recipe
 from toolkit.launch import exit_state
 
+SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
+
 
 @pytest.mark.parametrize(
     ("how", "rank", "way", "code"),
@@ -26,12 +28,13 @@ from toolkit.launch import exit_state
 def test_logged_steps_reach_the_trackers(
     how: str, rank: str, way: str, code: int, tiny_job: list[str], tmp_path: Path
 ) -> None:
-    settings = [*tiny_job, "--max_steps", "8", "--global_batch_size", "8", "--report_to", "tensorboard"]
-    words = [how, rank, *settings, "--output_dir", tmp_path / "run", *WAYS[way]]
-    done = recipe(*words, script="tests/failing_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
+    settings = [*tiny_job, *SETTINGS, "--report_to", "tensorboard,trackio", "--project", str(tmp_path / "late"),
+                "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    done = recipe(how, rank, *settings, *WAYS[way], script="tests/failing_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
     assert done.code == code, done.err
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    assert (tmp_path / "late").read_text().split() == [str(step) for step in range(1, STEPS + 1)]
 
 
 def test_exit_waits_for_a_hanging_close_until_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
