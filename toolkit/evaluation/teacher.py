@@ -49,7 +49,8 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     order = _order_of_classes(labels_of(teacher.config), data.labels, name)
     _require_same_tokens(teacher.config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
-    sources = [model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
+    # "contiguous": logits cached without it may be those of other rows
+    sources = ["contiguous", model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
     digest = digest_of_text(repr(sources))
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
@@ -77,7 +78,8 @@ def _logits(
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
     if outputs is not None:
         positions = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")  # `outputs` are sorted by row
-        logits = torch.from_numpy(outputs[positions][:, order]).to(accelerator.device)
+        # a list as index gives columns in memory, which gloo's broadcast would send as if they were rows
+        logits = torch.from_numpy(np.ascontiguousarray(outputs[positions][:, order])).to(accelerator.device)
     return broadcast(logits).cpu().numpy()
 
 
