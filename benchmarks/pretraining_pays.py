@@ -101,8 +101,8 @@ def short_models(folder: Path, minutes: float, until: float) -> tuple[str, str, 
     model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 128]
     out = pretrain(folder, "pretrained", [*model, "--max_eval_samples", 300], minutes, until)
     first, last = perplexities(out)
-    note = (f"{minutes:g} minutes of pretraining on {cores()}: perplexity {first:.0f} at the first "
-            f"evaluation, {last:.1f} at the last.")  # fmt: skip
+    note = (f"Pretraining: {duration(out, minutes)}; "
+            f"perplexity {first:.0f} at the first evaluation, {last:.1f} at the last.")  # fmt: skip
     return "Few labels, short texts", note, ("demo:minilm", str(out / "model"))
 
 
@@ -120,15 +120,16 @@ def long_models(folder: Path, minutes: float, until: float) -> tuple[str, str, t
         recipe("pretrain", ["--train_file", folder / "texts.txt", *model, *no_training], until)
     out = pretrain(folder, "at-1536", model, minutes, until)
     note = (f"A BigBird of MiniLM, which was pretrained for {minutes:g} minutes at 512 tokens, before and after "
-            f"{minutes:g} minutes at {LONG} on {cores()}. Perplexity on held-out reviews of more than "
+            f"pretraining at {LONG}: {duration(out, minutes)}. Perplexity on held-out reviews of more than "
             f"600 tokens: {perplexities(folder / 'unchanged')[1]:.1f} before, {perplexities(out)[1]:.1f} "
             "after.")  # fmt: skip
     return "A BigBird made of a BERT, long texts", note, (str(before), str(out / "model"))
 
 
-def cores() -> str:
-    count = len(os.sched_getaffinity(0))
-    return f"{count} CPU core{'s' * (count > 1)}"
+def duration(out: Path, minutes: float) -> str:
+    steps, count = len((out / "metrics.jsonl").read_text().splitlines()), len(os.sched_getaffinity(0))
+    cores = f"{count} CPU core{'s' * (count > 1)}"
+    return f"{steps:,} steps of 32 texts ({minutes:g} minutes of {cores} by the speed of a trial)"
 
 
 def perplexities(out: Path) -> tuple[float, float]:
