@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +66,7 @@ def main() -> None:
     if options.write:
         sections = [path.read_text() for name in ("short", "long")
                     if (path := options.folder / name / "section.md").is_file()]  # fmt: skip
-        head = "# What continued pretraining is worth\n\n`benchmarks/pretraining_pays.py` makes this page.\n\n"
+        head = f"# What continued pretraining is worth\n\nMade by `benchmarks/pretraining_pays.py`, {date.today()}.\n\n"
         path = ROOT / "benchmarks" / "results" / "pretraining_pays.md"
         path.write_text(head + "\n".join(sections))
 
@@ -101,8 +102,10 @@ def short_models(folder: Path, minutes: float, until: float) -> tuple[str, str, 
     model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 128]
     out = pretrain(folder, "pretrained", [*model, "--max_eval_samples", 300], minutes, until)
     first, last = perplexities(out)
-    note = (f"Pretraining: {duration(out, minutes)}; "
-            f"perplexity {first:.0f} at the first evaluation, {last:.1f} at the last.")  # fmt: skip
+    texts = len((folder / "texts.txt").read_text(encoding="utf-8").splitlines())
+    note = (f"MiniLM with a new masked-language head, pretrained on {texts:,} unlabelled film reviews of a sentence or "
+            f"two: {duration(out, minutes)}; perplexity {first:.0f} at the first evaluation, {last:.1f} at the "
+            "last.")  # fmt: skip
     return "Few labels, short texts", note, ("demo:minilm", str(out / "model"))
 
 
