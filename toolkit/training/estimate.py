@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -28,7 +29,6 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.models.layers import outer_layers
 from toolkit.utils.compat import require
-from toolkit.utils.memory import machine_memory
 from toolkit.utils.units import size_text
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
@@ -189,4 +189,8 @@ def usable_memory(device: str, processes: int) -> float:
     machine's or container's."""
     if device == "cuda":
         return _USABLE_OF_GPU * torch.cuda.mem_get_info()[0]
-    return _USABLE_OF_CPU * min(psutil.virtual_memory().available, machine_memory()) / processes
+    free = psutil.virtual_memory().available
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
+        free = min(free, int(most) - int(used.read_text()))
+    return _USABLE_OF_CPU * max(0, free) / processes
