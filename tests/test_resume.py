@@ -124,6 +124,19 @@ def test_a_torn_last_line_and_a_lost_model_folder_are_written_again(
     assert_same_run(run, whole)
 
 
+def test_a_lost_model_folder_gets_the_average_of_the_weights_again(settings: list[Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = [*settings, "--max_steps", 8, "--ema_decay", 0.6, "--output_dir", run]
+    train(*arguments)
+    saved = load_file(run / "model" / "model.safetensors")
+    shutil.rmtree(run / "model")
+    train(*arguments)
+    files = ("model/model.safetensors", "checkpoints/best/weights.safetensors")
+    again, trained = (load_file(run / name) for name in files)
+    assert all((again[name] == values).all() for name, values in saved.items())
+    assert any((trained[name] != values).any() for name, values in saved.items())
+
+
 def test_lines_lost_in_a_power_cut_are_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
     """Lines logged before the checkpoint are missing, or NULs: the run continues without them."""
     run = rewound(whole, tmp_path / "run", 18)

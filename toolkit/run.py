@@ -32,7 +32,7 @@ from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, start_trackers, tracker_names
 from toolkit.report.summary import RunSummary
 from toolkit.training import mfu
-from toolkit.training.average import Average
+from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
@@ -161,7 +161,7 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Returns False if a stop signal interrupted it."""
-        with self._average.as_weights(step) if self._average else contextlib.nullcontext():
+        with average_as_weights(self.checkpoints.live, step) if self._average else contextlib.nullcontext():
             try:
                 evaluation = evaluate(self.data.validation)
             except StopRequested as stop:

@@ -136,13 +136,18 @@ def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> 
 
 
 @pytest.mark.parametrize(
-    ("metric", "values", "improved"),
-    [("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [1, 1, 0, 0, 1]),
-     ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [1, 1, 0, 0, 1])],
+    ("metric", "values", "counters", "best_step"),
+    [("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [0, 0, 1, 2, 0], 5),
+     ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [0, 0, 1, 2, 0], 5),
+     ("pearson", [None, math.nan], [0, 1], 1), ("loss", [math.nan, 3.0, None], [0, 0, 1], 2)],
 )  # fmt: skip
-def test_the_best_evaluation(metric: str, values: list[float], improved: list[int]) -> None:
-    best, counters = Best(metric, SINGLE), []
-    for step, (value, better) in enumerate(zip(values, improved, strict=True), 1):
-        assert best.update(Evaluation("validation", {metric: value}, None), step) is bool(better)
-        counters.append(best.patience_counter)
-    assert (counters, best.step) == ([0, 0, 1, 2, 0], 5)
+def test_the_best_evaluation(metric: str, values: list[Any], counters: list[int], best_step: int) -> None:
+    """Resumed after each evaluation; a metric may be undefined."""
+    best = Best(metric, SINGLE)
+    for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
+        assert best.update(Evaluation("validation", {metric: value}, None), step) is (counter == 0)
+        assert best.patience_counter == counter
+        state = json.loads(json.dumps(best.state(), allow_nan=False))
+        best = Best(metric, SINGLE)
+        best.restore(state)
+    assert best.step == best_step

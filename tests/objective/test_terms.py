@@ -85,6 +85,29 @@ def test_fgm_moves_each_text_along_its_gradient(family: str, frozen: bool) -> No
     torch.testing.assert_close(trained(model, alone, fgm_epsilon=0.5), losses[1:2])
 
 
+class Half(torch.nn.Module):
+    """Computes in fp16, with a gradient too small for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(14, 2)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.words
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        self.embedded = self.words(input_ids)
+        return SimpleNamespace(logits=1e-8 * self.embedded.half().float().sum(1))
+
+
+def test_fgm_moves_a_text_in_fp16_whose_loss_is_small() -> None:
+    model, batch = Half(), batch_of(ROWS)
+    adversarial = Adversarial(Objective(lambda logits, labels: logits.sum(-1)), model, 0.5)
+    adversarial(batch, model(**batch.inputs).logits)
+    shift = model.embedded - model.words.weight[batch.inputs["input_ids"]]
+    torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.full((3,), 0.5), rtol=1e-3, atol=0)
+
+
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     torch.manual_seed(0)
     model: Any = tiny("bert").train()

@@ -7,7 +7,7 @@ import copy
 import torch
 
 from toolkit.checkpoint.live import LiveState
-from toolkit.training.average import Average
+from toolkit.training.average import Average, average_as_weights
 
 
 def test_weights_and_average_are_swapped_bit_for_bit() -> None:
@@ -27,7 +27,7 @@ def test_weights_and_average_are_swapped_bit_for_bit() -> None:
         weight = plain.weight.detach()
         decay = min(0.7, (1 + step) / (10 + step))
         expected = weight.clone() if expected is None else decay * expected + (1 - decay) * weight
-        with average.as_weights(step):
+        with average_as_weights(lambda: state, step):
             torch.testing.assert_close(module.weight, expected)
             averaged = module.weight.detach().clone()
         assert torch.equal(module.weight, plain.weight)

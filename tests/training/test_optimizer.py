@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
@@ -233,7 +234,7 @@ def test_lion_is_its_papers_algorithm() -> None:
 def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: int = 2) -> Any:
     """The attributes of an accelerator that align_strategy uses."""
     plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
-    state = SimpleNamespace(deepspeed_plugin=plugin)
+    state = SimpleNamespace(deepspeed_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
     return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False,
                            ddp_handler=None, device=torch.device("cpu"), is_main_process=True, scaler=None,
                            mixed_precision="no")  # fmt: skip
@@ -323,6 +324,13 @@ def test_all_faults_are_reported_and_the_config_does_not_change() -> None:
     options = {"model": model, "optimizer": torch.optim.Adafactor(model.parameters())}
     refusal(align, accelerator_with(config), **options, match=r"^4 faults:", lines=5, says=["Adafactor", "with ddp "])
     assert config == before
+
+
+def test_an_accelerate_config_that_compiles_the_model_is_refused() -> None:
+    """All names in its checkpoints and in model/ would begin with `_orig_mod.`."""
+    accelerator = accelerator_with(None)
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.INDUCTOR
+    refusal(align, accelerator, says=["dynamo_backend: INDUCTOR", "--torch_compile"])
 
 
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",

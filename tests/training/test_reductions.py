@@ -28,7 +28,6 @@ def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(
     losses, reduced = losses_and_bytes(way, tiny_model, reviews, tmp_path, settings, kinds)
     assert losses["once"] == pytest.approx(losses["each"], rel=1e-6)
     assert reduced["each"] == pytest.approx(MICRO_BATCHES * reduced["once"], rel=0.01)
-    # 16-bit weights: their gradients would accumulate in bf16
     assert reduced["half"] == reduced["half each"]
     assert losses["half"] == losses["half each"]
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Ahead
+from toolkit.data.batches import Ahead, _thread
 from toolkit.training.steps import Steps, peak_memory_bytes
 
 CPU = torch.device("cpu")
@@ -89,6 +89,13 @@ def test_the_next_batch_is_prefetched() -> None:
     assert ahead.batch(calls[1], None).of is batches[1]
     assert ahead.batch(calls[2], None).of is batches[2]
     assert made == [0, 1, 2]
+
+
+def test_the_device_of_a_single_process_has_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_device` raises for that of accelerate, torch.device("cuda")."""
+    monkeypatch.setattr(torch.cuda, "set_device", torch.cuda._utils._get_device_index)
+    for device in ("cuda", "cuda:1"):
+        assert _thread.__wrapped__(torch.device(device)).submit(int).result() == 0
 
 
 def test_a_step_allocates_nothing_of_the_size_of_the_data(no_launcher: None) -> None:

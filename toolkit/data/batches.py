@@ -264,8 +264,10 @@ class Ahead:
 @functools.cache
 def _thread(device: torch.device) -> ThreadPoolExecutor:
     """One for training and all evaluations, started while memory is available."""
-    # a new thread's default device is the first, where pinned memory would open a context for every process
-    on_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    # a new thread's default device is the first, where pinned memory would open a context for every process; of a
+    # single process that is the device, and accelerate gives it no index
+    has_index = device.type == "cuda" and device.index is not None
+    on_device = partial(torch.cuda.set_device, device) if has_index else None
     thread = ThreadPoolExecutor(1, "collate", initializer=on_device)
     thread.submit(int).result()
     return thread

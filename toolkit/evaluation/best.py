@@ -52,8 +52,8 @@ class Best:
     def update(self, evaluation: Evaluation, step: int) -> bool:
         """Records an evaluation, and returns whether it is better than all before it."""
         number = evaluation.numbers[self.metric]
-        value = math.nan if number is None else self.sign * number  # null in eval.jsonl
-        if value > self.value:
+        value = -math.inf if number is None or math.isnan(number) else self.sign * number  # null in eval.jsonl
+        if value > self.value or not self.step:  # the first counts without a number, too: a run ends with a model
             self.value, self.step, self.patience_counter = value, step, 0
             return True
         self.patience_counter += 1
@@ -71,8 +71,9 @@ class Best:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint's state; a state of another metric is ignored."""
-        if state["metric"] == self.metric and state["value"] is not None:
-            self.value, self.step, self.patience_counter = state["value"], state["step"], state["waited"]
+        if state["metric"] == self.metric:
+            self.value = -math.inf if state["value"] is None else state["value"]
+            self.step, self.patience_counter = state["step"], state["waited"]
 
 
 def make_best(

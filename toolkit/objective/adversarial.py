@@ -11,6 +11,10 @@ from toolkit.errors import UserError
 from toolkit.objective.base import Batch, Objective
 from toolkit.utils.modules import unwrapped
 
+# The gradient's length does not count, but on its way through fp16 that of a small loss would become 0. A power of two
+# rounds nothing, and this one is below the loss scales of fp16 training.
+_SCALE = 128.0
+
 
 class Adversarial(Objective):
     """The mean of the objective and of the losses with the word embeddings of each text moved by epsilon along the
@@ -41,7 +45,7 @@ class Adversarial(Objective):
             logits = unwrapped(self.model)(**batch.inputs).logits
         assert self._embedded is not None
         losses = self.losses(logits, batch.labels)
-        (gradient,) = torch.autograd.grad(losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
+        (gradient,) = torch.autograd.grad(_SCALE * losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
         norms = _norms(gradient.float(), batch.token_samples).clamp(min=torch.finfo(torch.float32).tiny)
         self._shift = self.epsilon * gradient.float() / norms
         try:

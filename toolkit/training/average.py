@@ -18,7 +18,7 @@ _KEY = "ema"
 
 
 class Average:
-    """All processes call every method. `live` returns the training state in memory."""
+    """All processes call `update`. `live` returns the training state in memory."""
 
     def __init__(self, live: Callable[[], LiveState], decay: float) -> None:
         self._live, self._decay = live, decay
@@ -40,23 +40,25 @@ class Average:
             averages = [optimizer.state[tensor][_KEY] for tensor in tensors]
             torch._foreach_lerp_(averages, tensors, 1 - min(self._decay, (1 + updates) / (10 + updates)))
 
-    @contextlib.contextmanager
-    def as_weights(self, steps: int) -> Iterator[None]:
-        """Within this context the model's weights are the average, for evaluating and saving."""
-        self._swap(steps)
-        try:
-            yield
-        finally:
-            self._swap(steps)
 
-    @torch.no_grad()
-    def _swap(self, steps: int) -> None:
-        """Swaps the weights and their average, bit for bit."""
-        live = self._live()
-        live.before_loading()
-        for tensor, _ in live.optimizer_tensors():
-            if _KEY in (state := live.optimizer.state[tensor]):
-                weights = tensor.detach().clone()
-                tensor.detach().copy_(state[_KEY])
-                state[_KEY].copy_(weights)
-        live.after_loading(steps)
+@contextlib.contextmanager
+def average_as_weights(live: Callable[[], LiveState], steps: int) -> Iterator[None]:
+    """Within this context the model's weights are their average, if there is one, for evaluating and saving; all
+    processes call this. `steps`: taken so far."""
+    _swap(live(), steps)
+    try:
+        yield
+    finally:
+        _swap(live(), steps)
+
+
+@torch.no_grad()
+def _swap(live: LiveState, steps: int) -> None:
+    """Swaps the weights and their average, bit for bit."""
+    live.before_loading()
+    for tensor, _ in live.optimizer_tensors():
+        if _KEY in (state := live.optimizer.state.get(tensor, {})):
+            weights = tensor.detach().clone()
+            tensor.detach().copy_(state[_KEY])
+            state[_KEY].copy_(weights)
+    live.after_loading(steps)

@@ -145,4 +145,4 @@ def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     yield
     for fragment in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():
         if (weight := weights.get(fragment.name)) is not None:
-            fragment.values.copy_(weight.view(-1)[fragment.start : fragment.start + fragment.values.numel()])
+            fragment.values.copy_(weight.reshape(-1)[fragment.start : fragment.start + fragment.values.numel()])

@@ -42,8 +42,8 @@ def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) ->
     this after `accelerator.prepare`. Until the last micro-batch each process accumulates unsharded gradients, 4 bytes
     per trained parameter.
 
-    Does nothing for 16-bit weights, whose gradients would accumulate in 16 bits (DeepSpeed reduces those of each
-    micro-batch into fp32 shards), and for ZeRO-1, which reduces once anyway. See DeepSpeed's pull request 7992.
+    Does nothing for 16-bit weights, which are meant to save memory, and for ZeRO-1, which reduces once anyway. See
+    DeepSpeed's pull request 7992.
     """
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None or plugin.zero_stage < 2 or settings.sync_each_batch:

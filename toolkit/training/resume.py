@@ -30,6 +30,7 @@ from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, se
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
 from toolkit.launch.environment import attempt
+from toolkit.training.average import average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.steps import Steps
@@ -230,8 +231,8 @@ def _resume_from(
 
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
-    """Writes the run's model/ from the best checkpoint where it is missing or newer than the resumed one. Where the
-    best checkpoint is gone, the next evaluation counts as the best."""
+    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint where it is missing or newer than
+    the resumed one. Where the best checkpoint is gone, the next evaluation counts as the best."""
     model_folder, best = checkpoints.path.with_name("model"), checkpoints.best
     saved_step = broadcast_object_list([model_folder_step(model_folder)])[0]
     if not best.step or saved_step == best.step:
@@ -244,7 +245,8 @@ def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
             return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
         restore(checkpoints.live(), open_checkpoint(copy), best.step)
     dtype = checkpoints.settings.save_dtype
-    save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
+    with average_as_weights(checkpoints.live, best.step):
+        save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
     return []
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 from toolkit.checkpoint.live import persistent_buffers
@@ -31,9 +32,15 @@ def align_strategy(
     """Sets the accelerator's accumulation, and those values of a DeepSpeed config that accelerate would not set by the
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
 
-    Raises UserError with all values of the DeepSpeed config that contradict the settings, for an optimizer that the
-    strategy cannot use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
+    Raises UserError with all values of the DeepSpeed config that contradict the settings, for an accelerate config that
+    compiles the model, for an optimizer that the strategy cannot use (`optimizer_fault`), and where its parameters are
+    not the model's (`check_parameters`).
     """
+    if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
+        raise UserError(
+            f"the accelerate config compiles the whole model (dynamo_backend: {backend.value}), which renames its "
+            "weights: remove dynamo_backend there, and pass --torch_compile true"
+        )
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BigBirdConfig, BigBirdForSequenceClassification
 
 from tests.runs import WAYS, lines_of, train
 from tests.splits import of_lengths
 from toolkit import cli
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
+from toolkit.models import bigbird
 from toolkit.training import estimate
 from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
 from toolkit.training.steps import make_schedule
@@ -63,6 +64,19 @@ def test_half_precision_frozen_layers_and_recomputation_take_less(model: Any) ->
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert activations(model, 64, 128) < 0.9 * full
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_bigbird_runs_on_data_afterwards() -> None:
+    """Its tables of blocks are cached."""
+    config = BigBirdConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=24)  # fmt: skip
+    sparse: Any = bigbird.install(BigBirdForSequenceClassification(config), "flex")
+    sparse.bert.pooler = None  # as in a loaded classifier
+    one, two = (activations(sparse, samples, 1024) for samples in (1, 2))
+    assert one < two
+    assert sparse.bert.fast_attention == "flex"
+    bigbird.install(sparse, "gathered")
+    assert sparse.train()(input_ids=torch.ones(1, 1024, dtype=torch.long)).logits.isfinite().all()
 
 
 def sharded(model: Any, settings: TrainingSettings, device: str = "cuda", **zero: Any) -> dict[str, Memory]:
