@@ -122,17 +122,21 @@ class Run:
                 )
                 return
             step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
-            self._evaluation_postponed = False
             yield step
             if self._steps.stop_signal:
                 self._stop()
                 return
 
     def after(self, step: Step, grad_norm: Any, evaluate: Evaluate) -> None:
-        """Logs an optimizer step, and evaluates, saves the best model and saves a checkpoint where due."""
+        """Logs an optimizer step. Evaluates the validation rows every `--eval_every` steps, and saves the model if it
+        is the best so far. Saves a checkpoint every `--checkpoint_every` steps, and after a stop signal: then the
+        evaluation is postponed until the run is resumed."""
         self.log(step, grad_norm)
-        self.evaluate_if_due(step, evaluate)
-        self.checkpoint_if_due(step)
+        postponed = False
+        if step.evaluates:
+            postponed = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
+        if self._gathered is not None:  # a step with a checkpoint is always gathered
+            self._log.write_line(self.checkpoints.save_if_due(self._gathered, postponed))
 
     def log(self, step: Step, grad_norm: Any) -> None:
         """Updates the average of the weights (`--ema_decay`), gathers the losses of `--logging_steps` steps, and logs
@@ -147,17 +151,6 @@ class Run:
         except UserError:
             self._log.write_line()
             raise
-
-    def evaluate_if_due(self, step: Step, evaluate: Evaluate) -> None:
-        """Evaluates the validation rows every `--eval_every` steps, and saves the model if it is the best so far. After
-        a stop signal it postpones the evaluation until the run is resumed, to save a checkpoint first."""
-        if step.evaluates:
-            self._evaluation_postponed = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
-
-    def checkpoint_if_due(self, step: Step) -> None:
-        """Saves a checkpoint every `--checkpoint_every` steps, and after a stop signal."""
-        if self._gathered is not None:  # a step with a checkpoint is always gathered
-            self._log.write_line(self.checkpoints.save_if_due(self._gathered, self._evaluation_postponed))
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Returns False if a stop signal interrupted it."""
@@ -198,11 +191,6 @@ class Run:
         self.checkpoints.wait()
         self._log.close()
 
-    def load_best_model(self) -> None:
-        """Loads the weights of model/ into the model, unless it has them."""
-        if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
-            load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
-
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
         """Evaluates a split with the best model, which must be loaded, unless that was the last evaluation."""
         if self._last is None or self._last_key != (self.best.step, split.name):
@@ -216,7 +204,8 @@ class Run:
         if self.stopped:
             return
         logged = self._last
-        self.load_best_model()
+        if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
+            load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
         for feature in features():
             feature.best_model(self, evaluate)
         final, comparison = self.data.test or self.data.validation, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,10 +186,3 @@ def rates(total: int, **options: Any) -> list[float]:
 def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: int) -> None:
     expected = [step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)]
     assert rates(10, **options) == pytest.approx(expected)
-
-
-def test_known_schedules() -> None:
-    assert rates(4, lr_scheduler_type="constant") == [1, 1, 1, 1]
-    cosine = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
-    assert rates(8, lr_scheduler_type="cosine") == pytest.approx(cosine)
-    assert rates(4, lr_scheduler_type="constant_with_warmup", warmup_steps=2) == [0, 0.5, 1, 1]
