@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.cuda._utils import _get_device_index
 
 from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
 from tests.splits import of_lengths
@@ -93,7 +94,7 @@ def test_the_next_batch_is_prefetched() -> None:
 
 def test_the_device_of_a_single_process_has_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """`set_device` raises for that of accelerate, torch.device("cuda")."""
-    monkeypatch.setattr(torch.cuda, "set_device", torch.cuda._utils._get_device_index)
+    monkeypatch.setattr(torch.cuda, "set_device", _get_device_index)
     for device in ("cuda", "cuda:1"):
         assert _thread.__wrapped__(torch.device(device)).submit(int).result() == 0
 

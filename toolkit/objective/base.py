@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+Batch = Any
+"""A micro-batch: `Batch` in toolkit/data/batches.py, which nothing here imports."""
 Losses = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> (B,) losses, one per sample."""
-
-
-class Batch(Protocol):
-    """The fields of a micro-batch that terms use."""
-
-    @property
-    def inputs(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def labels(self) -> Tensor: ...
-
-    @property
-    def token_samples(self) -> Tensor | None: ...
-
-    @property
-    def columns(self) -> Mapping[str, Tensor]: ...
 
 
 class Objective:
