@@ -264,8 +264,8 @@ class Ahead:
 @functools.cache
 def _thread(device: torch.device) -> ThreadPoolExecutor:
     """One for training and all evaluations, started while memory is available."""
-    # a new thread's default device is the first, where pinned memory would open a context for every process; of a
-    # single process that is the device, and accelerate gives it no index
+    # a new thread's default device is the first, where pinned memory would open a context for every process; the device
+    # of a single process is the first, without an index
     has_index = device.type == "cuda" and device.index is not None
     on_device = partial(torch.cuda.set_device, device) if has_index else None
     thread = ThreadPoolExecutor(1, "collate", initializer=on_device)

@@ -190,6 +190,7 @@ def usable_memory(device: str, processes: int) -> float:
     """Bytes that a step may use in each of `processes` on this machine: a part of the GPU's free memory, or of the
     machine's or container's."""
     if device == "cuda":
+        torch.cuda.empty_cache()  # what a teacher has used, say
         return _USABLE_OF_GPU * torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
