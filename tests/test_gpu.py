@@ -156,10 +156,11 @@ def test_fp16_skips_a_step_on_all_ranks(
 
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
 def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, articles: Path, tmp_path: Path) -> None:
-    """Sparse attention at more than eight widths, and titles."""
+    """Sparse attention at more than eight widths, in micro-batches that fit, and titles."""
     more = ["--model_name_or_path", tiny_model, *SETTINGS, "--max_steps", 8, "--eval_every", 8]
     run(tmp_path, way, [
-        ["recipes.bigbird", "--train_file", long_reviews, *more, "--max_length", 1536, "--output_dir", tmp_path / "b"],
+        ["recipes.bigbird", "--train_file", long_reviews, *more, "--max_length", 1536, "--per_device_batch_size",
+         "auto", "--output_dir", tmp_path / "b"],
         ["recipes.title", "--train_file", articles, *more, "--output_dir", tmp_path / "t"],
     ])  # fmt: skip
     for name in "bt":
