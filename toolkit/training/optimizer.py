@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -145,6 +146,8 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
     if every := settings.unfreeze_every:
         rate = schedule.lr_lambdas[0]  # all groups have the same
         schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
+    # with fp16's scaler accelerate replaces `optimizer.step` in each step, of which torch would warn
+    warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
     scheduler = AcceleratedScheduler(schedule, optimizer, split_batches=True)  # one step, not one per process
     set_schedule(scheduler, 0)
     return scheduler
