@@ -168,7 +168,8 @@ class _Prediction:
         for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)
         saved.load(self.accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-        bar = Progress(Path(options.file).name, round(total / (options.shard or (1, 1))[1]) - (total - missing))
+        rows_left = max(1, min(missing, round(total / (options.shard or (1, 1))[1])))
+        bar = Progress(Path(options.file).name, rows_left)
         rows = computed = unanswered = 0
         empty: list[int] = []
         windows = self._windows(done)
@@ -230,11 +231,15 @@ class _Prediction:
 
 def _facts(options: Any, table: Table, accelerator: Accelerator, **extra: Any) -> dict[str, Any]:
     """Everything that must be equal for all parts of an output."""
-    model = Path(model_path(options.model))
-    digest = digest_of_files(model, model.rglob("*")) if model.is_dir() else options.model
     facts = {name: getattr(options, name) for name in ("probabilities", "encoding")}
-    facts |= {"layout": 2, "file": table.digest, "rows": len(table), "model": digest}
+    facts |= {"layout": 3, "file": table.digest, "rows": len(table), "model": digest_of_model(options.model)}
     return facts | {"precision": accelerator.mixed_precision} | extra
+
+
+def digest_of_model(name: str) -> str:
+    """Of the files of a model's folder; the name itself for one on the hub."""
+    folder = Path(model_path(name))
+    return digest_of_files(folder, folder.rglob("*")) if folder.is_dir() else name
 
 
 def read_settings(options: Any) -> TextSettings:
@@ -299,8 +304,6 @@ def _class_columns(logits: np.ndarray, answers: ClassAnswers, flat: bool, probab
     if labels.problem_type == "regression":
         several = labels.size > 1 and flat
         return _by_name("prediction", labels.names, predictions) if several else {"prediction": predictions}
-    if flat and labels.problem_type == "multi_label_classification":
-        predictions = [json.dumps(names, ensure_ascii=False) for names in predictions]
     columns, chances = {"prediction": predictions}, [line["probabilities"] for line in lines]
     if probabilities == "none":
         return columns

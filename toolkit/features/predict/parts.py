@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from toolkit.data.read import format_of
 from toolkit.data.table import cast_batch, unify_schemas
 from toolkit.data.text_files import OPENERS
 from toolkit.errors import UserError, listing
+from toolkit.report.files import dumps
 from toolkit.utils.files import explain_write_errors, replace_file
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -83,12 +85,11 @@ class Parts:
                     rows = rows.append_column(name, pyarrow.array(values))
                 pyarrow.parquet.write_table(rows, draft)
                 return
-            frame = rows.to_pandas(integer_object_nulls=True).assign(**columns)
-            if self.kind in SEPARATORS:
-                text = self._separated(frame, header=start == 0)
-            else:
-                text = frame.to_json(orient="records", lines=True, force_ascii=False)
-            self._refuse_unwritable(text)
+            text = "".join(self._lines(rows.to_pydict() | columns, header=start == 0))
+            try:  # fail now, not when hours of parts are joined
+                text.encode(self.encoding)
+            except (UnicodeEncodeError, LookupError) as error:
+                raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
             draft.write_text(text, encoding="utf-8", newline="")
 
     def claim_joining(self) -> bool:
@@ -110,14 +111,36 @@ class Parts:
             else:
                 opener = OPENERS.get(self.output.suffix.lower(), open)
                 with opener(draft, "wt", encoding=self.encoding, newline="") as file:
-                    file.writelines(self._lines(parts))
+                    file.writelines(self._joined_lines(parts))
         if not in_shards:
             shutil.rmtree(self.folder)
             return
         for part in parts:
             part.unlink()
 
-    def _lines(self, parts: list[Path]) -> Iterator[str]:
+    def _lines(self, columns: dict[str, list[Any]], header: bool) -> list[str]:
+        """The lines of a part in CSV, TSV or JSONL. Lists and objects are JSON in a cell, too."""
+        rows = zip(*columns.values(), strict=True)
+        if self.kind not in SEPARATORS:
+            return [f"{dumps(dict(zip(columns, row, strict=True)))}\n" for row in rows]
+        lines: list[str] = []
+        sink: Any = SimpleNamespace(write=lambda line: lines.append(f"{line[:-2]}\n"))
+        # csv quotes a cell with a lone \r, which readers take for the end of a row, only if lines end in \r, too
+        writer = csv.writer(
+            sink, delimiter=SEPARATORS[self.kind], lineterminator="\r\n", quoting=self.quoting,
+            quotechar=None if self.quoting == csv.QUOTE_NONE else '"',
+        )  # fmt: skip
+        try:
+            writer.writerows([columns] * header)
+            writer.writerows([dumps(cell) if isinstance(cell, list | dict) else cell for cell in row] for row in rows)
+        except csv.Error as error:
+            raise UserError(
+                f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
+                "--output that ends in .jsonl"
+            ) from error
+        return lines
+
+    def _joined_lines(self, parts: list[Path]) -> Iterator[str]:
         """The lines of all parts, which for a JSON file become the items of a list."""
         before = "["
         for part in parts:
@@ -133,22 +156,6 @@ class Parts:
 
     def _path(self, start: int, end: int) -> Path:
         return self.folder / f"part-{start:010d}-{end:010d}{self.kind}"
-
-    def _separated(self, frame: Any, header: bool) -> str:
-        try:
-            return frame.to_csv(sep=SEPARATORS[self.kind], index=False, header=header, quoting=self.quoting)
-        except csv.Error as error:
-            raise UserError(
-                f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
-                "--output that ends in .jsonl"
-            ) from error
-
-    def _refuse_unwritable(self, text: str) -> None:
-        """Fails now, not when hours of parts are joined."""
-        try:
-            text.encode(self.encoding)
-        except UnicodeEncodeError as error:
-            raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
 
 
 def _join_parquet(parts: list[Path], draft: Path) -> None:
