@@ -230,6 +230,11 @@ def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[st
     return ({str(place) for place in range(max(widths))} if multi_hot else names), multi_hot
 
 
+def holds_flags(table: Table, column: str) -> bool:
+    """Whether each cell of a multi-label column is a list with a 0 or 1 per class."""
+    return _names_in_lists(table, column, np.arange(len(table)))[1]
+
+
 def _names_from_file(
     table: Table, column: str, class_names: Mapping[str, str], classes: set[str], multi_hot: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:

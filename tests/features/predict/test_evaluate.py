@@ -1,0 +1,55 @@
+"""toolkit/features/predict/evaluate.py: the labels of a file, empty texts, and what its processes compare."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from tests.report.made import classifier
+from tests.runs import lines_of
+from toolkit import launch
+from toolkit.cli import build_parser
+from toolkit.data.labels import MULTI, Labels
+from toolkit.data.table import Table
+from toolkit.features.predict.evaluate import _find_labels, evaluate_file
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["x", "x"], [[1, 0, 0], [1, 0, 0]]),
+        (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
+        (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]]),
+    ],
+)
+def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[list[int]]) -> None:
+    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], "label": cells}), "new.csv", "")
+    labels = Labels(MULTI, ("x", "y", "z"), ())
+    labels = _find_labels(table, labels, SimpleNamespace(model="none", label_column=None), "text")
+    assert labels.encode(table, np.arange(2)).tolist() == expected
+
+
+def test_pairs_and_the_model_that_processes_compare(
+    sharp_model: Path, tmp_path: Path, no_launcher: None, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A pair with one empty text is named. Tokens that processes share are of this model: its files are in the facts
+    that also name them in the cache."""
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    model = classifier(sharp_model, tmp_path / "model", labels)
+    (tmp_path / "pairs.csv").write_text("text,reply,label\ngood film,,a\nbad room,fine,b\n")
+    words = ["evaluate", model, tmp_path / "pairs.csv", "--text_pair", "reply", "--mixed_precision", "no"]
+    facts: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "require_equal", lambda *arguments: facts.append(arguments[2]))
+    evaluate_file(build_parser().parse_args(list(map(str, words))))
+    assert re.search(r"\b1 of 2 rows .*\(rows 1\)", capsys.readouterr().err)
+    assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == [0, 1]
+    (model / "decisions.json").write_text('{"labels": ["a", "b"], "temperature": 2.0}')
+    evaluate_file(build_parser().parse_args([*map(str, words), "--overwrite"]))
+    assert len({each["model"] for each in facts}) == len(facts) == 2
