@@ -113,10 +113,14 @@ def test_auto_goes_by_the_references(chinese: Pairs) -> None:
     assert rouge.resolve("auto", ["Ink helps drive democracy in Asia"]) == "word"
     assert rouge.resolve("auto", ["Apple 发布 iPhone 新品", "华为手机"]) == "jieba"
     assert rouge.resolve("auto", ["the character 好 means good"]) == "word"
+    assert {rouge.resolve("auto", [title]) for title in ("새 휴대폰 발표", "Новый телефон", "ニュースです")} == {"char"}
+    assert rouge.resolve("auto", ["Le président élu à Paris hier"]) == "word"
     assert rouge.resolve("auto", []) == rouge.resolve("auto", ["", "2024 !"]) == "word"
     assert rouge.resolve("char", ["a"]) == "char"
     assert rouge.scores(chinese[0][:5], chinese[1][:5], "auto") == rouge.scores(chinese[0][:5], chinese[1][:5], "jieba")
 
 
-def test_words_of_chinese_are_refused() -> None:
-    refusal(rouge.scores, ["华为"], ["华为"], "word", match=r"100 % of the references' letters.*jieba, char or auto")
+@pytest.mark.parametrize("title", ["华为发布新手机", "새 휴대폰"])
+def test_words_of_other_letters_than_latin_are_refused(title: str) -> None:
+    refusal(rouge.scores, [title], [title], "word", match=r"100 % of the references' letters.*jieba, char or auto")
+    assert rouge.scores([title], [title], "auto") == [dict.fromkeys(rouge.KINDS, 1.0)]
