@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 
+from tests.faults import refusal
 from tests.report.made import classifier
 from tests.runs import lines_of
 from toolkit import launch
@@ -43,13 +44,19 @@ def test_pairs_and_the_model_that_processes_compare(
     that also name them in the cache."""
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     model = classifier(sharp_model, tmp_path / "model", labels)
-    (tmp_path / "pairs.csv").write_text("text,reply,label\ngood film,,a\nbad room,fine,b\n")
-    words = ["evaluate", model, tmp_path / "pairs.csv", "--text_pair", "reply", "--mixed_precision", "no"]
+    (tmp_path / "pairs.csv").write_text("text,reply,label\ngood film,,a\n" + "bad room,fine,b\n" * 5)
     facts: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "require_equal", lambda *arguments: facts.append(arguments[2]))
-    evaluate_file(build_parser().parse_args(list(map(str, words))))
-    assert re.search(r"\b1 of 2 rows .*\(rows 1\)", capsys.readouterr().err)
-    assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == [0, 1]
+
+    def evaluate(*more: str) -> None:
+        words = ["evaluate", str(model), str(tmp_path / "pairs.csv"), "--mixed_precision", "no", *more]
+        evaluate_file(build_parser().parse_args(words))
+
+    evaluate("--text_pair", "reply")
+    assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
+    assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == list(range(6))
     (model / "decisions.json").write_text('{"labels": ["a", "b"], "temperature": 2.0}')
-    evaluate_file(build_parser().parse_args([*map(str, words), "--overwrite"]))
+    evaluate("--text_pair", "reply", "--overwrite")
     assert len({each["model"] for each in facts}) == len(facts) == 2
+    (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_pair": "second"}}')  # of the model's run
+    refusal(evaluate, "--overwrite", says=["pairs.csv has no column 'second'", "--text_pair"])

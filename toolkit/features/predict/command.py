@@ -20,14 +20,20 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TextSettings
-from toolkit.data.labels import USUAL, Labels
+from toolkit.data.labels import Labels
 from toolkit.data.read import format_of, read_file
-from toolkit.data.table import Table, columns_of, find_columns, joined_texts, pair_column, text_column
+from toolkit.data.table import Table, columns_of, joined_texts
 from toolkit.data.tokens import Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_quoting, training_run
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    empty_text_warning,
+    training_quoting,
+    training_run,
+)
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
 from toolkit.utils.cache import digest_of_files
@@ -58,7 +64,7 @@ def predict_file(options: Any) -> None:
     parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format)
     table = read_file(options.file, settings)
     _refuse_existing_columns(table, saved.answers, output, options)
-    column, pair = choose_columns(options, table)
+    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.require_equal(accelerator, "the file, the model and the options", facts)
@@ -98,7 +104,8 @@ def _output_exists(output: Path) -> UserError:
 
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
     saved, texts = SavedModel(options.model), options.text
-    choose_columns(options, None)
+    if pair := training_run(options.model)["data"].get("text_pair"):
+        raise UserError(f"this model reads pairs (--text_pair {pair}): give a FILE with both columns")
     length = saved.choose_max_length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
     outputs = saved.compute_outputs(saved.tokenize(texts))
@@ -247,24 +254,6 @@ def read_settings(options: Any) -> TextSettings:
     names = ("encoding", "delimiter", "column_names")
     quoting = options.quoting or training_quoting(options.model, options.file)
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
-
-
-def choose_columns(options: Any, table: Any) -> tuple[str, str | None]:
-    """The columns of texts and of second texts: those of the options, or those that the model was trained on."""
-    run = training_run(options.model)["data"]
-    if options.text:
-        if run.get("text_pair"):
-            raise UserError(f"this model reads pairs (--text_pair {run['text_pair']}): give a FILE with both columns")
-        return "text", None
-    trained = {
-        setting: name
-        for setting in ("text_column", "text_pair")
-        if (name := run.get(setting)) and set(columns_of(table, name)) <= set(table.rows.column_names)
-    }
-    pair = options.text_pair or trained.get("text_pair")
-    label_columns = find_columns(table, None, USUAL, "label_column")
-    column = text_column(table, options.text_column or trained.get("text_column"), [*label_columns, pair])
-    return column, pair_column(table, pair, column)
 
 
 def _format_answers(outputs: Any, answers: Answers) -> list[str]:

@@ -20,8 +20,8 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
-from toolkit.features.predict.command import choose_columns, digest_of_model, read_settings
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, empty_text_warning, training_run
+from toolkit.features.predict.command import digest_of_model, read_settings
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of
 from toolkit.report.files import RunFiles
@@ -49,7 +49,7 @@ def evaluate_file(options: Any) -> None:
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file")
     table = read_file(options.file, read_settings(options))
-    column, pair = choose_columns(options, table)
+    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
     labels = _find_labels(table, saved.answers.labels, options, column)
     answers = replace(saved.answers, labels=labels)
     truth = labels.encode(table, np.arange(len(table)))
