@@ -133,6 +133,7 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     assert len(rows_of(tmp_path / "even-out.csv")) == 32
     for wrong in ("0/3", "4/3", "2", "a/b"):
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
+    refusal(predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1")
 
 
 def test_a_finished_shard_that_is_started_again(
