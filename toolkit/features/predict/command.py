@@ -20,7 +20,6 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TextSettings
-from toolkit.data.labels import Labels
 from toolkit.data.read import format_of, read_file
 from toolkit.data.table import Table, columns_of, joined_texts
 from toolkit.data.tokens import Split, separator_of
@@ -112,8 +111,8 @@ def _print_answers(options: Any, accelerator: Accelerator) -> None:
     if outputs is not None:
         if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
             logger.info(note)
-        for text, answer in zip(texts, _format_answers(outputs, saved.answers), strict=True):
-            print(f"{answer}  {text}")
+        for text, line in zip(texts, saved.answers.answers(outputs), strict=True):
+            print(f"{_format_answer(line, saved.answers)}  {text}")
 
 
 class _Window(NamedTuple):
@@ -231,7 +230,8 @@ class _Prediction:
 
     def _write(self, window: _Window, outputs: Any) -> int:
         """Writes a part, and returns the number of rows without an answer. `outputs`: logits or title of each text."""
-        columns = _columns(self.saved.answers, np.asarray(outputs)[window.places], self.parts.output, self.options)
+        outputs = np.asarray(outputs)[window.places]
+        columns = _columns(self.saved.answers, outputs, self.parts.output, self.options.probabilities)
         self.parts.write(window.start, window.rows, columns)
         return sum(answer is None for answer in columns.get("prediction", ()))
 
@@ -256,16 +256,12 @@ def read_settings(options: Any) -> TextSettings:
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
-def _format_answers(outputs: Any, answers: Answers) -> list[str]:
-    """For each text a title, numbers, or classes with their probabilities."""
-    lines = list(answers.answers(outputs))
-    if not isinstance(answers, ClassAnswers):
-        return [str(line["prediction"]) for line in lines]
-    return [_format_classes(line, answers.labels) for line in lines]
-
-
-def _format_classes(line: dict[str, Any], labels: Labels) -> str:
+def _format_answer(line: dict[str, Any], answers: Answers) -> str:
+    """A title, numbers, or classes with their probabilities."""
     prediction = line["prediction"]
+    if not isinstance(answers, ClassAnswers):
+        return str(prediction)
+    labels = answers.labels
     if labels.problem_type == "regression":
         numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
         return " ".join(f"{name} {number:.4g}" for name, number in numbers)
@@ -277,29 +273,24 @@ def _format_classes(line: dict[str, Any], labels: Labels) -> str:
     return " ".join(f"{name} {chances[name]:.4f}" for name in names) or "none"
 
 
-def _columns(answers: Answers, outputs: Any, output: Path, options: Any) -> dict[str, list[Any]]:
-    if not isinstance(answers, ClassAnswers):
-        return {"prediction": [line["prediction"] for line in answers.answers(outputs)]}
-    return _class_columns(outputs, answers, format_of(output) in SEPARATORS, options.probabilities)
-
-
-def _class_columns(logits: np.ndarray, answers: ClassAnswers, flat: bool, probabilities: str) -> dict[str, list[Any]]:
-    """Columns for (N, C) logits. `flat`: a column for each class (CSV), instead of one column of lists.
-
-    `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest classes.
-    """
-    labels, lines = answers.labels, list(answers.answers(logits))
+def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -> dict[str, list[Any]]:
+    """The columns of predictions for titles, or (N, C) logits: for probabilities (`all`, `none`, or `top-3`: names and
+    probabilities of the three likeliest) a column for each class in CSV, one of lists in other formats."""
+    lines, flat = list(answers.answers(outputs)), format_of(output) in SEPARATORS
     predictions = [line["prediction"] for line in lines]
+    columns: dict[str, list[Any]] = {"prediction": predictions}
+    if not isinstance(answers, ClassAnswers):
+        return columns
+    labels = answers.labels
     if labels.problem_type == "regression":
-        several = labels.size > 1 and flat
-        return _by_name("prediction", labels.names, predictions) if several else {"prediction": predictions}
-    columns, chances = {"prediction": predictions}, [line["probabilities"] for line in lines]
+        return _by_name("prediction", labels.names, predictions) if flat and labels.size > 1 else columns
     if probabilities == "none":
         return columns
+    chances = [line["probabilities"] for line in lines]
     if probabilities == "all":
         return columns | (_by_name("probability", labels.names, chances) if flat else {"probabilities": chances})
     most = min(int(probabilities.removeprefix("top-")), labels.size)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
+    order = np.argsort(-outputs, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
     names = [[labels.names[place] for place in row] for row in order]
     best = [[row[place] for place in places] for row, places in zip(chances, order, strict=True)]
     if not flat:
@@ -316,7 +307,7 @@ def _by_name(prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]])
 
 def _refuse_existing_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
     no_outputs: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
-    columns = _columns(answers, no_outputs, output, options)
+    columns = _columns(answers, no_outputs, output, options.probabilities)
     if existing := [name for name in columns if name in table.rows.column_names]:
         raise UserError(f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten")
 
