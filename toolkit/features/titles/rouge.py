@@ -15,12 +15,9 @@ from typing import Literal
 
 from toolkit.errors import UserError
 from toolkit.features.titles.readable import HAN, KANA
+from toolkit.features.titles.settings import Segmenter
 from toolkit.utils.extras import require_extra
 
-Segmenter = Literal["auto", "word", "jieba", "char"]
-"""word: runs of a-z and 0-9 in lower case without stemming, as in published English results.
-jieba: Chinese words, whole Latin words and numbers. char: each Chinese character, whole Latin words and numbers.
-auto: jieba, char or word, depending on the references."""
 KINDS = ("rouge1", "rouge2", "rougeL")
 FOREIGN_SHARE = 0.2
 """Where the share of Chinese among the references' letters is greater, `auto` takes jieba; where only that of all
