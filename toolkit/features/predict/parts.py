@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -85,12 +86,18 @@ class Parts:
                     rows = rows.append_column(name, pyarrow.array(values))
                 pyarrow.parquet.write_table(rows, draft)
                 return
-            text = "".join(self._lines(rows.to_pydict() | columns, header=start == 0))
-            try:  # fail now, not when hours of parts are joined
-                text.encode(self.encoding)
+            try:
+                with draft.open("w", encoding="utf-8", newline="") as file:
+                    for line in self._lines(rows.to_pydict() | columns, header=start == 0):
+                        line.encode(self.encoding)  # fail now, not when hours of parts are joined
+                        file.write(line)
             except (UnicodeEncodeError, LookupError) as error:
                 raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
-            draft.write_text(text, encoding="utf-8", newline="")
+            except csv.Error as error:
+                raise UserError(
+                    f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
+                    "--output that ends in .jsonl"
+                ) from error
 
     def claim_joining(self) -> bool:
         """Returns True in one process only, of several that finish the last shards at the same time."""
@@ -118,27 +125,22 @@ class Parts:
         for part in parts:
             part.unlink()
 
-    def _lines(self, columns: dict[str, list[Any]], header: bool) -> list[str]:
+    def _lines(self, columns: dict[str, list[Any]], header: bool) -> Iterator[str]:
         """The lines of a part in CSV, TSV or JSONL. Lists and objects are JSON in a cell, too."""
         rows = zip(*columns.values(), strict=True)
         if self.kind not in SEPARATORS:
-            return [f"{dumps(dict(zip(columns, row, strict=True)))}\n" for row in rows]
-        lines: list[str] = []
-        sink: Any = SimpleNamespace(write=lambda line: lines.append(f"{line[:-2]}\n"))
+            yield from (f"{dumps(dict(zip(columns, row, strict=True)))}\n" for row in rows)
+            return
+        written: list[str] = []
+        sink: Any = SimpleNamespace(write=written.append)
         # csv quotes a cell with a lone \r, which readers take for the end of a row, only if lines end in \r, too
         writer = csv.writer(
             sink, delimiter=SEPARATORS[self.kind], lineterminator="\r\n", quoting=self.quoting,
             quotechar=None if self.quoting == csv.QUOTE_NONE else '"',
         )  # fmt: skip
-        try:
-            writer.writerows([columns] * header)
-            writer.writerows([dumps(cell) if isinstance(cell, list | dict) else cell for cell in row] for row in rows)
-        except csv.Error as error:
-            raise UserError(
-                f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
-                "--output that ends in .jsonl"
-            ) from error
-        return lines
+        for row in itertools.chain([list(columns)] * header, rows):
+            writer.writerow([dumps(cell) if isinstance(cell, list | dict) else cell for cell in row])
+            yield f"{written.pop()[:-2]}\n"
 
     def _joined_lines(self, parts: list[Path]) -> Iterator[str]:
         """The lines of all parts, which for a JSON file become the items of a list."""
