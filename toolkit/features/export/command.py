@@ -150,7 +150,7 @@ def _read_split(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     pairs = saved.read_texts(table, pair) if pair else None
     split = replace(saved.tokenize(saved.read_texts(table, column), pairs), name=table.name)
     if label_columns:
-        labels = replace(saved.answers.labels, columns=label_columns)
+        labels = saved.answers.labels.in_columns(table, label_columns)
         split = replace(split, labels=labels.encode(table, split.rows))
     return split, bool(label_columns)
 

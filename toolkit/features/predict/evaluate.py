@@ -13,7 +13,7 @@ import torch
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
-from toolkit.data.labels import MULTI, USUAL, Labels, holds_flags
+from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import format_of, read_class_names, read_file
 from toolkit.data.table import Table, find_columns
 from toolkit.data.tokens import Split
@@ -105,10 +105,9 @@ def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Lab
     if not columns:
         others = [name for name in table.rows.column_names if name != column]
         raise table.ambiguous_column("label", "label_column", others)
-    multi_hot = labels.problem_type == MULTI and (len(columns) > 1 or holds_flags(table, columns[0]))
-    file = run.get("label_names_file")
-    values = () if multi_hot or not file or not Path(file).is_file() else tuple(read_class_names(file))
-    return replace(labels, columns=columns, multi_hot=multi_hot, values=values)
+    labels, file = labels.in_columns(table, columns), run.get("label_names_file")
+    values = () if labels.multi_hot or not file or not Path(file).is_file() else tuple(read_class_names(file))
+    return replace(labels, values=values)
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:
