@@ -265,6 +265,15 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
         assert dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) == {**cells, **written}
 
 
+def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
+    """Of shards whose windows differ."""
+    parts = Parts(tmp_path / "out.csv", "utf-8")
+    for start in (0, 4, 2):
+        assert parts.missing(9) == {0: ["1 to 9"], 4: ["4 to 9"], 2: ["4 to 4", "8 to 9"]}[start]
+        parts.write(start, pa.table({"text": ["a", "b", "c"]}), {"prediction": ["x", "y", "z"]})
+    refusal(parts.missing, 9, match=r"out.csv.parts holds row 3 twice: remove the folder")
+
+
 def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:
     rows = "".join(f"很好{row},{row}\n" for row in range(40))
     (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")

@@ -68,12 +68,14 @@ class Parts:
         return dict(sorted((int(match[1]), int(match[2])) for match in matches if match))
 
     def missing(self, rows: int) -> list[str]:
-        """The gaps between the parts, in rows from 1: `1 to 65536`."""
+        """The gaps between the parts, in rows from 1: `1 to 65536`. Raises UserError where two parts have a row."""
         gaps, at = [], 0
         for start, end in [*self.finished().items(), (rows, rows)]:
+            if start < at:  # windows of different versions of a library
+                raise UserError(f"{self.folder} holds row {start + 1} twice: remove the folder, and start again")
             if start > at:
                 gaps.append(f"{at + 1} to {start}")
-            at = max(at, end)
+            at = end
         return gaps
 
     def write(self, start: int, rows: Any, columns: dict[str, list[Any]]) -> None:
