@@ -274,6 +274,17 @@ def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
     refusal(parts.missing, 9, match=r"out.csv.parts holds row 3 twice: remove the folder")
 
 
+def test_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
+    """Two shards that differ, neither of which had a part when the other started."""
+    first, second = (Parts(tmp_path / "out.csv", "utf-8") for _ in range(2))
+    rows, predictions = pa.table({"text": ["a"]}), {"prediction": ["x"]}
+    for parts, model in ((first, "one"), (second, "two")):
+        parts.open({"model": model, "columns": ["text", None]}, overwrite=False)
+    second.write(0, rows, predictions)
+    refusal(first.write, 1, rows, predictions, match="out.csv.parts belongs to another prediction now")
+    assert second.finished() == {0: 1}
+
+
 def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:
     rows = "".join(f"很好{row},{row}\n" for row in range(40))
     (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")

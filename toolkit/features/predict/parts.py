@@ -34,11 +34,13 @@ class Parts:
         self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
+        self.facts: dict[str, Any] = {}
+        """The job that `open` was called for."""
         self.joining = self.folder / "joining"
 
     def open(self, facts: dict[str, Any], overwrite: bool) -> None:
         """Creates the folder, or continues one of the same job. Raises UserError for the folder of another job."""
-        before = self._facts()
+        self.facts, before = facts, self._facts()
         if self.joining.is_dir() and not self.finished():  # the output is made again
             self.manifest.unlink(missing_ok=True)
             shutil.rmtree(self.joining, ignore_errors=True)
@@ -79,7 +81,10 @@ class Parts:
         return gaps
 
     def write(self, start: int, rows: Any, columns: dict[str, list[Any]]) -> None:
-        """Writes a part: rows (an Arrow table) with the columns of predictions."""
+        """Writes a part: rows (an Arrow table) with the columns of predictions. Raises UserError where another job has
+        taken the folder, before this one had a part."""
+        if self.facts and self.facts != self._facts():
+            raise UserError(f"{self.folder} belongs to another prediction now: name another --output for one of them")
         with self._writing(), replace_file(self._path(start, start + rows.num_rows)) as draft:
             if self.kind == ".parquet":
                 import pyarrow.parquet
