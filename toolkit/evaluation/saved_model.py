@@ -24,8 +24,8 @@ from toolkit.utils.progress import PartOfProgress
 
 def training_run(name: str) -> dict[str, Any]:
     """`settings`, `data` and `identity` in config.json of the run that trained this model; empty without such a run."""
-    try:
-        run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
+    try:  # strict: a name of the hub is no folder beside some run's config.json
+        run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
         return {**{part: dict(run[part]) for part in ("settings", "data")}, "identity": dict(run.get("identity", {}))}
     except (OSError, ValueError, KeyError, TypeError):
         return {"settings": {}, "data": {}, "identity": {}}

@@ -18,6 +18,7 @@ from toolkit import launch
 from toolkit.cli import build_parser
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
+from toolkit.evaluation.saved_model import training_run
 from toolkit.features.predict.evaluate import _find_labels, evaluate_file
 
 
@@ -34,6 +35,17 @@ def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[li
     labels = Labels(MULTI, ("x", "y", "z"), ())
     labels = _find_labels(table, labels, SimpleNamespace(model="none", label_column=None), "text")
     assert labels.encode(table, np.arange(2)).tolist() == expected
+
+
+def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text('{"settings": {"seed": 3}, "data": {}}')
+    names = {".": ["run/model", "run/model/"], "run": ["model"], "run/model": [".", "../model"]}
+    for folder, models in names.items():
+        monkeypatch.chdir(tmp_path / folder)
+        assert [training_run(model)["settings"] for model in models] == [{"seed": 3}] * len(models)
+    monkeypatch.chdir(tmp_path / "run")
+    assert training_run("a-name-of-the-hub")["settings"] == {}
 
 
 def test_pairs_and_the_model_that_processes_compare(
