@@ -248,8 +248,9 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
 
 def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     """A lone \\r, which ends a row of CSV outside quotes, all digits of numbers, nulls and lists."""
-    cells = {"text": ["a\rb", 'c "d", e\nf', ""], "score": [0.1234567890123456, 1e-12, None],
-             "id": [2**60 + 1, None, 0], "tags": [["很", "y"], [], None], "prediction": ["p", None, "r"]}  # fmt: skip
+    cells: dict[str, list[Any]] = {
+        "text": ["a\rb", 'c "d", e\nf', ""], "score": [0.1234567890123456, 1e-12, None], "id": [2**60 + 1, None, 0],
+        "tags": [["很", "y"], [], None], "prediction": ["p", None, "r"]}  # fmt: skip
     prediction = {"prediction": cells["prediction"]}
     for name in ("out.csv", "out.tsv", "out.jsonl"):
         parts = Parts(tmp_path / name, "utf-8")
