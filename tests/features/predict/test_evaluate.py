@@ -19,7 +19,7 @@ from toolkit.cli import build_parser
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.evaluation.saved_model import training_run
-from toolkit.features.predict.evaluate import _find_labels, evaluate_file
+from toolkit.features.predict.evaluate import _find_labels, _output_folder, evaluate_file
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,7 @@ def test_pairs_and_the_model_that_processes_compare(
         words = ["evaluate", str(model), str(tmp_path / "pairs.csv"), "--mixed_precision", "no", *more]
         evaluate_file(build_parser().parse_args(words))
 
+    assert _output_folder(SimpleNamespace(file="new.CSV.gz", output_dir=None)) == Path("new.evaluation")
     evaluate("--text_pair", "reply")
     assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
     assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == list(range(6))

@@ -277,10 +277,11 @@ def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
     """Two shards that differ, neither of which had a part when the other started."""
-    first, second = (Parts(tmp_path / "out.csv", "utf-8") for _ in range(2))
+    facts = [{"model": model, "columns": ["text", None]} for model in ("one", "two")]
+    first, second = (Parts(tmp_path / "out.csv", "utf-8", facts=job) for job in facts)
     rows, predictions = pa.table({"text": ["a"]}), {"prediction": ["x"]}
-    for parts, model in ((first, "one"), (second, "two")):
-        parts.open({"model": model, "columns": ["text", None]}, overwrite=False)
+    for parts in (first, second):
+        parts.open(overwrite=False)
     second.write(0, rows, predictions)
     refusal(first.write, 1, rows, predictions, match="out.csv.parts belongs to another prediction now")
     assert second.finished() == {0: 1}

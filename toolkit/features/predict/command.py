@@ -59,18 +59,18 @@ def predict_file(options: Any) -> None:
         return
     saved, output, settings = SavedModel(options.model), _choose_output(options), read_settings(options)
     same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
-    parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format)
     table = read_file(options.file, settings)
     _refuse_existing_columns(table, saved.answers, output, options)
     column, pair = choose_columns(options.model, table, options.text_column, options.text_pair)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.require_equal(accelerator, "the file, the model and the options", facts)
-    if _is_already_joined(options, accelerator, parts, facts):
+    parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format, facts)
+    if _is_already_joined(options, accelerator, parts):
         return
     if accelerator.is_main_process:
-        parts.open(facts, options.overwrite)
-    prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
+        parts.open(options.overwrite)
+    prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts)
     try:
         prediction.run()
     except KeyboardInterrupt:
@@ -84,12 +84,12 @@ def _in_shards(options: Any) -> bool:
     return bool(options.shard or options.join)
 
 
-def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[str, Any]) -> bool:
+def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> bool:
     """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
     output."""
     if options.overwrite or not broadcast_object_list([parts.output.exists()])[0]:
         return False
-    joined = _in_shards(options) and broadcast_object_list([parts.are_joined(facts)])[0]
+    joined = _in_shards(options) and broadcast_object_list([parts.are_joined()])[0]
     if not joined:
         raise _output_exists(parts.output)
     launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
@@ -139,7 +139,6 @@ class _Prediction:
     columns: list[str]
     """The column of texts, and of second texts if they are pairs."""
     parts: Parts
-    facts: dict[str, Any]
 
     def run(self) -> None:
         """Computes the missing parts of this shard, and joins all parts once they are complete."""
@@ -157,7 +156,7 @@ class _Prediction:
         if not absent and (not options.shard or parts.claim_joining()):
             parts.join(in_shards=_in_shards(options))
             logger.info(f"{rows} rows: {parts.output}")
-        elif not parts.are_joined(self.facts):  # by another process in the meantime
+        elif not parts.are_joined():  # by another process in the meantime
             status = (
                 f"still missing: rows {listing(absent)} (the last shard joins all)" if absent else
                 "another process is joining the shards; if it was killed, use --join instead of --shard"
@@ -167,7 +166,7 @@ class _Prediction:
     def _compute(self, done: dict[int, int], missing: int) -> None:
         """Computes a window while one thread reads and tokenizes the next, and another writes the previous one."""
         options, saved, total = self.options, self.saved, len(self.table)
-        names, max_length = " and ".join(self.columns), self.facts["max_length"]
+        names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
         columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
         resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, columns, resumed]):
@@ -222,7 +221,7 @@ class _Prediction:
         distinct: dict[tuple[str, ...], int] = {}
         places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
         texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
-        split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
+        split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.parts.facts)} {start}")
         split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
         blank = np.array([not all(map(str.strip, row)) for row in distinct])[places]
         return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
@@ -311,6 +310,11 @@ def _refuse_existing_columns(table: Table, answers: Answers, output: Path, optio
         raise UserError(f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten")
 
 
+def sibling(source: Path, ending: str) -> Path:
+    """`rows.csv.gz`, `.evaluation` -> `rows.evaluation`, in the same folder."""
+    return source.with_name(source.name[: source.name.lower().rindex(format_of(source))] + ending)
+
+
 def _choose_output(options: Any) -> Path:
     """The file to write. Raises UserError where that is impossible, before any work."""
     source = Path(options.file)
@@ -323,9 +327,7 @@ def _choose_output(options: Any) -> Path:
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
         raise UserError(f"{source}: name the output file with --output")
     kind = format_of(source)
-    stem = source.name[: source.name.lower().rindex(kind)]
-    written = ".csv" if kind == ".txt" else kind
-    output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{written}")
+    output = Path(options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}"))
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
     if output.exists() and not options.overwrite and not _in_shards(options):

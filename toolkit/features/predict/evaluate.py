@@ -14,14 +14,14 @@ import torch
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.read import format_of, read_class_names, read_file
+from toolkit.data.read import read_class_names, read_file
 from toolkit.data.table import Table, find_columns
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, empty_text_warning, training_run
-from toolkit.features.predict.command import digest_of_model, read_settings
+from toolkit.features.predict.command import digest_of_model, read_settings, sibling
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of
 from toolkit.report.files import RunFiles
@@ -86,9 +86,7 @@ def evaluate_file(options: Any) -> None:
 
 
 def _output_folder(options: Any) -> Path:
-    source = Path(options.file)
-    kind = format_of(source)
-    out = Path(options.output_dir or source.with_name(f"{source.name[: -len(kind)]}.evaluation"))
+    out = Path(options.output_dir or sibling(Path(options.file), ".evaluation"))
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
     files = _FILES.union(*(feature.files for feature in features()))

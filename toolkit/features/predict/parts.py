@@ -28,19 +28,17 @@ class Parts:
     """The folder OUTPUT.parts. manifest.json identifies the job; part-FIRST-END holds the output for these rows (from
     0), and is written atomically."""
 
-    def __init__(self, output: Path, encoding: str, unquoted: bool = False) -> None:
-        """`unquoted`: write CSV and TSV as `--quoting none` reads them."""
-        self.output, self.encoding, self.kind = output, encoding, format_of(output)
+    def __init__(self, output: Path, encoding: str, unquoted: bool = False, facts: Any = None) -> None:
+        """`unquoted`: write CSV and TSV as `--quoting none` reads them. `facts` identify the job (JSON)."""
+        self.output, self.encoding, self.kind, self.facts = output, encoding, format_of(output), facts
         self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
-        self.facts: dict[str, Any] = {}
-        """The job that `open` was called for."""
         self.joining = self.folder / "joining"
 
-    def open(self, facts: dict[str, Any], overwrite: bool) -> None:
+    def open(self, overwrite: bool) -> None:
         """Creates the folder, or continues one of the same job. Raises UserError for the folder of another job."""
-        self.facts, before = facts, self._facts()
+        facts, before = self.facts, self._saved_facts()
         if self.joining.is_dir() and not self.finished():  # the output is made again
             self.manifest.unlink(missing_ok=True)
             shutil.rmtree(self.joining, ignore_errors=True)
@@ -55,13 +53,12 @@ class Parts:
             with self._writing(), replace_file(self.manifest) as draft:
                 draft.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
 
-    def are_joined(self, facts: dict[str, Any]) -> bool:
+    def are_joined(self) -> bool:
         """Whether the output was joined from shards of the same job; the parts are removed after that."""
         joined = self.joining.is_dir() and not self.finished() and self.output.is_file()
-        return joined and self._facts() == facts
+        return joined and self._saved_facts() == self.facts
 
-    def _facts(self) -> dict[str, Any]:
-        """The facts that identify the job of these parts."""
+    def _saved_facts(self) -> dict[str, Any]:
         return dict(json.loads(self.manifest.read_text(encoding="utf-8"))) if self.manifest.is_file() else {}
 
     def finished(self) -> dict[int, int]:
@@ -83,7 +80,7 @@ class Parts:
     def write(self, start: int, rows: Any, columns: dict[str, list[Any]]) -> None:
         """Writes a part: rows (an Arrow table) with the columns of predictions. Raises UserError where another job has
         taken the folder, before this one had a part."""
-        if self.facts and self.facts != self._facts():
+        if self.facts and self.facts != self._saved_facts():
             raise UserError(f"{self.folder} belongs to another prediction now: name another --output for one of them")
         with self._writing(), replace_file(self._path(start, start + rows.num_rows)) as draft:
             if self.kind == ".parquet":
