@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -70,6 +70,12 @@ class Labels(Targets):
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.values or self.names)}
+
+    def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
+        """These labels in columns of another table, which for several labels hold names or a 0 or 1 per class."""
+        several = self.problem_type == MULTI
+        flags = several and (len(columns) > 1 or _names_in_lists(table, columns[0], np.arange(len(table)))[1])
+        return replace(self, columns=columns, multi_hot=flags)
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """Those rows of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32. Raises UserError naming

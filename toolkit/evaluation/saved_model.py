@@ -10,9 +10,10 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from toolkit.config import ModelSettings
+from toolkit.data.labels import USUAL
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
-from toolkit.data.table import Table, texts_of
+from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_column, texts_of
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
@@ -23,8 +24,8 @@ from toolkit.utils.progress import PartOfProgress
 
 def training_run(name: str) -> dict[str, Any]:
     """`settings`, `data` and `identity` in config.json of the run that trained this model; empty without such a run."""
-    try:
-        run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
+    try:  # strict: a name of the hub is no folder beside some run's config.json
+        run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
         return {**{part: dict(run[part]) for part in ("settings", "data")}, "identity": dict(run.get("identity", {}))}
     except (OSError, ValueError, KeyError, TypeError):
         return {"settings": {}, "data": {}, "identity": {}}
@@ -36,6 +37,19 @@ def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
     settings = training_run(name)["settings"]
     same = format_of(Path(file)) in Path(str(settings.get("train_file"))).suffixes
     return "none" if same and settings.get("quoting") == "none" else "csv"
+
+
+def choose_columns(
+    name: str, table: Table, text: str | None, pair: str | None, label: str | None = None
+) -> tuple[str, str | None]:
+    """The columns of texts and of second texts: `text` and `pair`, or else those that the model was trained on; for
+    texts one that is neither `label` nor usual for labels. Raises UserError where one is missing or unclear."""
+    run = training_run(name)["data"]
+    trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
+    if not text and set(columns_of(table, trained)) <= set(table.rows.column_names):
+        text = trained or None
+    column = text_column(table, text, [*find_columns(table, label, USUAL, "label_column"), pair])
+    return column, pair_column(table, pair, column)
 
 
 def empty_text_warning(rows: Sequence[int], count: int) -> str:

@@ -176,6 +176,8 @@ def remove(folder: Path) -> bool:
             _remove_drafts(folder)
     except Timeout:
         return False
+    except FileNotFoundError:  # another machine, which shares this cache, has removed it
+        pass
     except OSError as error:
         raise UserError(f"cannot remove {folder}: {error.strerror}") from error
     return True

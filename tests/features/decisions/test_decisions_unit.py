@@ -74,13 +74,27 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
         assert after["brier"] < before["brier"]
 
 
-def test_the_highest_temperature_is_a_warning() -> None:
-    logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
+def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Decisions, list[str]]:
     rows = np.arange(len(truth))
     split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    tuned, notes = tune(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
-    assert tuned.temperature > 19
+    return tune(DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits)))
+
+
+def test_the_highest_temperature_is_a_warning() -> None:
+    logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
+    decisions, notes = tune_on(truth, logits, calibrate=True)
+    assert decisions.temperature > 19
     assert ["temperature 20" in line for line in notes] == [True]
+
+
+@pytest.mark.parametrize(("positives", "warns"), [(9, True), (10, False), (30, False), (31, True), (40, True)])
+def test_a_threshold_from_few_rows_is_a_warning(positives: int, warns: bool) -> None:
+    """Few that have the label, or few that do not."""
+    truth = (np.arange(40) < positives).astype(np.int64)
+    logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1).astype(np.float32)
+    decisions, notes = tune_on(truth, logits, tune_thresholds="f1")
+    assert ["thresholds of pos" in line for line in notes] == [True] * warns
+    assert set(decisions.thresholds) == {"pos"}
 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:
@@ -161,6 +175,13 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     refusal(saved_decisions, written(tmp_path, **changed), TWO, says=["decisions.json", message])
+
+
+@pytest.mark.parametrize(("labels", "changed"), [(NUMBER, {}), (SEVERAL, {"abstain_below": 0.7})])
+def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers would be divided by the temperature."""
+    file = written(tmp_path, labels=list(labels.names), thresholds={}, **changed)
+    refusal(saved_decisions, file, labels, says=["decisions.json", "regression has no decisions", "no abstain_below"])
 
 
 @pytest.mark.parametrize(

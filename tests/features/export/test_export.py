@@ -33,7 +33,7 @@ from toolkit.evaluation.saved_model import SavedModel
 pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from toolkit.features.export.command import compare, export
+from toolkit.features.export.command import _read_split, compare, export
 from toolkit.models.exported import ExportedClassifier
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
@@ -195,6 +195,17 @@ def test_a_model_without_a_run(
     export(options(copy, tmp_path / "two", validation_file=str(bare)))
     assert json.loads((tmp_path / "two" / "decisions.json").read_text())["temperature"] == 2
     assert re.match(r"100.00 % of the answers are the same, on 211 rows", capsys.readouterr().out)
+
+
+def test_the_columns_of_files_are_those_of_the_run(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text('{"settings": {}, "data": {"text_column": "reply"}}')
+    (tmp_path / "rows.csv").write_text("text,reply\nbad,good film\n")
+    saved = SavedModel(str(copy))
+    saved.max_length = 9
+    split, has_labels = _read_split(str(tmp_path / "rows.csv"), options(copy, tmp_path / "out"), saved)
+    assert split.tokens(0).tolist() == saved.tokenizer("good film")["input_ids"]
+    assert not has_labels
 
 
 def test_a_regression(tokenizer: Any, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

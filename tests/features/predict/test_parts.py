@@ -19,7 +19,7 @@ import pytest
 from tests.faults import Fault, refusal
 from tests.jobs_worker import run_jobs
 from tests.report.made import classifier
-from tests.runs import WAYS, recipe
+from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
 from toolkit.data import read, table, text_files
 from toolkit.data.labels import Labels
@@ -127,8 +127,13 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     for shard in ("1/2", "2/2"):  # the last one joins
         predicted("other.csv", "--shard", shard)
     assert (tmp_path / "other.csv").read_bytes() == whole
+    (even := tmp_path / "even.csv").write_text("text\n" + "good film\n" * 32)  # equally many rows in both shards
+    for shard in ("1/2", "2/2"):
+        predicted("even-out.csv", "--shard", shard, source=even)
+    assert len(rows_of(tmp_path / "even-out.csv")) == 32
     for wrong in ("0/3", "4/3", "2", "a/b"):
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
+    refusal(predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1")
 
 
 def test_a_finished_shard_that_is_started_again(
@@ -239,6 +244,47 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     assert ([first["top_1"], first["top_2"]] if flat else list(first["top_classes"])) == best
     chance = first["top_1_probability"] if flat else first["top_probabilities"][0]
     assert chance == pytest.approx(float(whole[0][f"probability_{best[0]}"]), abs=2e-6)
+
+
+def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
+    """A lone \\r, which ends a row of CSV outside quotes, all digits of numbers, nulls and lists."""
+    cells: dict[str, list[Any]] = {
+        "text": ["a\rb", 'c "d", e\nf', ""], "score": [0.1234567890123456, 1e-12, None], "id": [2**60 + 1, None, 0],
+        "tags": [["很", "y"], [], None], "prediction": ["p", None, "r"]}  # fmt: skip
+    prediction = {"prediction": cells["prediction"]}
+    for name in ("out.csv", "out.tsv", "out.jsonl"):
+        parts = Parts(tmp_path / name, "utf-8")
+        parts.write(0, pa.table({name: cells[name] for name in cells if name not in prediction}), prediction)
+        parts.join(in_shards=False)
+    expected = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
+    assert lines_of(tmp_path / "out.jsonl") == expected
+    written = {"score": ["0.1234567890123456", "1e-12", ""], "id": [str(2**60 + 1), "", "0"],
+               "tags": ['["很", "y"]', "[]", ""], "prediction": ["p", "", "r"]}  # fmt: skip
+    for name, delimiter in (("out.csv", ","), ("out.tsv", "\t")):
+        with (tmp_path / name).open(encoding="utf-8", newline="") as file:
+            header, *rows = csv.reader(file, delimiter=delimiter)
+        assert dict(zip(header, map(list, zip(*rows, strict=True)), strict=True)) == {**cells, **written}
+
+
+def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
+    """Of shards whose windows differ."""
+    parts = Parts(tmp_path / "out.csv", "utf-8")
+    for start in (0, 4, 2):
+        assert parts.missing(9) == {0: ["1 to 9"], 4: ["4 to 9"], 2: ["4 to 4", "8 to 9"]}[start]
+        parts.write(start, pa.table({"text": ["a", "b", "c"]}), {"prediction": ["x", "y", "z"]})
+    refusal(parts.missing, 9, match=r"out.csv.parts holds row 3 twice: remove the folder")
+
+
+def test_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
+    """Two shards that differ, neither of which had a part when the other started."""
+    facts = [{"model": model, "columns": ["text", None]} for model in ("one", "two")]
+    first, second = (Parts(tmp_path / "out.csv", "utf-8", facts=job) for job in facts)
+    rows, predictions = pa.table({"text": ["a"]}), {"prediction": ["x"]}
+    for parts in (first, second):
+        parts.open(overwrite=False)
+    second.write(0, rows, predictions)
+    refusal(first.write, 1, rows, predictions, match="out.csv.parts belongs to another prediction now")
+    assert second.finished() == {0: 1}
 
 
 def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.features.titles import rouge
+from toolkit.features.titles.settings import Segmenter
 
 Pairs = tuple[list[str], list[str]]
 
@@ -41,7 +42,7 @@ def cut_into_characters(text: str) -> str:
 
 
 @pytest.mark.parametrize(("segmenter", "cut"), [("jieba", cut_by_jieba), ("char", cut_into_characters)])
-def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: rouge.Segmenter, cut: Any) -> None:
+def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Segmenter, cut: Any) -> None:
     """Pairs with a word in both; many share a word."""
     rouge_chinese = pytest.importorskip("rouge_chinese")
     # jieba cuts words at foreign letters, and we do not: see test_foreign_words_are_whole
@@ -80,7 +81,7 @@ def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: rou
     ],
 )
 def test_counted_by_hand(
-    prediction: str, reference: str, segmenter: rouge.Segmenter, expected: tuple[float, float, float]
+    prediction: str, reference: str, segmenter: Segmenter, expected: tuple[float, float, float]
 ) -> None:
     (scores,) = rouge.scores([prediction], [reference], segmenter)
     assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
@@ -102,7 +103,7 @@ def test_foreign_words_are_whole(text: str, words: list[str], characters: list[s
 
 
 @pytest.mark.parametrize("segmenter", ["word", "jieba", "char"])
-def test_empty_texts_have_none(segmenter: rouge.Segmenter) -> None:
+def test_empty_texts_have_none(segmenter: Segmenter) -> None:
     nothing = dict.fromkeys(rouge.KINDS, 0.0)
     assert rouge.scores(["", "a", "", " ！"], ["a b", "", "", "a"], segmenter) == [nothing] * 4
     assert rouge.scores([], [], segmenter) == []
@@ -113,10 +114,14 @@ def test_auto_goes_by_the_references(chinese: Pairs) -> None:
     assert rouge.resolve("auto", ["Ink helps drive democracy in Asia"]) == "word"
     assert rouge.resolve("auto", ["Apple 发布 iPhone 新品", "华为手机"]) == "jieba"
     assert rouge.resolve("auto", ["the character 好 means good"]) == "word"
+    assert {rouge.resolve("auto", [title]) for title in ("새 휴대폰 발표", "Новый телефон", "ニュースです")} == {"char"}
+    assert rouge.resolve("auto", ["Le président élu à Paris hier"]) == "word"
     assert rouge.resolve("auto", []) == rouge.resolve("auto", ["", "2024 !"]) == "word"
     assert rouge.resolve("char", ["a"]) == "char"
     assert rouge.scores(chinese[0][:5], chinese[1][:5], "auto") == rouge.scores(chinese[0][:5], chinese[1][:5], "jieba")
 
 
-def test_words_of_chinese_are_refused() -> None:
-    refusal(rouge.scores, ["华为"], ["华为"], "word", match=r"100 % of the references' letters.*jieba, char or auto")
+@pytest.mark.parametrize("title", ["华为发布新手机", "새 휴대폰"])
+def test_words_of_other_letters_than_latin_are_refused(title: str) -> None:
+    refusal(rouge.scores, [title], [title], "word", match=r"100 % of the references' letters.*jieba, char or auto")
+    assert rouge.scores([title], [title], "auto") == [dict.fromkeys(rouge.KINDS, 1.0)]

@@ -48,6 +48,7 @@ UNEVEN = [*COMMON, "--learning_rate", "1e-2", "--max_length", 640, "--global_bat
 VARIED = [*COMMON, "--learning_rate", "1e-3", "--max_length", 4096, "--global_batch_size", 12,
           "--per_device_batch_size", 2, "--per_device_eval_batch_size", 2, "--no_repeat_ngram_size", 1]  # fmt: skip
 SCORES = ("rouge1", "rouge2", "rougeL")
+COUNTS = "tests.features.titles.titles_worker"
 
 
 @pytest.fixture(scope="module")
@@ -99,23 +100,18 @@ def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], *more: list[
     return folders
 
 
-def count_job(root: Path, tiny_model: Path) -> list[Any]:
-    """tests/features/titles/titles_worker.py as a job."""
-    return ["tests.features.titles.titles_worker", tiny_model, root / "counts"]
-
-
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
     """`varied` ends after STOPPED steps."""
     root = tmp_path_factory.mktemp("zero3")
     stopped = [*jobs["varied"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, count_job(root, tiny_model))
+    return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, [COUNTS, tiny_model])
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ddp")
-    return run_all(root, WAYS["ddp x2"], {"varied": jobs["varied"]}, count_job(root, tiny_model))
+    return run_all(root, WAYS["ddp x2"], {"varied": jobs["varied"]}, [COUNTS, tiny_model])
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +178,7 @@ def test_the_literal_command(jobs: dict[str, list[Any]], single: dict[str, Path]
 def test_more_strategies_agree(
     way: str, jobs: dict[str, list[Any]], single: dict[str, Path], tmp_path: Path, tiny_model: Path
 ) -> None:
-    runs = run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], jobs, count_job(tmp_path, tiny_model))
+    runs = run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], jobs, [COUNTS, tiny_model])
     for name, run in runs.items():
         assert_same(run, single[name])
 

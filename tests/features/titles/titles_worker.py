@@ -1,12 +1,11 @@
 """Run by tests/features/titles/test_titles.py in a group of processes: checks that small sets get one title per text,
 also if the ranks' titles have very different lengths.
 
-    titles_worker.main: arguments MODEL FOLDER
+    titles_worker.main: argument MODEL
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 
 
 def main() -> None:
-    settings, folder = PretrainedSettings(model_name_or_path=sys.argv[1]), Path(sys.argv[2])
+    settings = PretrainedSettings(model_name_or_path=sys.argv[1])
     accelerator = launch.make_accelerator("no")
     training = TrainingSettings(global_batch_size=4, per_device_batch_size=2, per_device_eval_batch_size=BATCH)
     generation = GenerationSettings(num_beams=2)
@@ -58,8 +57,7 @@ def main() -> None:
         return title_evaluation(outputs, tokenizer, title_metrics)
 
     def lines_of(size: int) -> list[dict[str, Any]]:
-        split = fake_split(folder, size, accelerator.is_main_process)
-        accelerator.wait_for_everyone()
+        split = fake_split(size)
         evaluation = evaluate(split)
         assert evaluation.numbers["num_samples"] == size
         if evaluation.predictions is None:
@@ -98,22 +96,16 @@ def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
         assert 4 * min(words) <= max(words)  # 1 and 9 tokens
 
 
-def fake_split(folder: Path, size: int, writes: bool) -> TitleSplit:
+class FakeSplit(TitleSplit):
+    def titles(self) -> list[str]:
+        return [f"title {row}" for row in range(len(self))]
+
+
+def fake_split(size: int) -> TitleSplit:
     """Random texts and titles, with gaps in the row numbers."""
     generator = np.random.default_rng(size)
-    lengths, title_lengths = generator.integers(2, 17, size), generator.integers(3, 8, size)
-    folder = folder / f"{len(list(folder.glob('*')))}-{size}"
-    if writes:
-        folder.mkdir(parents=True)
-        titles = [f"title {row}" for row in range(size)]
-        (folder / "titles.jsonl").write_text("".join(json.dumps(title) + "\n" for title in titles), encoding="utf-8")
-    return TitleSplit(
-        name="test",
-        folder=folder,
-        input_ids=generator.integers(5, 40, lengths.sum()).astype(np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        labels=np.zeros(size, np.int64),
-        rows=np.arange(size) * 3 + 1,
-        target_ids=generator.integers(5, 40, title_lengths.sum()).astype(np.int32),
-        target_offsets=np.concatenate([[0], np.cumsum(title_lengths)]),
-    )
+    lengths = generator.integers(2, 17, size), generator.integers(3, 8, size)
+    ids = [generator.integers(5, 40, each.sum()).astype(np.int32) for each in lengths]
+    ends = [np.concatenate([[0], np.cumsum(each)]) for each in lengths]
+    rows = np.arange(size) * 3 + 1
+    return FakeSplit("test", Path(), ids[0], ends[0], np.zeros(size, np.int64), rows, ids[1], ends[1])

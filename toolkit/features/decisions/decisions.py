@@ -151,10 +151,14 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
         raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {mend}")
     if unknown := [name for name in thresholds if name not in names]:
         raise UserError(f"{path}: thresholds of {listing(unknown)}, but the labels are {listing(names)}: {mend}")
-    two = labels.problem_type == _SINGLE and labels.size == 2
-    if thresholds and (labels.problem_type == "regression" or (two and len(thresholds) > 1)):
-        raise UserError(f"{path}: regression has no thresholds, and two classes have one: {mend}")
-    return Decisions(labels, float(content.get("temperature") or 1), thresholds, content.get("abstain_below"))
+    kind, abstain_below = labels.problem_type, content.get("abstain_below")
+    too_many = kind == _SINGLE and labels.size == 2 and len(thresholds) > 1
+    if kind == "regression" or too_many or (kind == MULTI and abstain_below is not None):
+        raise UserError(
+            f"{path}: regression has no decisions, two classes have one threshold, and several labels per text no "
+            f"abstain_below: {mend}"
+        )
+    return Decisions(labels, float(content.get("temperature") or 1), thresholds, abstain_below)
 
 
 def _decisions_file(model: str) -> Path | None:
@@ -236,11 +240,11 @@ def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> 
         # in float64, so that a threshold fits between any two scores
         thresholds = _thresholds(settings, logits.astype(np.float64) / temperature, truth, labels)
         rows = truth.sum(axis=0) if labels.problem_type == MULTI else np.bincount(truth, minlength=labels.size)
-        rare = [
-            name for name, count in zip(labels.names, rows, strict=True) if name in thresholds and count < _FEW_ROWS
-        ]
-        if rare:
-            notes.append(f"thresholds of {listing(rare, 5)}: each has fewer than {_FEW_ROWS} validation rows")
+        few = np.minimum(rows, len(truth) - rows) < _FEW_ROWS
+        if rare := [name for name, is_rare in zip(labels.names, few, strict=True) if is_rare and name in thresholds]:
+            notes.append(
+                f"thresholds of {listing(rare, 5)}: each has fewer than {_FEW_ROWS} validation rows with or without it"
+            )
     return Decisions(labels, temperature, thresholds, settings.abstain_below), notes
 
 

@@ -26,12 +26,12 @@ from toolkit.config import TaskSettings, TextSettings, build, fields_of, section
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.read import read_file
-from toolkit.data.table import find_columns, text_column
+from toolkit.data.table import find_columns
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, training_quoting, training_run
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting, training_run
 from toolkit.models.exported import FILES, INPUTS, export_format
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
@@ -146,11 +146,11 @@ def _read_split(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     """(the texts of a file, whether it has labels)."""
     table = read_file(file, TextSettings(quoting=training_quoting(options.model, file)))
     label_columns = find_columns(table, options.label_column, USUAL, "label_column")
-    column = text_column(table, options.text_column, [*label_columns, options.text_pair])
-    pairs = saved.read_texts(table, options.text_pair) if options.text_pair else None
+    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
+    pairs = saved.read_texts(table, pair) if pair else None
     split = replace(saved.tokenize(saved.read_texts(table, column), pairs), name=table.name)
     if label_columns:
-        labels = replace(saved.answers.labels, columns=label_columns)
+        labels = saved.answers.labels.in_columns(table, label_columns)
         split = replace(split, labels=labels.encode(table, split.rows))
     return split, bool(label_columns)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -20,14 +19,19 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TextSettings
-from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import format_of, read_file
-from toolkit.data.table import Table, columns_of, find_columns, joined_texts, pair_column, text_column
+from toolkit.data.table import Table, columns_of, joined_texts
 from toolkit.data.tokens import Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_quoting, training_run
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    empty_text_warning,
+    training_quoting,
+    training_run,
+)
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
 from toolkit.utils.cache import digest_of_files
@@ -55,18 +59,18 @@ def predict_file(options: Any) -> None:
         return
     saved, output, settings = SavedModel(options.model), _choose_output(options), read_settings(options)
     same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
-    parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format)
     table = read_file(options.file, settings)
     _refuse_existing_columns(table, saved.answers, output, options)
-    column, pair = choose_columns(options, table)
+    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair)
     max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.require_equal(accelerator, "the file, the model and the options", facts)
-    if _is_already_joined(options, accelerator, parts, facts):
+    parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format, facts)
+    if _is_already_joined(options, accelerator, parts):
         return
     if accelerator.is_main_process:
-        parts.open(facts, options.overwrite)
-    prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
+        parts.open(options.overwrite)
+    prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts)
     try:
         prediction.run()
     except KeyboardInterrupt:
@@ -80,12 +84,12 @@ def _in_shards(options: Any) -> bool:
     return bool(options.shard or options.join)
 
 
-def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[str, Any]) -> bool:
+def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> bool:
     """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
     output."""
     if options.overwrite or not broadcast_object_list([parts.output.exists()])[0]:
         return False
-    joined = _in_shards(options) and broadcast_object_list([parts.are_joined(facts)])[0]
+    joined = _in_shards(options) and broadcast_object_list([parts.are_joined()])[0]
     if not joined:
         raise _output_exists(parts.output)
     launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
@@ -98,15 +102,16 @@ def _output_exists(output: Path) -> UserError:
 
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
     saved, texts = SavedModel(options.model), options.text
-    choose_columns(options, None)
+    if pair := training_run(options.model)["data"].get("text_pair"):
+        raise UserError(f"this model reads pairs (--text_pair {pair}): give a FILE with both columns")
     length = saved.choose_max_length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
     outputs = saved.compute_outputs(saved.tokenize(texts))
     if outputs is not None:
         if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
             logger.info(note)
-        for text, answer in zip(texts, _format_answers(outputs, saved.answers), strict=True):
-            print(f"{answer}  {text}")
+        for text, line in zip(texts, saved.answers.answers(outputs), strict=True):
+            print(f"{_format_answer(line, saved.answers)}  {text}")
 
 
 class _Window(NamedTuple):
@@ -134,7 +139,6 @@ class _Prediction:
     columns: list[str]
     """The column of texts, and of second texts if they are pairs."""
     parts: Parts
-    facts: dict[str, Any]
 
     def run(self) -> None:
         """Computes the missing parts of this shard, and joins all parts once they are complete."""
@@ -152,7 +156,7 @@ class _Prediction:
         if not absent and (not options.shard or parts.claim_joining()):
             parts.join(in_shards=_in_shards(options))
             logger.info(f"{rows} rows: {parts.output}")
-        elif not parts.are_joined(self.facts):  # by another process in the meantime
+        elif not parts.are_joined():  # by another process in the meantime
             status = (
                 f"still missing: rows {listing(absent)} (the last shard joins all)" if absent else
                 "another process is joining the shards; if it was killed, use --join instead of --shard"
@@ -162,13 +166,14 @@ class _Prediction:
     def _compute(self, done: dict[int, int], missing: int) -> None:
         """Computes a window while one thread reads and tokenizes the next, and another writes the previous one."""
         options, saved, total = self.options, self.saved, len(self.table)
-        names, max_length = " and ".join(self.columns), self.facts["max_length"]
+        names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
         columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
         resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)
         saved.load(self.accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-        bar = Progress(Path(options.file).name, round(total / (options.shard or (1, 1))[1]) - (total - missing))
+        rows_left = max(1, min(missing, round(total / (options.shard or (1, 1))[1])))
+        bar = Progress(Path(options.file).name, rows_left)
         rows = computed = unanswered = 0
         empty: list[int] = []
         windows = self._windows(done)
@@ -216,25 +221,30 @@ class _Prediction:
         distinct: dict[tuple[str, ...], int] = {}
         places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
         texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
-        split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
+        split = self.saved.tokenize(texts, pairs[0] if pairs else None, f"{json.dumps(self.parts.facts)} {start}")
         split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
         blank = np.array([not all(map(str.strip, row)) for row in distinct])[places]
         return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
 
     def _write(self, window: _Window, outputs: Any) -> int:
         """Writes a part, and returns the number of rows without an answer. `outputs`: logits or title of each text."""
-        columns = _columns(self.saved.answers, np.asarray(outputs)[window.places], self.parts.output, self.options)
+        outputs = np.asarray(outputs)[window.places]
+        columns = _columns(self.saved.answers, outputs, self.parts.output, self.options.probabilities)
         self.parts.write(window.start, window.rows, columns)
         return sum(answer is None for answer in columns.get("prediction", ()))
 
 
 def _facts(options: Any, table: Table, accelerator: Accelerator, **extra: Any) -> dict[str, Any]:
     """Everything that must be equal for all parts of an output."""
-    model = Path(model_path(options.model))
-    digest = digest_of_files(model, model.rglob("*")) if model.is_dir() else options.model
     facts = {name: getattr(options, name) for name in ("probabilities", "encoding")}
-    facts |= {"layout": 2, "file": table.digest, "rows": len(table), "model": digest}
+    facts |= {"layout": 3, "file": table.digest, "rows": len(table), "model": digest_of_model(options.model)}
     return facts | {"precision": accelerator.mixed_precision} | extra
+
+
+def digest_of_model(name: str) -> str:
+    """Of the files of a model's folder; the name itself for one on the hub."""
+    folder = Path(model_path(name))
+    return digest_of_files(folder, folder.rglob("*")) if folder.is_dir() else name
 
 
 def read_settings(options: Any) -> TextSettings:
@@ -244,34 +254,12 @@ def read_settings(options: Any) -> TextSettings:
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
-def choose_columns(options: Any, table: Any) -> tuple[str, str | None]:
-    """The columns of texts and of second texts: those of the options, or those that the model was trained on."""
-    run = training_run(options.model)["data"]
-    if options.text:
-        if run.get("text_pair"):
-            raise UserError(f"this model reads pairs (--text_pair {run['text_pair']}): give a FILE with both columns")
-        return "text", None
-    trained = {
-        setting: name
-        for setting in ("text_column", "text_pair")
-        if (name := run.get(setting)) and set(columns_of(table, name)) <= set(table.rows.column_names)
-    }
-    pair = options.text_pair or trained.get("text_pair")
-    label_columns = find_columns(table, None, USUAL, "label_column")
-    column = text_column(table, options.text_column or trained.get("text_column"), [*label_columns, pair])
-    return column, pair_column(table, pair, column)
-
-
-def _format_answers(outputs: Any, answers: Answers) -> list[str]:
-    """For each text a title, numbers, or classes with their probabilities."""
-    lines = list(answers.answers(outputs))
-    if not isinstance(answers, ClassAnswers):
-        return [str(line["prediction"]) for line in lines]
-    return [_format_classes(line, answers.labels) for line in lines]
-
-
-def _format_classes(line: dict[str, Any], labels: Labels) -> str:
+def _format_answer(line: dict[str, Any], answers: Answers) -> str:
+    """A title, numbers, or classes with their probabilities."""
     prediction = line["prediction"]
+    if not isinstance(answers, ClassAnswers):
+        return str(prediction)
+    labels = answers.labels
     if labels.problem_type == "regression":
         numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
         return " ".join(f"{name} {number:.4g}" for name, number in numbers)
@@ -283,31 +271,24 @@ def _format_classes(line: dict[str, Any], labels: Labels) -> str:
     return " ".join(f"{name} {chances[name]:.4f}" for name in names) or "none"
 
 
-def _columns(answers: Answers, outputs: Any, output: Path, options: Any) -> dict[str, list[Any]]:
-    if not isinstance(answers, ClassAnswers):
-        return {"prediction": [line["prediction"] for line in answers.answers(outputs)]}
-    return _class_columns(outputs, answers, format_of(output) in SEPARATORS, options.probabilities)
-
-
-def _class_columns(logits: np.ndarray, answers: ClassAnswers, flat: bool, probabilities: str) -> dict[str, list[Any]]:
-    """Columns for (N, C) logits. `flat`: a column for each class (CSV), instead of one column of lists.
-
-    `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest classes.
-    """
-    labels, lines = answers.labels, list(answers.answers(logits))
+def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -> dict[str, list[Any]]:
+    """The columns of predictions for titles, or (N, C) logits: for probabilities (`all`, `none`, or `top-3`: names and
+    probabilities of the three likeliest) a column for each class in CSV, one of lists in other formats."""
+    lines, flat = list(answers.answers(outputs)), format_of(output) in SEPARATORS
     predictions = [line["prediction"] for line in lines]
+    columns: dict[str, list[Any]] = {"prediction": predictions}
+    if not isinstance(answers, ClassAnswers):
+        return columns
+    labels = answers.labels
     if labels.problem_type == "regression":
-        several = labels.size > 1 and flat
-        return _by_name("prediction", labels.names, predictions) if several else {"prediction": predictions}
-    if flat and labels.problem_type == "multi_label_classification":
-        predictions = [json.dumps(names, ensure_ascii=False) for names in predictions]
-    columns, chances = {"prediction": predictions}, [line["probabilities"] for line in lines]
+        return _by_name("prediction", labels.names, predictions) if flat and labels.size > 1 else columns
     if probabilities == "none":
         return columns
+    chances = [line["probabilities"] for line in lines]
     if probabilities == "all":
         return columns | (_by_name("probability", labels.names, chances) if flat else {"probabilities": chances})
     most = min(int(probabilities.removeprefix("top-")), labels.size)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
+    order = np.argsort(-outputs, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
     names = [[labels.names[place] for place in row] for row in order]
     best = [[row[place] for place in places] for row, places in zip(chances, order, strict=True)]
     if not flat:
@@ -324,9 +305,14 @@ def _by_name(prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]])
 
 def _refuse_existing_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
     no_outputs: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
-    columns = _columns(answers, no_outputs, output, options)
+    columns = _columns(answers, no_outputs, output, options.probabilities)
     if existing := [name for name in columns if name in table.rows.column_names]:
         raise UserError(f"{table.name} already has a column {listing(existing)}: rename it, nothing is overwritten")
+
+
+def sibling(source: Path, ending: str) -> Path:
+    """`rows.csv.gz`, `.evaluation` -> `rows.evaluation`, in the same folder."""
+    return source.with_name(source.name[: source.name.lower().rindex(format_of(source))] + ending)
 
 
 def _choose_output(options: Any) -> Path:
@@ -341,15 +327,11 @@ def _choose_output(options: Any) -> Path:
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
         raise UserError(f"{source}: name the output file with --output")
     kind = format_of(source)
-    stem = source.name[: source.name.lower().rindex(kind)]
-    written = ".csv" if kind == ".txt" else kind
-    output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{written}")
+    output = Path(options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}"))
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
     if output.exists() and not options.overwrite and not _in_shards(options):
         raise _output_exists(output)
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
-    if not os.access(output.parent, os.W_OK):
-        raise UserError(f"{output.parent} cannot be written: name another file with --output")
     return output

@@ -13,15 +13,15 @@ import torch
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
-from toolkit.data.labels import MULTI, USUAL, Labels, find_labels
-from toolkit.data.read import format_of, read_class_names, read_file
+from toolkit.data.labels import USUAL, Labels
+from toolkit.data.read import read_class_names, read_file
 from toolkit.data.table import Table, find_columns
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
-from toolkit.features.predict.command import choose_columns, read_settings
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, empty_text_warning, training_run
+from toolkit.features.predict.command import digest_of_model, read_settings, sibling
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of
 from toolkit.report.files import RunFiles
@@ -49,23 +49,25 @@ def evaluate_file(options: Any) -> None:
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file")
     table = read_file(options.file, read_settings(options))
-    column, pair = choose_columns(options, table)
+    column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
     labels = _find_labels(table, saved.answers.labels, options, column)
     answers = replace(saved.answers, labels=labels)
     truth = labels.encode(table, np.arange(len(table)))
     max_length = saved.choose_max_length(options.max_length, pair is not None)
-    facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length}
-    launch.require_equal(accelerator, "the file and the options", facts)
+    facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length,
+             "model": digest_of_model(options.model)}  # fmt: skip
+    launch.require_equal(accelerator, "the file, the model and the options", facts)
     saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-    texts = saved.read_texts(table, column)
-    pairs = saved.read_texts(table, pair) if pair else None
-    split = replace(saved.tokenize(texts, pairs, json.dumps(facts)), name=Path(options.file).name, labels=truth)
+    columns = [saved.read_texts(table, name) for name in (column, pair) if name]
+    split = saved.tokenize(columns[0], columns[1] if pair else None, json.dumps(facts))
+    split = replace(split, name=Path(options.file).name, labels=truth)
     logits = saved.compute_outputs(split)
     if logits is None:
         return
-    texts = [f"{text}\n{second}" for text, second in zip(texts, pairs, strict=True)] if pairs else texts
-    if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
-        logger.warning(note)
+    texts = list(zip(*columns, strict=True))
+    empty = [row for row, parts in enumerate(texts) if not all(map(str.strip, parts))]
+    if empty:
+        logger.warning(empty_text_warning(empty, len(texts)))
     evaluation = _evaluate(split, logits, answers)
     with replace_folder(out, options.overwrite) as draft:
         files = RunFiles(accelerator, draft)
@@ -77,16 +79,14 @@ def evaluate_file(options: Any) -> None:
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
         lines = write_results(draft, settings, None, evaluation, answers)
-        write_report(draft, evaluation, texts)
+        write_report(draft, evaluation, list(map("\n".join, texts)))
     effect = answers.describe(evaluation)
     print("\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines]))
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
 
 
 def _output_folder(options: Any) -> Path:
-    source = Path(options.file)
-    kind = format_of(source)
-    out = Path(options.output_dir or source.with_name(f"{source.name[: -len(kind)]}.evaluation"))
+    out = Path(options.output_dir or sibling(Path(options.file), ".evaluation"))
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
     files = _FILES.union(*(feature.files for feature in features()))
@@ -103,10 +103,9 @@ def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Lab
     if not columns:
         others = [name for name in table.rows.column_names if name != column]
         raise table.ambiguous_column("label", "label_column", others)
-    multi_hot = labels.problem_type == MULTI and find_labels(table, ",".join(columns), MULTI, column).multi_hot
-    file = run.get("label_names_file")
-    values = () if multi_hot or not file or not Path(file).is_file() else tuple(read_class_names(file))
-    return replace(labels, columns=columns, multi_hot=multi_hot, values=values)
+    labels, file = labels.in_columns(table, columns), run.get("label_names_file")
+    values = () if labels.multi_hot or not file or not Path(file).is_file() else tuple(read_class_names(file))
+    return replace(labels, values=values)
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:

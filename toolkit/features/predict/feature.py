@@ -58,7 +58,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--column_names", metavar="NAMES", help="of a file without a header: label,text")
     parser.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
-    parser.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
+    parser.add_argument("--per_device_batch_size", type=_positive, default=64, metavar="SAMPLES", help="[64]")
     parser.add_argument(
         "--max_tokens_per_batch", type=int, default=16384, metavar="TOKENS", help="padding counted [16384]"
     )
@@ -71,6 +71,12 @@ def _probabilities(text: str) -> str:
     if not re.fullmatch(r"all|none|top-[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not all, none or top-3")
     return text
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from toolkit.data.read import format_of
 from toolkit.data.table import cast_batch, unify_schemas
 from toolkit.data.text_files import OPENERS
 from toolkit.errors import UserError, listing
+from toolkit.report.files import dumps
 from toolkit.utils.files import explain_write_errors, replace_file
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -25,17 +28,17 @@ class Parts:
     """The folder OUTPUT.parts. manifest.json identifies the job; part-FIRST-END holds the output for these rows (from
     0), and is written atomically."""
 
-    def __init__(self, output: Path, encoding: str, unquoted: bool = False) -> None:
-        """`unquoted`: write CSV and TSV as `--quoting none` reads them."""
-        self.output, self.encoding, self.kind = output, encoding, format_of(output)
+    def __init__(self, output: Path, encoding: str, unquoted: bool = False, facts: Any = None) -> None:
+        """`unquoted`: write CSV and TSV as `--quoting none` reads them. `facts` identify the job (JSON)."""
+        self.output, self.encoding, self.kind, self.facts = output, encoding, format_of(output), facts
         self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
         self.joining = self.folder / "joining"
 
-    def open(self, facts: dict[str, Any], overwrite: bool) -> None:
+    def open(self, overwrite: bool) -> None:
         """Creates the folder, or continues one of the same job. Raises UserError for the folder of another job."""
-        before = self._facts()
+        facts, before = self.facts, self._saved_facts()
         if self.joining.is_dir() and not self.finished():  # the output is made again
             self.manifest.unlink(missing_ok=True)
             shutil.rmtree(self.joining, ignore_errors=True)
@@ -50,13 +53,12 @@ class Parts:
             with self._writing(), replace_file(self.manifest) as draft:
                 draft.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
 
-    def are_joined(self, facts: dict[str, Any]) -> bool:
+    def are_joined(self) -> bool:
         """Whether the output was joined from shards of the same job; the parts are removed after that."""
         joined = self.joining.is_dir() and not self.finished() and self.output.is_file()
-        return joined and self._facts() == facts
+        return joined and self._saved_facts() == self.facts
 
-    def _facts(self) -> dict[str, Any]:
-        """The facts that identify the job of these parts."""
+    def _saved_facts(self) -> dict[str, Any]:
         return dict(json.loads(self.manifest.read_text(encoding="utf-8"))) if self.manifest.is_file() else {}
 
     def finished(self) -> dict[int, int]:
@@ -65,16 +67,21 @@ class Parts:
         return dict(sorted((int(match[1]), int(match[2])) for match in matches if match))
 
     def missing(self, rows: int) -> list[str]:
-        """The gaps between the parts, in rows from 1: `1 to 65536`."""
+        """The gaps between the parts, in rows from 1: `1 to 65536`. Raises UserError where two parts have a row."""
         gaps, at = [], 0
         for start, end in [*self.finished().items(), (rows, rows)]:
+            if start < at:  # windows of different versions of a library
+                raise UserError(f"{self.folder} holds row {start + 1} twice: remove the folder, and start again")
             if start > at:
                 gaps.append(f"{at + 1} to {start}")
-            at = max(at, end)
+            at = end
         return gaps
 
     def write(self, start: int, rows: Any, columns: dict[str, list[Any]]) -> None:
-        """Writes a part: rows (an Arrow table) with the columns of predictions."""
+        """Writes a part: rows (an Arrow table) with the columns of predictions. Raises UserError where another job has
+        taken the folder, before this one had a part."""
+        if self.facts and self.facts != self._saved_facts():
+            raise UserError(f"{self.folder} belongs to another prediction now: name another --output for one of them")
         with self._writing(), replace_file(self._path(start, start + rows.num_rows)) as draft:
             if self.kind == ".parquet":
                 import pyarrow.parquet
@@ -83,13 +90,18 @@ class Parts:
                     rows = rows.append_column(name, pyarrow.array(values))
                 pyarrow.parquet.write_table(rows, draft)
                 return
-            frame = rows.to_pandas(integer_object_nulls=True).assign(**columns)
-            if self.kind in SEPARATORS:
-                text = self._separated(frame, header=start == 0)
-            else:
-                text = frame.to_json(orient="records", lines=True, force_ascii=False)
-            self._refuse_unwritable(text)
-            draft.write_text(text, encoding="utf-8", newline="")
+            try:
+                with draft.open("w", encoding="utf-8", newline="") as file:
+                    for line in self._lines(rows.to_pydict() | columns, header=start == 0):
+                        line.encode(self.encoding)  # fail now, not when hours of parts are joined
+                        file.write(line)
+            except (UnicodeEncodeError, LookupError) as error:
+                raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
+            except csv.Error as error:
+                raise UserError(
+                    f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
+                    "--output that ends in .jsonl"
+                ) from error
 
     def claim_joining(self) -> bool:
         """Returns True in one process only, of several that finish the last shards at the same time."""
@@ -110,14 +122,31 @@ class Parts:
             else:
                 opener = OPENERS.get(self.output.suffix.lower(), open)
                 with opener(draft, "wt", encoding=self.encoding, newline="") as file:
-                    file.writelines(self._lines(parts))
+                    file.writelines(self._joined_lines(parts))
         if not in_shards:
             shutil.rmtree(self.folder)
             return
         for part in parts:
             part.unlink()
 
-    def _lines(self, parts: list[Path]) -> Iterator[str]:
+    def _lines(self, columns: dict[str, list[Any]], header: bool) -> Iterator[str]:
+        """The lines of a part in CSV, TSV or JSONL. Lists and objects are JSON in a cell, too."""
+        rows = zip(*columns.values(), strict=True)
+        if self.kind not in SEPARATORS:
+            yield from (f"{dumps(dict(zip(columns, row, strict=True)))}\n" for row in rows)
+            return
+        written: list[str] = []
+        sink: Any = SimpleNamespace(write=written.append)
+        # csv quotes a cell with a lone \r, which readers take for the end of a row, only if lines end in \r, too
+        writer = csv.writer(
+            sink, delimiter=SEPARATORS[self.kind], lineterminator="\r\n", quoting=self.quoting,
+            quotechar=None if self.quoting == csv.QUOTE_NONE else '"',
+        )  # fmt: skip
+        for row in itertools.chain([list(columns)] * header, rows):
+            writer.writerow([dumps(cell) if isinstance(cell, list | dict) else cell for cell in row])
+            yield f"{written.pop()[:-2]}\n"
+
+    def _joined_lines(self, parts: list[Path]) -> Iterator[str]:
         """The lines of all parts, which for a JSON file become the items of a list."""
         before = "["
         for part in parts:
@@ -133,22 +162,6 @@ class Parts:
 
     def _path(self, start: int, end: int) -> Path:
         return self.folder / f"part-{start:010d}-{end:010d}{self.kind}"
-
-    def _separated(self, frame: Any, header: bool) -> str:
-        try:
-            return frame.to_csv(sep=SEPARATORS[self.kind], index=False, header=header, quoting=self.quoting)
-        except csv.Error as error:
-            raise UserError(
-                f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
-                "--output that ends in .jsonl"
-            ) from error
-
-    def _refuse_unwritable(self, text: str) -> None:
-        """Fails now, not when hours of parts are joined."""
-        try:
-            text.encode(self.encoding)
-        except UnicodeEncodeError as error:
-            raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
 
 
 def _join_parquet(parts: list[Path], draft: Path) -> None:

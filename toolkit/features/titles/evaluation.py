@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
-from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
 from toolkit.features.titles import rouge
@@ -22,7 +21,6 @@ from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.utils.modules import unwrapped
-from toolkit.utils.progress import PartOfProgress, Progress
 
 _DEFAULT_MAX_LENGTH = 33  # where generation_config.json sets none
 
@@ -60,34 +58,21 @@ def _lines(
         yield {"id": int(row), "title": title, "reference": reference, "scores": rounded}
 
 
-@torch.no_grad()
-def generate_titles(
-    accelerator: Accelerator,
-    model: Any,
-    split: Split,
-    tokenizer: Any,
-    per_device_batch_size: int,
-    max_tokens: int | None = None,
-    bar: Progress | PartOfProgress | None = None,
-) -> list[str] | None:
-    """A title for each text of an unlabelled split, in order, on the main process. A collective."""
-    writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
-    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
-        with accelerator.autocast():
-            titles = writer.write(*writer.encode(batch))  # (B, T)
-        outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
-    arrays = outputs.in_order()
-    return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
-
-
 class TitleAnswers(Answers):
     """Titles by a saved encoder-decoder."""
 
     def load(self, settings: ModelSettings) -> Any:
         return load_saved_title_model(settings)
 
+    @torch.no_grad()
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> list[str] | None:
-        return generate_titles(accelerator, model, split, tokenizer, *sizes)
+        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
+        for batch in batches_of(accelerator, split, tokenizer, *sizes):
+            with accelerator.autocast():
+                titles = writer.write(*writer.encode(batch))  # (B, T)
+            outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
+        arrays = outputs.in_order()
+        return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
 
     def answers(self, outputs: Sequence[str]) -> Iterator[dict[str, Any]]:
         return ({"prediction": title} for title in outputs)

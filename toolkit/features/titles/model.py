@@ -136,10 +136,9 @@ def _configure_generation(model: Any, tokenizer: Any, generation: GenerationSett
         "eos_token_id": tokenizer.sep_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    for key, value in special_tokens.items():
-        setattr(model.config, key, value)
-    model.config.vocab_size = model.config.decoder.vocab_size
-    model.config.hidden_size = model.config.encoder.hidden_size  # for DeepSpeed's `auto` sizes
+    # hidden_size for DeepSpeed's `auto` sizes
+    sizes = {"vocab_size": model.config.decoder.vocab_size, "hidden_size": model.config.encoder.hidden_size}
+    model.config.update({**special_tokens, **sizes})
     beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
     model.generation_config = GenerationConfig(
         **special_tokens,

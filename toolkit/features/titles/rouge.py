@@ -15,15 +15,13 @@ from typing import Literal
 
 from toolkit.errors import UserError
 from toolkit.features.titles.readable import HAN, KANA
+from toolkit.features.titles.settings import Segmenter
 from toolkit.utils.extras import require_extra
 
-Segmenter = Literal["auto", "word", "jieba", "char"]
-"""word: runs of a-z and 0-9 in lower case without stemming, as in published English results.
-jieba: Chinese words, whole Latin words and numbers. char: each Chinese character, whole Latin words and numbers.
-auto: jieba or word, depending on the references."""
 KINDS = ("rouge1", "rouge2", "rougeL")
-CHINESE_SHARE = 0.2
-"""`auto` takes jieba where the share of Chinese among the references' letters is greater."""
+FOREIGN_SHARE = 0.2
+"""Where the share of Chinese among the references' letters is greater, `auto` takes jieba; where only that of all
+letters but a-z is, char (whole words of Korean or Russian)."""
 
 _HAN = re.compile(f"[{HAN}]")
 _EASTERN = re.compile(f"[{HAN}{KANA}]")
@@ -31,19 +29,20 @@ _CHARACTERS = re.compile(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+(?:(?<=\d)\.\d+)*")
 
 
 def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", "jieba", "char"]:
-    """Replaces `auto`. Raises UserError for `word` on Chinese references: every score would be 0."""
+    """Replaces `auto`. Raises UserError for `word` where it would ignore the references' letters: every score would be
+    0."""
     if segmenter in ("jieba", "char"):
         return segmenter
-    letters = sum(sum(map(str.isalpha, text)) for text in references)
-    chinese = sum(len(_HAN.findall(text)) for text in references)
-    if chinese <= CHINESE_SHARE * letters:
+    letters = "".join(filter(str.isalpha, "".join(references)))
+    foreign = sum(not letter.isascii() for letter in letters)
+    if foreign <= FOREIGN_SHARE * len(letters):
         return "word"
     if segmenter == "word":
         raise UserError(
-            f"--rouge_segmenter word ignores Chinese, and {100 * chinese / letters:.0f} % of the references' letters "
-            "are Chinese: choose jieba, char or auto"
+            f"--rouge_segmenter word ignores all letters but a-z, and {100 * foreign / len(letters):.0f} % of the "
+            "references' letters are others: choose jieba, char or auto"
         )
-    return "jieba"
+    return "jieba" if len(_HAN.findall(letters)) > FOREIGN_SHARE * len(letters) else "char"
 
 
 def scores(predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter) -> list[dict[str, float]]:

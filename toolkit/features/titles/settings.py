@@ -11,6 +11,10 @@ from toolkit.config.sections import LongTrainingSettings, PretrainedSettings, Te
 
 KIND = "encoder-decoder"
 """`model_type` in the config.json of models that write titles."""
+Segmenter = Literal["auto", "word", "jieba", "char"]
+"""word: runs of a-z and 0-9 in lower case without stemming, as in published English results.
+jieba: Chinese words; char: Chinese characters; other words and numbers are whole in both.
+auto: jieba, char or word, depending on the references."""
 
 
 @section
@@ -33,7 +37,7 @@ class GenerationSettings:
     """Above 0 it favours longer titles, below 0 shorter ones; for beams."""
     no_repeat_ngram_size: int = Field(default=0, ge=0)
     """No sequence of so many tokens occurs twice in a title; 0 allows it."""
-    rouge_segmenter: Literal["auto", "word", "jieba", "char"] = "auto"
+    rouge_segmenter: Segmenter = "auto"
     """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
 
 

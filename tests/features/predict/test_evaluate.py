@@ -1,0 +1,75 @@
+"""toolkit/features/predict/evaluate.py: the labels of a file, empty texts, and what its processes compare."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from tests.faults import refusal
+from tests.report.made import classifier
+from tests.runs import lines_of
+from toolkit import launch
+from toolkit.cli import build_parser
+from toolkit.data.labels import MULTI, Labels
+from toolkit.data.table import Table
+from toolkit.evaluation.saved_model import training_run
+from toolkit.features.predict.evaluate import _find_labels, _output_folder, evaluate_file
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["x", "x"], [[1, 0, 0], [1, 0, 0]]),
+        (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
+        (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]]),
+    ],
+)
+def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[list[int]]) -> None:
+    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], "label": cells}), "new.csv", "")
+    labels = Labels(MULTI, ("x", "y", "z"), ())
+    labels = _find_labels(table, labels, SimpleNamespace(model="none", label_column=None), "text")
+    assert labels.encode(table, np.arange(2)).tolist() == expected
+
+
+def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text('{"settings": {"seed": 3}, "data": {}}')
+    names = {".": ["run/model", "run/model/"], "run": ["model"], "run/model": [".", "../model"]}
+    for folder, models in names.items():
+        monkeypatch.chdir(tmp_path / folder)
+        assert [training_run(model)["settings"] for model in models] == [{"seed": 3}] * len(models)
+    monkeypatch.chdir(tmp_path / "run")
+    assert training_run("a-name-of-the-hub")["settings"] == {}
+
+
+def test_pairs_and_the_model_that_processes_compare(
+    sharp_model: Path, tmp_path: Path, no_launcher: None, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A pair with one empty text is named. Tokens that processes share are of this model: its files are in the facts
+    that also name them in the cache."""
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    model = classifier(sharp_model, tmp_path / "model", labels)
+    (tmp_path / "pairs.csv").write_text("text,reply,label\ngood film,,a\n" + "bad room,fine,b\n" * 5)
+    facts: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "require_equal", lambda *arguments: facts.append(arguments[2]))
+
+    def evaluate(*more: str) -> None:
+        words = ["evaluate", str(model), str(tmp_path / "pairs.csv"), "--mixed_precision", "no", *more]
+        evaluate_file(build_parser().parse_args(words))
+
+    assert _output_folder(SimpleNamespace(file="new.CSV.gz", output_dir=None)) == Path("new.evaluation")
+    evaluate("--text_pair", "reply")
+    assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
+    assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == list(range(6))
+    (model / "decisions.json").write_text('{"labels": ["a", "b"], "temperature": 2.0}')
+    evaluate("--text_pair", "reply", "--overwrite")
+    assert len({each["model"] for each in facts}) == len(facts) == 2
+    (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_pair": "second"}}')  # of the model's run
+    refusal(evaluate, "--overwrite", says=["pairs.csv has no column 'second'", "--text_pair"])
