@@ -65,6 +65,16 @@ def test_a_row_whose_label_is_the_answer_is_not_suspected() -> None:
     assert find_suspects(probabilities, both, both) == []
 
 
+def test_the_suggestion_is_the_predicted_class() -> None:
+    """The last row is the only one of the third class, whose threshold is 0.01: the first row reaches it and no other
+    threshold (0.75 and 0.8), and is predicted as the second class."""
+    probabilities = np.array([[0.4, 0.58, 0.02], [0.99, 0.01, 0], [0.86, 0.14, 0], [0.2, 0.8, 0], [0.5, 0.49, 0.01]])
+    labels = np.array([0, 0, 0, 1, 2])
+    (suspect,) = find_suspects(probabilities, labels, probabilities.argmax(axis=1))
+    assert suspect[:2] == (0, (1,))
+    assert suspect.margin == 0.4 - 0.58
+
+
 def test_skill_is_the_mean_over_the_labels_that_vary() -> None:
     labels = np.array([[0, 0, 1], [1, 0, 1], [0, 1, 1], [0, 0, 1]])
     assert balanced_skill(labels, labels * [1, 0, 0]) == 0.5  # all of one, none of another
