@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from toolkit.data.labels import Labels
 from toolkit.features.folds.label_errors import Suspect, balanced_skill, find_suspects
+from toolkit.features.folds.page import _analysis
 from toolkit.report.slices import worst_slices
 
 
@@ -89,3 +91,16 @@ def test_slices_that_are_worse_than_chance() -> None:
     (worst,) = worst_slices(wrong, groups)
     assert worst[:4] == ("source", "shop", 60, 0.5)
     assert worst_slices(np.zeros(9, bool), {"x": ["a"] * 9}) == []
+
+
+def test_rows_of_a_fold_without_a_column_are_in_none_of_its_slices() -> None:
+    """The column has only one value in fold 1, where 3 of 4 answers are wrong; in fold 2 those for `shop` are."""
+    lines = []
+    for row in range(120):
+        fold, shop = 1 + row % 2, row % 6 == 1
+        wrong = row % 8 > 0 if fold == 1 else shop
+        sources = {"source": "shop" if shop else "web"} if fold == 2 else {}
+        lines.append({"id": row, "fold": fold, "text": f"{row}", "tokens": 9, "sources": sources, "label": "a",
+                      "prediction": "ab"[wrong], "probabilities": [0.4, 0.6] if wrong else [0.9, 0.1]})  # fmt: skip
+    slices = _analysis(lines, Labels("single_label_classification", ("a", "b"), ()))["slices"]
+    assert [each[:4] for each in slices] == [("source", "shop", 20, 1.0)]

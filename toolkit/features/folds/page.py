@@ -113,7 +113,9 @@ def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
         scores = probabilities
     wrong = np.array([line["prediction"] != line["label"] for line in lines])
     sliced = {"length": length_bins(np.array([line["tokens"] for line in lines]))}
-    sliced |= {name: [line["sources"].get(name, "") for line in lines] for name in lines[0]["sources"]}
+    # a column may have only one value, or too many, among the rows of a fold: these rows (None) are in no slice
+    names = dict.fromkeys(name for line in lines for name in line["sources"])
+    sliced |= {name: [line["sources"].get(name) for line in lines] for name in names}
     sliced["label"] = [", ".join(line["label"]) if labels.problem_type == MULTI else line["label"] for line in lines]
     return {
         **duplicates,
