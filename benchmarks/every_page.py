@@ -28,6 +28,7 @@ PREDICT = ["predict", MODEL, "--kept", "{folder}/predict"]
 
 ALL_LENGTHS = ["--lengths", "128", "512"]
 SPEED = ["--contestants", "torch bf16", "openvino int8"]
+LABEL_ERRORS = ["label_errors", "--folds", "3", "--learning_rate", "1e-4"]
 
 PAGES: dict[str, list[list[str]]] = {
     "structure": [["structure", "d459579", "HEAD", "--write"]],
@@ -57,8 +58,8 @@ PAGES: dict[str, list[list[str]]] = {
     ],
     "distillation": [["distillation", "--folder", "{folder}/distillation", "--write"]],
     "label_errors": [
-        ["label_errors", "--samples", "3000", "--folds", "3", "--epochs", "2"],
-        ["label_errors", "--dataset", "demo:bbc", "--samples", "1500", "--folds", "3", "--epochs", "3"],
+        [*LABEL_ERRORS, "--samples", "3000", "--epochs", "2"],
+        [*LABEL_ERRORS, "--dataset", "demo:bbc", "--samples", "1500", "--epochs", "3"],
     ],
     "precision": [["precision", "--write"]],
     "pretrain": [["pretrain", "--steps", "12", "--rounds", "2", "--write"]],

@@ -14,7 +14,7 @@ the lengths of real reviews. bf16 unless stated otherwise.
     plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
 Each run is a new process, and the contestants take turns. The second epoch of training is timed. MFU counts real tokens
-only (docs/models.md), not padding.
+only (docs/run-folder.md), not padding.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def main() -> None:
         for name, size in MODELS.items():
             job = ["--model_name_or_path", models[name], "--train_file", data, "--max_length", "128",
                    "--mixed_precision", "no", "--per_device_batch_size", str(size)]  # fmt: skip
-            expected = estimate(job, 2, size)
+            # without accumulation, as in the runs
+            expected = estimate([*job, "--global_batch_size", str(2 * size)], 2, size)
             for way, processes in WAYS.items():
                 peak = measure([*job, "--global_batch_size", str(size * processes)], way, Path(folder))
                 lines.append(f"| {name} | {size} | {way} | {processes} | {expected[way] / 1e9:.2f} | {peak / 1e9:.2f} "

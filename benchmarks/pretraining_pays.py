@@ -73,7 +73,7 @@ def main() -> None:
 
 def make_files(folder: Path, labels: list[int], long: bool) -> None:
     """Writes test.jsonl, N.jsonl with the first N of the same rows, and texts.txt with all others."""
-    if (folder / "texts.txt").exists():
+    if all((folder / f"{name}.jsonl").exists() for name in ("test", *labels)):
         return
     from toolkit.data.read import read_demo
 

@@ -23,6 +23,8 @@ class Label:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = AutoModelForSequenceClassification.from_pretrained(model).eval().to(self.device)
         self.text_column = text_column
+        if self.model.config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(f"{model} is not a classifier of single labels")
 
     @torch.inference_mode()
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -36,7 +38,7 @@ class Label:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("file", help="CSV, Parquet or JSONL, or a folder of such files")
+    parser.add_argument("file", help="FILE.csv, FILE.jsonl, or a Parquet file or folder")
     parser.add_argument("output", help="a folder")
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--batch_size", type=int, default=64)

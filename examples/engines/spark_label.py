@@ -18,7 +18,7 @@ from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("file", help="CSV, Parquet or JSONL, or a folder of such files")
+    parser.add_argument("file", help="FILE.csv, FILE.jsonl, or a Parquet file or folder")
     parser.add_argument("output", help="a folder")
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--batch_size", type=int, default=64)
@@ -33,10 +33,12 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(model_name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForSequenceClassification.from_pretrained(model_name).eval().to(device)
+        if model.config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(f"{model_name} is not a classifier of single labels")
         for table in tables:
             for start in range(0, len(table), batch_size):
                 rows = table[start : start + batch_size]
-                texts = [str(text) for text in rows[text_column]]
+                texts = rows[text_column].fillna("").astype(str).tolist()  # Spark reads an empty cell as null
                 with torch.inference_mode():
                     inputs = tokenizer(texts, truncation=True, padding=True, return_tensors="pt").to(device)
                     probabilities = model(**inputs).logits.float().softmax(-1).cpu().numpy()  # (B, C)

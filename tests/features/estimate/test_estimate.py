@@ -14,12 +14,14 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification, BigBirdConfig, BigBirdForSequenceClassification
 
+from tests.faults import refusal
 from tests.runs import WAYS, lines_of, train
 from tests.splits import of_lengths
 from toolkit import cli
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.models import bigbird
+from toolkit.features.estimate.feature import FEATURE
 from toolkit.training import estimate
 from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
 from toolkit.training.steps import make_schedule
@@ -169,3 +171,4 @@ def test_the_command(
     rows = {line.split()[0]: line for line in screen.splitlines() if line}
     assert set(STRATEGIES) < set(rows)
     assert all(rows[name].endswith("yes") for name in STRATEGIES)
+    refusal(FEATURE.commands[0].run, [*words, "--num_processes", "0"], says=["--num_processes 0"])

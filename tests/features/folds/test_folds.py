@@ -72,7 +72,8 @@ def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: tuple[Path
 
 
 def test_suspects_of_poor_models_come_with_a_warning(single: tuple[Path, Finished], tmp_path: Path) -> None:
-    """One answer for all rows: labels equal to it are not suspected, and warnings precede the list."""
+    """One answer for all rows: labels equal to it are not suspected, and warnings precede the list. So do settings that
+    changed between folds."""
     folder = tmp_path / "run"
     shutil.copytree(single[0], folder, symlinks=True)
     for part in folder.glob("fold-*/out_of_fold.jsonl"):
@@ -80,11 +81,15 @@ def test_suspects_of_poor_models_come_with_a_warning(single: tuple[Path, Finishe
         lines = [line | {"prediction": "neg", "probabilities": [chance, 1 - chance]}
                  for line, chance in zip(lines_of(part), chances, strict=True)]  # fmt: skip
         part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = json.loads((folder / "fold-2" / "config.json").read_text())
+    config["settings"]["learning_rate"] = 1.0
+    (folder / "fold-2" / "config.json").write_text(json.dumps(config))
     screen = write_folds(folder)
     share = sum(line["label"] == "neg" for line in lines_of(folder / "out_of_fold.jsonl")) / 0.8
     assert screen[0].count(f"{share:.1f} %") == 2
     assert "never predict pos" in screen[1]
     assert "--num_train_epochs" in screen[1]
+    assert screen[2].endswith(": learning_rate")
     assert {line["given"] for line in lines_of(folder / "label_errors.jsonl")} == {"pos"}
     page = (folder / "report.html").read_text()
     assert page.index("never predict pos") < page.index("<select data-id=")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from toolkit.data.labels import Labels
 from toolkit.features.folds.label_errors import Suspect, balanced_skill, find_suspects
+from toolkit.features.folds.page import _analysis
 from toolkit.report.slices import worst_slices
 
 
@@ -65,6 +67,16 @@ def test_a_row_whose_label_is_the_answer_is_not_suspected() -> None:
     assert find_suspects(probabilities, both, both) == []
 
 
+def test_the_suggestion_is_the_predicted_class() -> None:
+    """The last row is the only one of the third class, whose threshold is 0.01: the first row reaches it and no other
+    threshold (0.75 and 0.8), and is predicted as the second class."""
+    probabilities = np.array([[0.4, 0.58, 0.02], [0.99, 0.01, 0], [0.86, 0.14, 0], [0.2, 0.8, 0], [0.5, 0.49, 0.01]])
+    labels = np.array([0, 0, 0, 1, 2])
+    (suspect,) = find_suspects(probabilities, labels, probabilities.argmax(axis=1))
+    assert suspect[:2] == (0, (1,))
+    assert suspect.margin == 0.4 - 0.58
+
+
 def test_skill_is_the_mean_over_the_labels_that_vary() -> None:
     labels = np.array([[0, 0, 1], [1, 0, 1], [0, 1, 1], [0, 0, 1]])
     assert balanced_skill(labels, labels * [1, 0, 0]) == 0.5  # all of one, none of another
@@ -79,3 +91,16 @@ def test_slices_that_are_worse_than_chance() -> None:
     (worst,) = worst_slices(wrong, groups)
     assert worst[:4] == ("source", "shop", 60, 0.5)
     assert worst_slices(np.zeros(9, bool), {"x": ["a"] * 9}) == []
+
+
+def test_rows_of_a_fold_without_a_column_are_in_none_of_its_slices() -> None:
+    """The column has only one value in fold 1, where 3 of 4 answers are wrong; in fold 2 those for `shop` are."""
+    lines = []
+    for row in range(120):
+        fold, shop = 1 + row % 2, row % 6 == 1
+        wrong = row % 8 > 0 if fold == 1 else shop
+        sources = {"source": "shop" if shop else "web"} if fold == 2 else {}
+        lines.append({"id": row, "fold": fold, "text": f"{row}", "tokens": 9, "sources": sources, "label": "a",
+                      "prediction": "ab"[wrong], "probabilities": [0.4, 0.6] if wrong else [0.9, 0.1]})  # fmt: skip
+    slices = _analysis(lines, Labels("single_label_classification", ("a", "b"), ()))["slices"]
+    assert [each[:4] for each in slices] == [("source", "shop", 20, 1.0)]

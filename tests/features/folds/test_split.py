@@ -69,6 +69,7 @@ def test_a_damaged_file_and_the_folder_of_another_run_are_refused(tmp_path: Path
         (["--output_dir", "x", "--overwrite_output_dir"], "--overwrite_output_dir"),
         (["--output_dir", "x", "--validation_file", "v.csv"], "--validation_file and --folds contradict"),
         (["--output_dir", "x", "--calibrate"], "--calibrate and --folds contradict"),
+        (["--output_dir", "x", "--push_to_hub"], "--push_to_hub and --folds contradict"),
     ],
 )
 def test_settings_that_contradict_folds(settings: list[str], message: str) -> None:

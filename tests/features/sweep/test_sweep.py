@@ -29,8 +29,8 @@ options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 x, folder = float(options["x"]), Path(options["output_dir"])
 if options["x"] == options.get("fails"):
     sys.exit("error: step 1: the loss is not finite")
-if "nowhere" in options:
-    sys.exit("error: there is no file " + options["nowhere"])
+if not Path(options.get("needs", ".")).exists():
+    sys.exit("error: there is no file " + options["needs"])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1/manifest.json").touch()
@@ -108,14 +108,28 @@ def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Swe
 def test_all_values_of_a_list_are_tried_and_a_failed_run_is_recorded(run_sweep: Sweep, tmp_path: Path) -> None:
     (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
     (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # killed in an earlier sweep
-    printed = run_sweep("--search", "x=4,2,1", "--fails=2")
+    printed = run_sweep("--search", "x=-4,2,1", "--fails=2")
     assert "trial-001: --x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
+    assert "--x=-4\n  f1_macro -0.2500\n" in printed
     assert "--x=1\n" in printed.split("best settings")[1]
 
 
-def test_a_run_without_a_first_step_ends_the_sweep(run_sweep: Sweep) -> None:
-    with pytest.raises(UserError, match=r"first step trial-000 failed: there is no file n.csv \(.*000.log\)"):
-        run_sweep("--search", "x=4,2", "--nowhere=n.csv")
+def test_a_run_without_a_first_step_ends_the_sweep_which_repeats_it(run_sweep: Sweep, tmp_path: Path) -> None:
+    words = ("--search", "x=4,2", "--takes=0", f"--needs={tmp_path / 'rows.csv'}")
+    with pytest.raises(UserError, match=r"first step trial-000 failed: there is no file .*rows.csv \(.*000.log\)"):
+        run_sweep(*words)
+    (tmp_path / "rows.csv").touch()
+    run_sweep(*words)
+    assert sorted(values_of(tmp_path)) == [2, 4]
+
+
+def test_the_run_of_another_command_is_not_taken_for_this_one(run_sweep: Sweep, tmp_path: Path) -> None:
+    for x in (2, 1, 1):
+        printed = run_sweep("--seeds", 1, f"--x={x}", "--takes=0")
+    assert not printed.startswith("seed-42")  # it was finished
+    assert lines_of(tmp_path / "sweep" / "seed-42" / "metrics.jsonl")[0]["loss"] == 1
+    (old,) = (tmp_path / "sweep").glob("seed-42.old-*")
+    assert lines_of(old / "metrics.jsonl")[0]["loss"] == 2
 
 
 def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +175,9 @@ def test_a_stopped_sweep_continues_its_unfinished_run(
     (["--search", "learning_rate=1:2:lin"], "NAME=LOW:HIGH:log"),
     (["--search", "dropout=0:1.5"], "--search dropout=0:1.5: --dropout '1.5'"),
     (["--search", "learning_rate=1e-5:1e-4", "--trials", "0"], "--trials 0: give 1 or more"),
+    (["--search", "seed=1,2", "--seeds", "-1"], "--seeds -1: give 1 or more"),
+    (["--search", "seed=1,2", "--search", "seed=3,4"], "--search: two have the same name: seed, seed"),
+    (["--configs", "accelerate_configs/ddp.yaml,accelerate_configs/dpd.yaml"], "ddp.yaml"),
     (["--search", "seed=1"], "NAME=A,B,C"),
     (["--search", "seed"], "NAME=LOW:HIGH"),
     (["--search", "config_file=a,b"], "unknown setting --config_file"),

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from toolkit.config.parse import begins_with_name, parse_recipe, tasks
+from toolkit.errors import UserError
 from toolkit.utils.features import Command, Feature
 from toolkit.utils.files import templates
 
@@ -23,6 +24,8 @@ def _run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num_processes", type=int, default=2)
     options, arguments = parser.parse_known_args(arguments)
+    if options.num_processes < 1:
+        raise UserError(f"--num_processes {options.num_processes}: give 1 or more")
     description = (
         "Takes the name of a recipe or a model, and the recipe's settings; prints the memory of each of "
         "--num_processes N processes [2] under every strategy. Trains nothing."

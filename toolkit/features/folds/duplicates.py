@@ -11,9 +11,7 @@ import numpy as np
 SIMILAR = 0.8
 """Near duplicates have at least this Jaccard similarity of character 5-grams."""
 _SHINGLE, _BANDS, _ROWS = 5, 16, 4  # of pairs with similarity SIMILAR 99.98 % share a band
-_MULTIPLIERS = np.random.default_rng(20210714).integers(1, 2**63, _BANDS * _ROWS, np.uint64) * np.uint64(2) + np.uint64(
-    1
-)
+_MULTIPLIERS = 2 * np.random.default_rng(20210714).integers(1, 2**63, _BANDS * _ROWS, np.uint64) + np.uint64(1)
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -38,14 +36,9 @@ def near_duplicates(texts: Sequence[str]) -> list[list[int]]:
                 leader[number] = earlier
     groups: dict[int, list[int]] = defaultdict(list)
     for number, text in enumerate(unique):
-        groups[_root(leader, number)] += indices_of[text]
+        leader[number] = leader[leader[number]]  # a leader may have got an earlier one
+        groups[leader[number]] += indices_of[text]
     return sorted(sorted(group) for group in groups.values() if len(group) > 1)
-
-
-def _root(leader: Sequence[int], number: int) -> int:
-    while leader[number] != number:
-        number = leader[number]
-    return number
 
 
 def similarity(one: str, other: str) -> float:

@@ -32,6 +32,7 @@ class FoldsFeature(Feature):
           for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
         *((name, "folds", "they are tuned for one model, and folds train several")
           for name in ("tune_thresholds", "calibrate", "abstain_below")),
+        ("push_to_hub", "folds", "each fold would upload a model of its own"),
     )  # fmt: skip
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
@@ -46,20 +47,15 @@ class FoldsFeature(Feature):
             yield "--folds always resumes: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
-        folds = section_in(settings, FoldSettings)
-        if folds == FoldSettings():
-            return {}
         from toolkit.features.folds.split import data_facts
 
+        folds = section_in(settings, FoldSettings)
         return data_facts(settings, folds.folds, folds.label_corrections, facts, accelerator)
 
     def select_rows(self, settings: Any, facts: Mapping[str, Any], rows: Any, targets: Any) -> tuple[Any, list[str]]:
-        folds = section_in(settings, FoldSettings)
-        if folds == FoldSettings():
-            return {"train": rows}, []
         from toolkit.features.folds.split import select_rows
 
-        return select_rows(settings, folds.label_corrections, facts, rows, targets)
+        return select_rows(settings, section_in(settings, FoldSettings).label_corrections, facts, rows, targets)
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         if "fold" not in data.feature_facts:

@@ -15,7 +15,7 @@ class Suspect(NamedTuple):
 
     row: int
     suggested: tuple[int, ...]
-    """The suggested class; with several labels per text, all suggested labels."""
+    """The predicted class; with several labels per text, all suggested labels."""
     margin: float
     """Probability of the label minus that of the suggestion; lower is more certain."""
 
@@ -49,9 +49,11 @@ def _find_in_classes(probabilities: np.ndarray, labels: np.ndarray, answers: np.
     confident = np.where(probabilities >= thresholds, probabilities, -1.0)
     other = confident.argmax(axis=1)
     rows = np.flatnonzero((confident.max(axis=1) >= 0) & (other != labels) & (answers != labels))
-    margins = probabilities[rows, labels[rows]] - probabilities[rows, other[rows]]
+    # not `other`: a rare class, whose threshold is near 0, would be suggested for rows that are nothing like it
+    suggested = answers[rows]
+    margins = probabilities[rows, labels[rows]] - probabilities[rows, suggested]
     order = np.argsort(margins, kind="stable")
-    return [Suspect(int(rows[i]), (int(other[rows[i]]),), float(margins[i])) for i in order]
+    return [Suspect(int(rows[i]), (int(suggested[i]),), float(margins[i])) for i in order]
 
 
 def balanced_skill(labels: np.ndarray, answers: np.ndarray) -> float:

@@ -70,6 +70,7 @@ def write_folds(folder: Path) -> list[str]:
     write_atomically(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))
     labels = Labels(cast(ProblemType, records[0].problem_type), tuple(records[0].data["labels"]), ())
     analysis = _analysis(lines, labels)
+    analysis["warnings"] += _differing_settings([record.settings for record in records])
     write_atomically(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)))
     shown = [_row(lines[suspect.row], suspect, labels) for suspect in analysis["suspects"][:_MOST_SUSPECTS]]
     of_folds = [record.last.single_numbers for record in records]  # a user's recipe may have other metrics
@@ -90,6 +91,13 @@ def write_folds(folder: Path) -> list[str]:
         f"  {folder}/{ERRORS}   the same labels as corrections, all accepted",
         f"  {folder}/out_of_fold.jsonl   every row with its out-of-fold probabilities",
     ]
+
+
+def _differing_settings(folds: Sequence[dict[str, Any]]) -> list[str]:
+    """A warning where the command has changed between folds."""
+    names = {name for name, value in folds[0].items() if any(fold.get(name) != value for fold in folds)}
+    names -= {"output_dir", "overwrite_output_dir"}
+    return [f"the folds were trained with different settings: {listing(sorted(names))}"] if names else []
 
 
 def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]:
@@ -113,7 +121,9 @@ def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
         scores = probabilities
     wrong = np.array([line["prediction"] != line["label"] for line in lines])
     sliced = {"length": length_bins(np.array([line["tokens"] for line in lines]))}
-    sliced |= {name: [line["sources"].get(name, "") for line in lines] for name in lines[0]["sources"]}
+    # a column may have only one value, or too many, among the rows of a fold: these rows (None) are in no slice
+    names = dict.fromkeys(name for line in lines for name in line["sources"])
+    sliced |= {name: [line["sources"].get(name) for line in lines] for name in names}
     sliced["label"] = [", ".join(line["label"]) if labels.problem_type == MULTI else line["label"] for line in lines]
     return {
         **duplicates,

@@ -203,7 +203,7 @@ class _Correction(pydantic.BaseModel, strict=True):
 def _read_corrections(path: Path) -> dict[int, tuple[int, _Correction]]:
     """Row -> (line, correction). Raises UserError naming an invalid line, or the second one of a row."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): texts may contain U+0085
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(): texts may contain U+0085
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--label_corrections {path} cannot be read: {error}") from None
     corrections: dict[int, tuple[int, _Correction]] = {}

@@ -8,6 +8,7 @@ import math
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -18,12 +19,17 @@ from filelock import FileLock, Timeout
 
 from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.relaunch import split_arguments
+from toolkit.launch.relaunch import find_file, split_arguments
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
 
 _TRIALS = 20
 _POLL_SECONDS = 1.0
+
+
+class _EndOfSweep(BaseException):
+    """optuna records a trial that ends with an `Exception` as failed, and would not run it again."""
+
 
 Values = list[str] | methodcaller
 """Of a setting: a list, or for a range the function that suggests one in an optuna trial."""
@@ -33,13 +39,18 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     """`words`: the recipe's arguments. Raises UserError."""
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
     sweep = Sweep(options.recipe, words, folder)
-    if options.trials is not None and options.trials < 1:
-        raise UserError(f"--trials {options.trials}: give 1 or more")
+    for name in ("trials", "seeds"):
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise UserError(f"--{name} {count}: give 1 or more")
     if not (options.search or options.seeds or options.configs):
         raise UserError("toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help")
     if options.search:
         require_extra("--search", "sweep", "optuna")
     space = dict(sweep.parse_values(text) for text in options.search)
+    folders = [find_file(config, options.recipe, "accelerate_configs").stem for config in options.configs]
+    for option, names in (("search", [text.partition("=")[0] for text in options.search]), ("configs", folders)):
+        if len(set(names)) < len(names):
+            raise UserError(f"--{option}: two have the same name: {', '.join(names)}")
     for number in (signal.SIGINT, signal.SIGTERM):  # after a KeyboardInterrupt, optuna records a failed trial
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,10 +59,10 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
             study = sweep.search(space, options.search, options.trials) if space else None
             best = study.best_params if study else {}
             first = 1 if study and "seed" not in space else 0  # the search ran the first seed
-            for seed in range(sweep.seed + first, sweep.seed + options.seeds):
+            for seed in range(sweep.seed + first, sweep.seed + (options.seeds or 0)):
                 sweep.run_recipe(folder / f"seed-{seed}", {**best, "seed": seed})
-            for config in options.configs:
-                sweep.run_recipe(folder / Path(config).stem, {**best, "config_file": config})
+            for name, config in zip(folders, options.configs, strict=True):
+                sweep.run_recipe(folder / name, {**best, "config_file": config})
     except Timeout:
         raise UserError(f"another sweep is writing to {folder}: name another --output_dir, or stop that one") from None
     sweep.print_report(best)
@@ -111,18 +122,22 @@ class Sweep:
     def run_recipe(
         self, folder: Path, settings: Mapping[str, Any], while_running: Callable[[], None] = lambda: None
     ) -> None:
-        """Runs the recipe with these settings, unless `folder` holds the finished run. A stop signal, or an error of
-        `while_running`, stops the run, which saves a checkpoint. Raises UserError."""
+        """Runs the recipe with these settings, unless `folder` holds the finished run; moves the run of another command
+        aside. A stop signal, or an error of `while_running`, stops the run with a checkpoint. Raises UserError."""
         from toolkit.report.record import run_config
 
         self.runs.append(folder)
+        log, record = (folder.with_name(f"{folder.name}.{ending}") for ending in ("log", "command"))
+        command = shlex.join(self._command(settings))
+        if folder.exists() and record.is_file() and record.read_text(encoding="utf-8") != command:
+            folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
         if (folder / "report.html").exists() and "stopped" not in run_config(folder):
             return
+        record.write_text(command, encoding="utf-8")
         print(f"{folder.name}:", *_options(settings), flush=True)
         settings = {**settings, "output_dir": folder}
         if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/manifest.json")):
             settings["overwrite_output_dir"] = "true"  # it was killed before its first checkpoint
-        log = folder.with_name(f"{folder.name}.log")
         with log.open("ab") as output:
             child = Popen([sys.executable, *self._command(settings)], stdin=DEVNULL, stdout=output, stderr=STDOUT,
                           start_new_session=True, preexec_fn=stop_with_parent)  # fmt: skip
@@ -154,7 +169,10 @@ class Sweep:
         else:
             study.sampler = TPESampler(seed=len(study.trials))  # with the same seed it would draw the same values again
         finished = sum(trial.state.is_finished() for trial in study.trials)
-        study.optimize(lambda trial: self._run_trial(trial, space), (num_trials or _TRIALS) - finished)
+        try:
+            study.optimize(lambda trial: self._run_trial(trial, space), (num_trials or _TRIALS) - finished)
+        except _EndOfSweep as error:
+            raise UserError(str(error)) from error
         complete = study.get_trials(states=(TrialState.COMPLETE,))
         if not complete:
             raise UserError(f"no trial finished: see {self.folder}/trial-*.log")
@@ -189,8 +207,8 @@ class Sweep:
         return study
 
     def _run_trial(self, trial: Any, space: Mapping[str, Values]) -> float:
-        """The best value; NaN, which optuna records as failed, for a run that failed. Raises TrialPruned, and UserError
-        for a run that failed before its first step: all would."""
+        """The best value; NaN, which optuna records as failed, for a run that failed. Raises TrialPruned, and ends the
+        sweep for a run that failed before its first step: all would."""
         folder = self.folder / _name(trial)
         settings = {
             name: trial.suggest_categorical(name, values) if isinstance(values, list) else values(trial)
@@ -200,12 +218,12 @@ class Sweep:
             self.run_recipe(folder, settings, while_running=lambda: _prune(trial, folder))
         except UserError as error:
             if not (folder / "metrics.jsonl").exists():
-                raise UserError(f"before its first step {error}") from error
+                raise _EndOfSweep(f"before its first step {error}") from error
             print(f"  {error}", flush=True)
             return math.nan
         metric, by_step = evaluations(folder)
         best = max(by_step.values(), default=math.nan)
-        print(f"  {metric} {abs(best):.4f}", flush=True)
+        print(f"  {metric.metric} {metric.sign * best:.4f}" if metric else "  no metric", flush=True)
         return best
 
     def print_report(self, best: Mapping[str, Any]) -> None:
@@ -240,14 +258,16 @@ def _name(trial: Any) -> str:
     return f"trial-{trial.number:03d}"
 
 
-def evaluations(folder: Path) -> tuple[str, dict[int, float]]:
-    """(--metric_for_best_model, step -> its value so far, negated where lower is better)."""
+def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
+    """(--metric_for_best_model and its sign, step -> its value so far, negated where lower is better)."""
     from toolkit.report.record import Record
 
     if not (folder / "eval.jsonl").exists():
-        return "no metric", {}
+        return None, {}
     record = Record.load(folder)
-    metric, sign = record.best.metric, record.best.sign
-    return metric, {
-        line["step"]: sign * line[metric] for line in record.training_evaluations if line[metric] is not None
+    best = record.best
+    return best, {
+        line["step"]: best.sign * line[best.metric]
+        for line in record.training_evaluations
+        if line[best.metric] is not None
     }

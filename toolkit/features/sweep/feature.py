@@ -17,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="runs of the search in all [20]")
-    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="run the best settings with N seeds in all")
+    parser.add_argument("--seeds", type=int, metavar="N", help="run the best settings with N seeds in all")
     parser.add_argument(
         "--configs", type=lambda text: text.split(","), default=[], metavar="FILE,FILE",
         help="run the best settings under each config",

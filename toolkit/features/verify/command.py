@@ -161,7 +161,7 @@ class Verification:
             trial.losses, norms, trial.tokens = columns
             trial.grad_norms = [math.inf if norm is None else norm for norm in norms]  # of a step that fp16 skipped
             trial.precision = json.loads((folder / "config.json").read_text("utf-8"))["world"]["mixed_precision"]
-            shutil.rmtree(folder / "model")  # saves disk space
+            shutil.rmtree(folder / "model", ignore_errors=True)  # saves disk space; a user's recipe may write none
         return trial
 
 
