@@ -20,8 +20,8 @@ from tests.splits import of_lengths
 from toolkit import cli
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.models import bigbird
 from toolkit.features.estimate.feature import FEATURE
+from toolkit.models import bigbird
 from toolkit.training import estimate
 from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
 from toolkit.training.steps import make_schedule
