@@ -92,8 +92,8 @@ def test_a_full_disk_while_the_model_is_written(
 
 def test_the_summary_is_about_this_run(settings: list[str], tmp_path: Path) -> None:
     run = tmp_path / "my run"
-    words = [*settings, "--max_steps", "4", "--checkpoint_every", "4", "--log_level", "warning", "--output_dir", run]
-    finished = recipe(*words).succeeded()
+    words = [*settings, "--max_steps", "4", "--checkpoint_every", "4", "--log_level", "warning", "--output_dir"]
+    finished = recipe(*words, f"{run}/").succeeded()
     summary = finished.out.splitlines()
     assert "done in" not in finished.err
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())

@@ -179,9 +179,21 @@ def test_worst_mistakes_and_confusion_matrix(three: Run) -> None:
 
 def test_another_number_of_texts_is_an_error(three: Run) -> None:
     folder, last, texts = three
-    with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
+    with pytest.raises(ValueError, match="60 rows, and there are 59 texts"):
         write_report(folder, last, texts[1:])
     assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("run", ["three", "titles"])
+def test_predictions_of_another_evaluation_are_left_out(run: str, request: pytest.FixtureRequest) -> None:
+    """The run was killed between the numbers of its last evaluation and the predictions."""
+    folder, last, texts = request.getfixturevalue(run)
+    lines = lines_of(folder / "predictions.jsonl")
+    for count in (len(lines) - 1, 0):
+        write_lines(folder / "predictions.jsonl", lines[:count])
+        page = written((folder, last, texts))
+        assert {"mistakes", "confusion", "examples"}.isdisjoint(page.rows)
+        assert "on the 60 samples of validation" in page.text
 
 
 def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
             model.predict(weighting.transform(_counts(split, part)[:, features]))
             for part in np.array_split(np.arange(len(split)), -(-len(split) // _MAX_ROWS))
         ]
-    return np.concatenate(predicted)
+    return np.concatenate(predicted).reshape(split.labels.shape)  # of a single label sklearn returns (N,)
 
 
 def _counts(split: Split, rows: np.ndarray) -> Any:
@@ -147,6 +147,4 @@ def _counts(split: Split, rows: np.ndarray) -> Any:
     inside = row[1:] == row[:-1]
     pairs = (ids[:-1] * 1_000_003 + ids[1:])[inside] % _HASHED + _HASHED
     columns, rows_of = np.concatenate([ids % _HASHED, pairs]), np.concatenate([row, row[1:][inside]])
-    counts = sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))
-    counts.sum_duplicates()
-    return counts
+    return sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))
