@@ -169,7 +169,7 @@ def test_a_run_imports_only_what_it_needs(tiny_model: Path, reviews: Path, tmp_p
     """In one process, on tokens that are made: no DeepSpeed, no `datasets`, no BigBird, no teacher. And the garbage
     collector, which looks rarely until everything is imported, then looks as always, and not at that."""
     data = ["--train_file", str(reviews), "--model_name_or_path", str(tiny_model)]
-    assert start([sys.executable, "-m", "toolkit", "prepare", *data]).code == 0
+    start(["toolkit", "prepare", *data]).succeeded()
     settings = [*data, "--max_steps", "1", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
     unneeded = ("deepspeed", "datasets", "transformers.models.big_bird.modeling_big_bird", "toolkit.evaluation.teacher")
     code = (
