@@ -59,7 +59,7 @@ class Record:
         """`last`: by default the last one in eval.jsonl. Raises OSError where config.json is missing."""
         config = (folder / "config.json").read_text(encoding="utf-8")
         if Path.home().name:
-            config = re.sub(re.escape(str(Path.home())) + r'(?=["/ ])', "~", config)
+            config = re.sub(rf'(?<![\w.-]){re.escape(str(Path.home()))}(?=["/ ])', "~", config)
         lines = [
             {"step": line["step"], "split": line["split"],
              **{name: value for name, value in line.items() if isinstance(value, int | float | None)}}
