@@ -135,6 +135,14 @@ def toolkit_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of the time of a report.html."""
+    from toolkit.report import curves
+
+    monkeypatch.setattr(curves, "charts", lambda record: [])
+
+
+@pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment in which nothing was launched, restored afterwards, whatever the test sets."""
     from toolkit.launch.relaunch import clean_environment

@@ -130,6 +130,7 @@ def test_the_page_loads_nothing(three: Run) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(Feature):
         def page(self, page: Any) -> PagePart:
@@ -139,6 +140,7 @@ def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: p
     refusal(written, three, says=["Forgetful.page", "'worst_of_all' is undefined"])
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_summary(three: Run) -> None:
     text = written(three).text
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
@@ -148,6 +150,7 @@ def test_summary(three: Run) -> None:
     assert "F1 (micro)" not in text  # it equals the accuracy
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     path = three[0] / "config.json"
@@ -158,6 +161,7 @@ def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyP
     assert source.count("somebody") == 1
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_worst_mistakes_and_confusion_matrix(three: Run) -> None:
     page = written(three)
     predictions = lines_of(three[0] / "predictions.jsonl")
@@ -185,6 +189,7 @@ def test_another_number_of_texts_is_an_error(three: Run) -> None:
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("run", ["three", "titles"])
 def test_predictions_of_another_evaluation_are_left_out(run: str, request: pytest.FixtureRequest) -> None:
     """The run was killed between the numbers of its last evaluation and the predictions."""
@@ -197,6 +202,7 @@ def test_predictions_of_another_evaluation_are_left_out(run: str, request: pytes
         assert "on the 60 samples of validation" in page.text
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     names = tuple(f"class {place}" for place in range(2000))
     labels = Labels("single_label_classification", names, ("label",))
@@ -226,6 +232,7 @@ def test_regression(tmp_path: Path) -> None:
     assert page.loads() == []
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_several_numbers(tmp_path: Path) -> None:
     labels = Labels("regression", ("taste", "price"), ("taste", "price"))
     predictions = [{"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)]
@@ -234,6 +241,7 @@ def test_several_numbers(tmp_path: Path) -> None:
     assert "2 numbers" in page.text
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_multi_label(tmp_path: Path) -> None:
     labels = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
     predictions = [
@@ -308,6 +316,7 @@ def test_titles_summary(titles: Run) -> None:
     assert page.open == page.loads() == []
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_titles_examples(titles: Run) -> None:
     page = written(titles)
     rows = page.rows["examples"]
@@ -325,6 +334,7 @@ def test_titles_examples(titles: Run) -> None:
     assert "<script" not in page.source
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
     text = written(titles).text
     counts = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
@@ -368,6 +378,7 @@ def test_the_report_of_a_folder(three: Run) -> None:
     assert [tag for tag, _ in page.tags].count("svg") == 5
 
 
+@pytest.mark.usefixtures("without_charts")
 def test_slices_with_significantly_more_errors(three: Run) -> None:
     folder, last, texts = three
     predictions = lines_of(folder / "predictions.jsonl")

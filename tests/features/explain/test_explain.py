@@ -114,6 +114,7 @@ def test_words_of_a_jieba_tokenizer(sharp_model: Path, tmp_path: Path) -> None:
     assert explanation.difference
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
 def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Path) -> None:
     names = ("price",) if kind == "regression" else ("neg", "pos")
