@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
 
 from tests.faults import Fault
-from tests.runs import begin, digests, failed, lines_of, recipe, run_of, train, wait_for_steps
+from tests.runs import digests, failed, fork, lines_of, recipe, run_of, train, wait_for_steps
 from toolkit.utils.units import size_text
 
 
@@ -49,7 +48,7 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused with the first one's process id; the first continues."""
     folder = tmp_path / "run"
     words = [*settings, "--max_steps", "30", "--checkpoint_every", "15", "--output_dir", folder]
-    first = begin([sys.executable, "recipes/cls.py", *words])
+    first = fork(["recipes/cls.py", *words], {"TESTS_WITHOUT_PAGES": "1"})
     wait_for_steps(folder)
     first.send_signal(signal.SIGSTOP)  # until the second has started
     try:
