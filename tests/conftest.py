@@ -52,9 +52,11 @@ _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差�
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes first: they take longest, and no worker of several should wait for them at the end."""
-    units = ("checkpoint", "data", "evaluation", "launch", "models", "objective", "report", "training", "utils")
-    items.sort(key=lambda item: item.path.parent.name in units)
+    """Files that start several processes first, then others that start processes: they take longest, and no worker of
+    several should wait for them at the end."""
+    units = ("checkpoint", "data", "evaluation", "launch", "models", "objective", "report", "training")
+    several = {item.path for item in items if item.get_closest_marker("multiprocess")}
+    items.sort(key=lambda item: (item.path not in several, item.path.parent.name in units))
 
 
 def pytest_unconfigure() -> None:
