@@ -136,12 +136,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(
-    accelerator: Accelerator,
-    settings: TrainingSettings,
-    folder: Path,
-    project: str,
-    config: dict[str, Any],
-    step: int,
+    accelerator: Accelerator, settings: TrainingSettings, folder: Path, project: str, config: dict[str, Any], step: int
 ) -> None:
     """Starts the trackers of `--report_to` on the main process, each in its folder within the run folder.
 

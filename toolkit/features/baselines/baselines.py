@@ -90,15 +90,15 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
     return {"models": models, "trained_on": trained_on}
 
 
-def describe(content: dict[str, Any], metric: str = "f1_macro") -> list[str]:
-    """Lines for the screen: the metric of each model, and a warning if the linear one is about as good."""
-    values = {name: metrics[metric] for name, metrics in content.get("models", {}).items()}
+def describe(content: dict[str, Any]) -> list[str]:
+    """Lines for the screen: F1 (macro) of each model, and a warning if the linear one is about as good."""
+    values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []
     texts = [
         f"{name} {value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})" for name, value in values.items()
     ]
-    lines = [f"{metric}, 95 % confidence interval: {', '.join(texts)}"]
+    lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
     if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
         lines.append(f"  the model is not clearly better than {LINEAR}: check its settings")
     return lines
