@@ -209,18 +209,6 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def uneven_reviews(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
-    """Those with few positive ones, and a column `tags` of several labels each."""
-    import pandas as pd
-
-    table, path = pd.read_csv(reviews), tmp_path_factory.mktemp("uneven") / "uneven.csv"
-    table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
-    table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
-    table.to_csv(path, index=False)
-    return path
-
-
-@pytest.fixture(scope="session")
 def chinese_news() -> Any:
     """Splits of real Chinese news: rows with `text` and `title`."""
     from toolkit.data.read import read_demo

@@ -329,10 +329,6 @@ def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
 
 
-def steps_of(folder: Path) -> list[int]:
-    return [line["step"] for line in lines_of(folder / "metrics.jsonl")]
-
-
 def assert_same_run(run: Path, expected: Path, rel: float = 1e-5, probabilities: float | None = None) -> None:
     """Each step and each evaluation once, with the same numbers; the same predictions, with probabilities that differ
     by at most `probabilities` where it is given."""
