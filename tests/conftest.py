@@ -52,9 +52,11 @@ _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差�
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes first: they take longest, and no worker of several should wait for them at the end."""
-    units = ("checkpoint", "data", "evaluation", "launch", "models", "objective", "report", "training", "utils")
-    items.sort(key=lambda item: item.path.parent.name in units)
+    """Files that start several processes first, then others that start processes: they take longest, and no worker of
+    several should wait for them at the end."""
+    units = ("checkpoint", "data", "evaluation", "launch", "models", "objective", "report", "training")
+    several = {item.path for item in items if item.get_closest_marker("multiprocess")}
+    items.sort(key=lambda item: (item.path not in several, item.path.parent.name in units))
 
 
 def pytest_unconfigure() -> None:
@@ -135,6 +137,14 @@ def toolkit_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take most of the time of a report.html."""
+    from toolkit.report import curves
+
+    monkeypatch.setattr(curves, "charts", lambda record: [])
+
+
+@pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment in which nothing was launched, restored afterwards, whatever the test sets."""
     from toolkit.launch.relaunch import clean_environment
@@ -194,18 +204,6 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=7).select(range(211))
     path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
-    table.to_csv(path, index=False)
-    return path
-
-
-@pytest.fixture(scope="session")
-def uneven_reviews(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
-    """Those with few positive ones, and a column `tags` of several labels each."""
-    import pandas as pd
-
-    table, path = pd.read_csv(reviews), tmp_path_factory.mktemp("uneven") / "uneven.csv"
-    table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
-    table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
     table.to_csv(path, index=False)
     return path
 

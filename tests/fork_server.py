@@ -2,9 +2,9 @@
 
     python tests/fork_server.py [MODULE...]     the modules to import, instead of the default ones
 
-Each line of standard input is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "largest_file": BYTES or
-null}; the answer is a line with the process id. The folder gets the output (`out`, `err`) and at the end the exit code
-(`code`); a pipe `in` there is the input.
+Each line of standard input is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "cwd": PATH, "largest_file":
+BYTES or null}; the answer is a line with the process id. The folder gets the output (`out`, `err`) and at the end the
+exit code (`code`); a pipe `in` there is the input.
 
 The new process runs as usual: the recipe, `accelerate launch`, torchrun's agent and its ranks. Only a Python program
 that one of them starts (Popen) is a fork, too.
@@ -47,6 +47,7 @@ def serve() -> None:
             folder = Path(request["folder"])
             if not (child := os.fork()):
                 os.setsid()
+                os.chdir(request["cwd"])
                 pipe = folder / "in"
                 os.dup2(os.open(pipe if pipe.exists() else os.devnull, os.O_RDONLY), 0)
                 for number, name in enumerate(("out", "err"), 1):

@@ -50,6 +50,9 @@ MORE_WAYS = {
     "zero3 x3": ["--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "3"],
     "fsdp2 x3": ["--config_file", "accelerate_configs/fsdp2.yaml", "--num_processes", "3"],
 }
+CLASSIFIER = ("sklearn.metrics", "sklearn.linear_model", "toolkit.report.html", "toolkit.report.card", "toolkit.run",
+              "toolkit.training.prepare", "toolkit.launch.launcher", "recipes.cls")  # fmt: skip
+"""What a fork server imports for recipes/cls.py: no package of an extra."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
 
@@ -212,16 +215,19 @@ def fork(
     largest_file: int | None = None,
     stdin: bool = False,
     imported: tuple[str, ...] = (),
+    early: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> Process:
     """Starts `python WORDS` in a fork of tests/fork_server.py. Files cannot grow beyond `largest_file` bytes, as on a
-    full disk. A server with only these modules `imported` forks faster."""
+    full disk. A server with only these modules `imported` forks faster. `early`: variables that are read on import."""
     folder, pipe = _new_folder(), -1
     if stdin:
         os.mkfifo(folder / "in")
         pipe = os.open(folder / "in", os.O_RDWR)
-    request = {"argv": [str(word) for word in words], "env": {**environment(), **(env or {})}, "folder": str(folder),
+    variables = {**environment(), **(early or {}), **(env or {})}
+    request = {"argv": [str(word) for word in words], "env": variables, "folder": str(folder), "cwd": str(cwd),
                "largest_file": largest_file}  # fmt: skip
-    server = _fork_server(*imported)
+    server = _fork_server(imported, tuple((early or {}).items()))
     assert server.stdin
     assert server.stdout
     server.stdin.write(json.dumps(request) + "\n")
@@ -236,10 +242,11 @@ def fork(
 
 
 @functools.cache
-def _fork_server(*imported: str) -> subprocess.Popen[str]:
-    """One per session and imports; it ends when its standard input is closed."""
-    return subprocess.Popen([sys.executable, "tests/fork_server.py", *imported], cwd=ROOT, env=environment(), text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+def _fork_server(imported: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
+    """One per session, imports and variables; it ends when its standard input is closed."""
+    command = [sys.executable, "tests/fork_server.py", *imported]
+    env = {**environment(), **dict(early)}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def start(
@@ -320,10 +327,6 @@ def edit_json(path: Path, **changed: Any) -> None:
 
 def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
-
-
-def steps_of(folder: Path) -> list[int]:
-    return [line["step"] for line in lines_of(folder / "metrics.jsonl")]
 
 
 def assert_same_run(run: Path, expected: Path, rel: float = 1e-5, probabilities: float | None = None) -> None:

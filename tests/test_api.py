@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -18,7 +17,7 @@ import pytest
 import toolkit
 from tests.faults import refusal
 from tests.report.made import classifier
-from tests.runs import ROOT, edit_json, lines_of, losses_of, start
+from tests.runs import ROOT, edit_json, fork, lines_of, losses_of, recipe, start
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.launch.network import free_port
@@ -58,9 +57,13 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
         call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
         call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
         call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
-        (folder / f"{name}.py").write_text(f'{train}\n\nif __name__ == "__main__":\n' + indent(call, "    "))
-        done = start([sys.executable, folder / f"{name}.py"], env={"PYTHONPATH": str(ROOT)}).succeeded()
-        assert "Traceback" not in done.err
+        script = folder / f"{name}.py"
+        script.write_text(f'{train}\n\nif __name__ == "__main__":\n' + indent(call, "    "))
+        if name == "plain":
+            done = recipe(script=str(script), pages=True)
+        else:  # from a process that imports as little as a notebook's
+            done = start([sys.executable, script], env={"PYTHONPATH": str(ROOT)})
+        assert "Traceback" not in done.succeeded().err
     return folder
 
 
@@ -74,22 +77,20 @@ def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, t
     rows[:101].to_csv(tmp_path / "valid.csv", index=False)
     script = tmp_path / "own_loop.py"
     script.write_text(examples(PAGES[0])[-1].replace("Accelerator()", "Accelerator(cpu=True)"))
-    several = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port"]
 
     def losses(folder: str, launcher: list[str], max_steps: int) -> list[float]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        command = [*launcher, script, model, tmp_path / "train.csv", tmp_path / "valid.csv", max_steps]
-        done = start(
-            ["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", tmp_path / folder, *map(str, command)],
-            env={"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        ).succeeded()
+        words = [*launcher, script, model, tmp_path / "train.csv", tmp_path / "valid.csv", str(max_steps)]
+        with fork(words, cwd=tmp_path / folder) as process:
+            done = process.finish(240).succeeded()
         assert done.out.count("of 101 rows") == 1
         return [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.out)]
 
-    expected = losses("one", [sys.executable], 6)
+    expected = losses("one", [], 6)
     assert len(expected) == 6
-    assert losses("two", several, 3) == pytest.approx(expected[:3], rel=1e-5)
-    assert losses("two", [sys.executable], 6) == pytest.approx(expected[3:], rel=1e-5)
+    assert losses("two", [*torchrun, str(free_port())], 3) == pytest.approx(expected[:3], rel=1e-5)
+    assert losses("two", [], 6) == pytest.approx(expected[3:], rel=1e-5)
 
 
 @pytest.mark.multiprocess

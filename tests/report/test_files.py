@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults import Fault
 from tests.report.made import make_run
+from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
@@ -74,6 +75,15 @@ def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list(read_lines(path, 2)) == [{"a": 1}]
     warnings = [f"{path}, line {place} is broken and is skipped" for place in (2, 3, 4, 6, 2)]
     assert capsys.readouterr().err.splitlines() == warnings
+
+
+def test_predictions_of_an_evaluation_that_is_done_again_are_removed(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})  # with 4 evaluations
+    for count in (4, 3):
+        manifest = {"step": 40, "lines": {"eval.jsonl": count}}
+        RunFiles(MAIN, tmp_path / "run").truncate_to_checkpoint(manifest, same_run=True)
+        assert len(lines_of(tmp_path / "run" / "eval.jsonl")) == count
+        assert (tmp_path / "run" / "predictions.jsonl").exists() == (count == 4)
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:

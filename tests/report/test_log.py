@@ -13,7 +13,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.report.log import TRACKERS, _mark_failed, start_trackers
+from toolkit.evaluation import Evaluation
+from toolkit.report.log import TRACKERS, RunLog, _mark_failed, start_trackers
 
 
 class Tracker:
@@ -75,6 +76,24 @@ def test_the_users_mlflow_store_is_used(started: Any, monkeypatch: pytest.Monkey
 def test_a_tracker_that_cannot_start_is_an_error(started: Any) -> None:
     with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
         started(project="refused")
+
+
+def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the server is gone\nand more")
+
+    steps: list[int] = []
+    trackers = [SimpleNamespace(name="mlflow", log=refuse, finish=lambda: steps.append(-1)),
+                SimpleNamespace(name="trackio", log=lambda _, step: steps.append(step), finish=refuse)]  # fmt: skip
+    accelerator: Any = SimpleNamespace(trackers=trackers)
+    files: Any = SimpleNamespace(writes=True, append_evaluation=lambda *_: None, write_predictions=lambda _: None)
+    log = RunLog(accelerator, files, 3, 0)
+    for step in (1, 2):
+        log.log_evaluation(Evaluation("validation", {"loss": 0.5}, None), step)
+    log.close()
+    assert steps == [1, 2]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "ConnectionError: the server is gone" in line]
+    assert [line.split()[1] for line in warnings] == ["mlflow", "trackio"]
 
 
 def test_a_failed_run_is_marked_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:

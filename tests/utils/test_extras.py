@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import random
 import re
-import sys
 import tomllib
 import zlib
 from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, Finished, begin
+from tests.runs import CLASSIFIER, ROOT, Finished, fork
 from toolkit.checkpoint import checksums
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-OF_TESTS = {"all", "demo", "dev", "docs"}
-_IMPORTED_AS = {"onnxruntime": "onnxruntime", "rouge-score": "rouge_score"}
+OF_TESTS = {"all", "dev", "docs"}
 PACKAGES = {
-    extra: [_IMPORTED_AS.get(name, name) for name in (re.match(r"[\w-]+", line)[0] for line in lines)]  # type: ignore[index]
+    extra: [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines]  # type: ignore[index]
     for extra, lines in EXTRAS.items()
     if extra not in OF_TESTS
 }
@@ -28,6 +26,7 @@ NEEDS = {
     "deepspeed": "recipes/cls.py {job} --config_file accelerate_configs/zero2.yaml",
     "tensorboard": "recipes/cls.py {job} --report_to tensorboard",
     "titles": "recipes/title.py --train_file {reviews} --title_column label --model_name_or_path {model}",
+    "demo: --model_name_or_path and --train_file": "recipes/cls.py --output_dir {out}",
     "titles: jieba": "recipes/cls.py {job} --tokenizer jieba",
     "sweep": "-m toolkit sweep recipes/cls.py --search learning_rate=1e-5,2e-5 --output_dir {out} {job}",
     "explain": "-m toolkit report {run} --explain 1",
@@ -42,7 +41,7 @@ def without_extras(*words: str | Path) -> Finished:
     """Runs a Python program that finds no package of any extra."""
     hidden = ",".join(name for names in PACKAGES.values() for name in names)
     path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
-    with begin([sys.executable, *words], {"PYTHONPATH": path, "TESTS_WITHOUT": hidden}) as process:
+    with fork(words, imported=CLASSIFIER, early={"PYTHONPATH": path, "TESTS_WITHOUT": hidden}) as process:
         return process.finish(120)
 
 

@@ -10,7 +10,7 @@ from scipy import sparse, stats
 from sklearn.preprocessing import MultiLabelBinarizer
 
 _RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
-_BATCH = 50  # resamples in memory at a time
+_MAX_BATCH, _MAX_BATCH_DRAWS = 50, 5 * 10**6  # resamples in memory at a time, and their rows: 40 MB
 
 
 class Scores(NamedTuple):
@@ -70,8 +70,7 @@ def intervals(scores: Scores, seed: int = 0) -> dict[str, dict[str, float]]:
     low = high = values = statistic(np.arange(count)[None])[:, 0]
     if count > 1:  # scipy refuses a single row
         low, high = stats.bootstrap(
-            (np.arange(count),), statistic, n_resamples=_resamples(count), batch=_BATCH, vectorized=True,
-            method="percentile", rng=seed,
+            (np.arange(count),), statistic, vectorized=True, method="percentile", rng=seed, **_resamples(count),
         ).confidence_interval  # fmt: skip
     bounds = np.stack([values, low, high], axis=1).tolist()
     return {
@@ -96,12 +95,15 @@ def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
         return difference.reshape(*swapped.shape[:-1], -1)
 
     p = stats.permutation_test(
-        (np.zeros(differing), np.ones(differing)), statistic, permutation_type="samples", vectorized=True,
-        n_resamples=_resamples(differing), batch=_BATCH, rng=seed,
+        (np.zeros(differing), np.ones(differing)), statistic, permutation_type="samples", vectorized=True, rng=seed,
+        **_resamples(differing),
     ).pvalue  # fmt: skip
     return dict(zip(one.names, p.tolist(), strict=True))
 
 
-def _resamples(rows: int) -> int:
-    """1,000, and fewer above 100,000 rows."""
-    return max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows))
+def _resamples(rows: int) -> dict[str, int]:
+    """1,000, and fewer above 100,000 rows, where fewer are in memory, too."""
+    return {
+        "n_resamples": max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows)),
+        "batch": max(1, min(_MAX_BATCH, _MAX_BATCH_DRAWS // rows)),
+    }

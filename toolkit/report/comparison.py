@@ -39,10 +39,7 @@ class ComparedRun:
         """Raises UserError where the folder holds no run."""
         run_config(folder)
         self.folder, self.name, self.record = folder, name, Record.load(folder)
-        lines = list(self.record.predictions(folder))
-        is_of_last = len(lines) == self.record.last.numbers.get("num_samples")
-        self.predictions = lines if is_of_last else []
-        """The lines of predictions.jsonl; [] where they are not those of the last evaluation."""
+        self.predictions = self.record.of_last(list(self.record.predictions(folder)))
 
     @cached_property
     def scores(self) -> Scores:

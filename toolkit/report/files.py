@@ -56,7 +56,8 @@ class RunFiles:
         write_atomically(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
     def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None, same_run: bool) -> None:
-        """Truncates metrics.jsonl and eval.jsonl to the step of a checkpoint, after which the steps are done again.
+        """Truncates metrics.jsonl and eval.jsonl to the step of a checkpoint, after which the steps are done again, and
+        removes predictions.jsonl where it is of an evaluation after the checkpoint.
 
         Warns about lines that have been lost since. Removes the files where there is no checkpoint, or it comes from
         another run.
@@ -69,7 +70,10 @@ class RunFiles:
         earlier = [line for line in metrics if line["step"] < step]
         if manifest and same_run and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
             metrics.append(manifest["metrics"])
-        evaluations = list(read_lines(self.path / "eval.jsonl", counts.get("eval.jsonl", 0)))
+        evaluation_file, num_evaluations = self.path / "eval.jsonl", counts.get("eval.jsonl", 0)
+        evaluations = list(read_lines(evaluation_file, num_evaluations))
+        if evaluation_file.is_file() and evaluation_file.read_bytes().count(b"\n") > num_evaluations:
+            (self.path / "predictions.jsonl").unlink(missing_ok=True)
         for name, lines, count in (("metrics.jsonl", metrics, len(earlier)),
                                    ("eval.jsonl", evaluations, len(evaluations))):  # fmt: skip
             if count < counts.get(name, 0):

@@ -26,6 +26,7 @@ from toolkit.report.templates import render, render_blocks
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.features import features, first
 from toolkit.utils.files import refuse_link_out
+from toolkit.utils.log import logger
 
 _MAX_MATRIX_CLASSES, _MAX_PAIRS, _MAX_MISTAKES = 40, 30, 20
 MAX_CHARACTERS = 300
@@ -80,7 +81,9 @@ def write_report(
     name of a grouping (length, source) to the group of each row, `options` are those of `toolkit report`.
     Raises ValueError for another number of texts than rows, OSError where a file is missing.
     """
-    record = Record.load(folder, last)
+    record, rows = Record.load(folder, last), last.numbers.get("num_samples", 0)
+    if texts and len(texts) != rows:
+        raise ValueError(f"{last.split} has {rows} rows, and there are {len(texts)} texts")
     samples = _sample_context(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
     context: dict[str, Any] = {
         "record": record,
@@ -136,18 +139,15 @@ def truncate(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS].rstrip()}…"
 
 
-def require_equal_count(folder: Path, count: int, texts: Sequence[str]) -> None:
-    if texts and len(texts) != count:
-        raise ValueError(f"{folder}/predictions.jsonl has {count} lines, and there are {len(texts)} texts")
-
-
 def _sample_context(
     record: Record, folder: Path, texts: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """The template's variables about the predictions of a run with labels."""
     labels = Labels(record.data["problem_type"], tuple(record.data["labels"]), ())
-    samples = [read_sample(place, line, labels) for place, line in enumerate(record.predictions(folder))]
-    require_equal_count(folder, len(samples), texts)
+    lines = enumerate(record.predictions(folder))
+    samples = record.of_last([read_sample(place, line, labels) for place, line in lines])
+    if len(samples) != record.last.numbers.get("num_samples", 0):
+        logger.warning(f"{folder}/predictions.jsonl is not of the last evaluation: the report has no mistakes")
     wrong = [sample for sample in samples if sample.wrong]
     abstained = [sample for sample in samples if sample.abstained]
     worst = heapq.nlargest(_MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)

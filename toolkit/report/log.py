@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class RunLog:
         self.write_line()
         self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
         numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
-        self.accelerator.log(numbers, step=metrics.step)
+        self._for_trackers(lambda tracker: tracker.log(numbers, step=metrics.step))
         text = f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s"
         self._bar.update(1)
         self._bar.set_postfix_str(text, refresh=False)
@@ -79,7 +79,7 @@ class RunLog:
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
         numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
-        self.accelerator.log(numbers, step=step)
+        self._for_trackers(lambda tracker: tracker.log(numbers, step=step))
         self.print_line(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
 
     def close(self) -> None:
@@ -88,8 +88,17 @@ class RunLog:
         self._bar.close()
         # not accelerator.end_training(), which also destroys the process group: see launch.failure
         launch.close_on_failure()
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        self._for_trackers(lambda tracker: tracker.finish())
+
+    def _for_trackers(self, call: Callable[[Any], object]) -> None:
+        """Calls a function for each tracker. The run continues without one that fails, as when its server is gone."""
+        for tracker in list(self.accelerator.trackers):
+            try:
+                call(tracker)
+            except Exception as error:
+                self.accelerator.trackers.remove(tracker)
+                why = f"{type(error).__name__}: {first_line(error)}"
+                self.print_line(f"--report_to {tracker.name} failed ({why}): continuing without it", logging.WARNING)
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
@@ -127,12 +136,7 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(
-    accelerator: Accelerator,
-    settings: TrainingSettings,
-    folder: Path,
-    project: str,
-    config: dict[str, Any],
-    step: int,
+    accelerator: Accelerator, settings: TrainingSettings, folder: Path, project: str, config: dict[str, Any], step: int
 ) -> None:
     """Starts the trackers of `--report_to` on the main process, each in its folder within the run folder.
 

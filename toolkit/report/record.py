@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import drop_redundant_f1
 from toolkit.report.files import latest_per_step, read_lines
-from toolkit.utils.files import refuse_link_out
+from toolkit.utils.files import read_table, refuse_link_out
 
+_Line = TypeVar("_Line")
 # name in eval.jsonl -> title
 METRICS = {
     "loss": "Loss",
@@ -58,7 +59,7 @@ class Record:
         """`last`: by default the last one in eval.jsonl. Raises OSError where config.json is missing."""
         config = (folder / "config.json").read_text(encoding="utf-8")
         if Path.home().name:
-            config = re.sub(re.escape(str(Path.home())) + r'(?=["/ ])', "~", config)
+            config = re.sub(rf'(?<![\w.-]){re.escape(str(Path.home()))}(?=["/ ])', "~", config)
         lines = [
             {"step": line["step"], "split": line["split"],
              **{name: value for name, value in line.items() if isinstance(value, int | float | None)}}
@@ -149,6 +150,11 @@ class Record:
                 line |= {"prediction": names[int(scores.argmax())], "abstained": True}
             yield line
 
+    def of_last(self, lines: list[_Line]) -> list[_Line]:
+        """What was read from predictions.jsonl; [] where it is not of the last evaluation (the run was killed before it
+        wrote it)."""
+        return lines if len(lines) == self.last.numbers.get("num_samples") else []
+
     def metric_title(self, name: str) -> str:
         """`f1_macro` -> `F1 (macro)`."""
         if name == "accuracy" and self.problem_type == "multi_label_classification":
@@ -203,14 +209,11 @@ def run_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not a run folder: it has no config.json{hint}")
     for name in ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"):
         refuse_link_out(folder / name, folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON ({error})") from None
+    config = read_table(folder / "config.json", {})
     if "data" not in config:
         hint = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
         raise UserError(f"{folder} is not a run folder: its config.json is that of a model{hint}")
-    return dict(config)
+    return config
 
 
 def architecture(model_folder: Path) -> str:

@@ -97,7 +97,8 @@ class RunSummary:
         self, evaluation: Evaluation, comparison: Evaluation | None, seconds: float, feature_lines: Sequence[str]
     ) -> list[str]:
         """The results, and the files that hold them."""
-        folder = shlex.quote(str(self.folder))
+        folder, model_class = shlex.quote(str(self.folder)), architecture(self.folder / "model")
+        way = f"loads with {model_class}.from_pretrained" if model_class else "the files that the model's class saved"
         compared = []
         if comparison is not None:
             length = self.settings.long.compare_max_length
@@ -109,7 +110,7 @@ class RunSummary:
             f"({evaluation.numbers['num_samples']} samples): {evaluation}",
             *class_lines(evaluation),
             *compared,
-            f"  {folder}/model/            {self._how_to_load()}, weights in {self.settings.training.save_dtype}",
+            f"  {folder}/model/            {way}, weights in {self.settings.training.save_dtype}",
             f"  {folder}/report.html       curves, results, worst mistakes: open it in a browser",
             f"  {folder}/predictions.jsonl every {evaluation.split} sample with its prediction",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
@@ -117,12 +118,6 @@ class RunSummary:
             *feature_lines,
             *self._next_command(),
         ]
-
-    def _how_to_load(self) -> str:
-        model_class = architecture(self.folder / "model")
-        if not model_class:
-            return "the weights, and the files that the model's class saved"
-        return f"loads with {model_class}.from_pretrained"
 
     def _checkpoints(self, folder: str) -> list[str]:
         files = [file for file in (self.folder / "checkpoints").rglob("*") if file.is_file()]
@@ -144,7 +139,7 @@ class RunSummary:
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
         else:
-            folder = f"{training.output_dir}-2" if training.output_dir else None
+            folder = f"{self.folder}-2" if training.output_dir else None
             again = self.command(seed=training.seed + 1, output_dir=folder)
             again += "  # another seed: differences are chance"
         return ["next:", f"  {again}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,13 @@ def test_many_rows_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert baselines(None, made(50, 2), logits, ClassAnswers(THREE))["models"].keys() == {MODEL}
     number = Labels("regression", ("score",), ("score",))
     assert baselines(made(40, 1), made(50, 2), logits[:, :1], ClassAnswers(number)) == {}
+
+
+def test_a_single_label_that_a_row_may_have() -> None:
+    label = Labels("multi_label_classification", ("a",), ("label",))
+    train, split = (replace(each, labels=each.labels[:, :1]) for each in (made(400, 1, True), made(50, 2, True)))
+    models = baselines(train, split, np.zeros((50, 1), np.float32), ClassAnswers(label))["models"]
+    assert models[LINEAR]["accuracy"]["value"] > 0.95
 
 
 def test_the_file_is_read_for_its_own_evaluation_only(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_words_of_a_jieba_tokenizer(sharp_model: Path, tmp_path: Path) -> None:
     assert explanation.difference
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
 def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Path) -> None:
     names = ("price",) if kind == "regression" else ("neg", "pos")
@@ -146,6 +147,8 @@ def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -
     explanation = explain.explain(run, DATA | {"max_length": 20}, [read_sample(0, line, AB)], ["good film " * 50])[0]
     assert [word.text for word in explanation.words if word.adds] == ["good", "film"] * 9
     assert explanation.difference == sum(word.adds for word in explanation.words) != 0
+    # a pair whose texts cannot be told apart is left out
+    assert explain.explain(run, DATA | {"text_pair": "other"}, [MISTAKE], ["good\nfilm\nbad"]) == {}
     refusal(write_report_of_folder, run, Namespace(explain=5), match="needs the texts of the last evaluation")
 
 

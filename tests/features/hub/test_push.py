@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Finished, begin
+from tests.runs import CLASSIFIER, Finished, fork
 from toolkit.config import TaskSettings, build
 from toolkit.errors import UserError
 
@@ -87,8 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"success": True, "commitOid": "0" * 40, "commitUrl": commit})
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Hub]:
     with Hub() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -97,11 +98,18 @@ def hub() -> Iterator[Hub]:
         thread.join()
 
 
+@pytest.fixture
+def hub(server: Hub) -> Hub:
+    server.files, server.requests, server.refuses = {}, [], ""
+    return server
+
+
 def push(hub: Hub, job: list[str], *more: str, token: str = TOKEN) -> Finished:
-    """Starts a run of one step that pushes. It is not forked, as huggingface_hub reads these variables on import."""
-    env = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
+    """Starts a run of one step that pushes, without the token of whoever runs the tests."""
+    early = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1",
+             "HF_HOME": os.environ["TOOLKIT_TESTS_FOLDER"]}  # fmt: skip
     words = ["recipes/cls.py", *job, "--max_steps", "1", "--global_batch_size", "8", "--push_to_hub", "true", *more]
-    with begin(["python", *words], env) as process:
+    with fork(words, {"HF_TOKEN": token}, imported=CLASSIFIER, early=early) as process:
         return process.finish(120)
 
 
@@ -137,9 +145,8 @@ def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], t
 
 @pytest.mark.parametrize(("refuses", "token", "named"), [("", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id")])
 def test_a_missing_token_or_right_is_an_error_at_the_start(
-    refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))  # without the token of whoever runs the tests
     hub.refuses = refuses
     finished = push(hub, tiny_job, "--output_dir", str(tmp_path / "run"), token=token)
     finished.says_in_one_line("--push_to_hub", named)

@@ -90,15 +90,15 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
     return {"models": models, "trained_on": trained_on}
 
 
-def describe(content: dict[str, Any], metric: str = "f1_macro") -> list[str]:
-    """Lines for the screen: the metric of each model, and a warning if the linear one is about as good."""
-    values = {name: metrics[metric] for name, metrics in content.get("models", {}).items()}
+def describe(content: dict[str, Any]) -> list[str]:
+    """Lines for the screen: F1 (macro) of each model, and a warning if the linear one is about as good."""
+    values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []
     texts = [
         f"{name} {value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})" for name, value in values.items()
     ]
-    lines = [f"{metric}, 95 % confidence interval: {', '.join(texts)}"]
+    lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
     if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
         lines.append(f"  the model is not clearly better than {LINEAR}: check its settings")
     return lines
@@ -137,7 +137,7 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
             model.predict(weighting.transform(_counts(split, part)[:, features]))
             for part in np.array_split(np.arange(len(split)), -(-len(split) // _MAX_ROWS))
         ]
-    return np.concatenate(predicted)
+    return np.concatenate(predicted).reshape(split.labels.shape)  # of a single label sklearn returns (N,)
 
 
 def _counts(split: Split, rows: np.ndarray) -> Any:
@@ -147,6 +147,4 @@ def _counts(split: Split, rows: np.ndarray) -> Any:
     inside = row[1:] == row[:-1]
     pairs = (ids[:-1] * 1_000_003 + ids[1:])[inside] % _HASHED + _HASHED
     columns, rows_of = np.concatenate([ids % _HASHED, pairs]), np.concatenate([row, row[1:][inside]])
-    counts = sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))
-    counts.sum_duplicates()
-    return counts
+    return sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))
