@@ -104,6 +104,8 @@ def _drop_machines(path: Path, folder: Path) -> Path:
 
 def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int) -> int:
     """Returns the exit code: the one in `exit_code_file` if a rank has stopped the launcher."""
+    if arguments.num_processes == 1:  # several are started by torch, which has such a handler
+        signal.signal(signal.SIGTERM, _raise_signal)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -130,6 +132,10 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
         logger.error(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
         return 1
     return 0
+
+
+def _raise_signal(number: int, _: FrameType | None) -> None:
+    raise SignalException(f"signal {number}", signal.Signals(number))
 
 
 def _forward_signal(number: int, _: FrameType | None) -> None:
