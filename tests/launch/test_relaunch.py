@@ -207,7 +207,8 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
         ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
         ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
-        ("ddp", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
+        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
+        ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
     ],
 )
 def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:

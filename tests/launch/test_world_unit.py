@@ -17,7 +17,14 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from toolkit.launch import require_equal, wait_for_all, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
+from toolkit.launch.world import (
+    _check_devices,
+    _parse_launch,
+    _use_deepspeed,
+    launch_info,
+    requested_processes,
+    verify_world,
+)
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -87,6 +94,31 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 
 
+ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}
+BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "chosen"),
+    [
+        ({}, "deepspeed", "zero2.json"),
+        (ZERO3, "deepspeed", "zero3.json"),
+        (BY_ACCELERATE, "accelerate", "mine.json"),
+        (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json"),
+    ],
+)
+def test_deepspeed_config_after_the_script_is_used(
+    env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each model of the process."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert _use_deepspeed(Place(launcher, 0, 1, 0, 1))
+        assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
+        monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
+
+
 def test_barrier_of_one_process(accelerator: Accelerator) -> None:
     wait_for_all("nothing")
     require_equal(accelerator, "nothing", "x")
@@ -115,7 +147,9 @@ def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pyte
         gpus(enough)
         _check_devices(place)
     gpus(2)
-    refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2")
+    refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2 ")
+    of_two_machines = Place("torchrun", 7, 8, 3, 4)
+    refusal(_check_devices, of_two_machines, match="pass --num_processes 4 ")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
     _check_devices(place)
 

@@ -72,15 +72,15 @@ def make_accelerator(
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if on_cpu:
         _configure_cpu(place)
-    plugin = _deepspeed_plugin(place)
+    deepspeed = _use_deepspeed(place)
     for name in TIMEOUTS:
         timeout_seconds(name)  # raises here: the threads that read it later could not report it
-    ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
+    device_type = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
+    ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
     failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
-    deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
         InitProcessGroupKwargs(
             backend="gloo" if on_cpu and deepspeed else None,
@@ -90,8 +90,6 @@ def make_accelerator(
     ]
     if on_cpu and deepspeed:
         _skip_shared_memory_kernel()
-    if plugin is not None:
-        options["deepspeed_plugin"] = plugin
     _quiet_libraries()
     setting, why = mixed_precision, ""
     if setting == AUTO:
@@ -239,28 +237,26 @@ def _check_devices(place: Place) -> None:
     elif place.local_world_size > devices:
         raise UserError(
             f"{place.local_world_size} processes are started on {socket.gethostname()}, which has {devices} "
-            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices} (or set CUDA_VISIBLE_DEVICES)"
+            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices * place.world_size // place.local_world_size} "
+            "(or set CUDA_VISIBLE_DEVICES)"
         )
 
 
-def _deepspeed_plugin(place: Place) -> Any:
-    """For DeepSpeed's launcher, which does not set the variables that Accelerate reads."""
+def _use_deepspeed(place: Place) -> bool:
+    """Whether this launch uses DeepSpeed. Under other launchers it sets the variables of `accelerate launch`, which the
+    accelerators of a process's further models (`request_rerun`) read too."""
     file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
     by_accelerate = _flag("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):
-        return None
+        return False
     require_extra("this launch", "deepspeed")
-    if by_accelerate:
-        return None
-    path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
-    from accelerate import DeepSpeedPlugin
-
-    # Accelerate initialises the group through DeepSpeed only if this is set
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in single.items():
-        os.environ.setdefault(name, str(value))
-    return DeepSpeedPlugin(hf_ds_config=str(path))
+    if file or not by_accelerate:
+        path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+        single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in single.items():
+            os.environ.setdefault(name, str(value))
+    return True
 
 
 def _flag(name: str) -> bool:
