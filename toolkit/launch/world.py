@@ -112,7 +112,8 @@ def make_accelerator(
         raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine") from error
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
-        raise UserError("DeepSpeed was requested, but accelerate does not use it: try `python -m deepspeed.env_report`")
+        remedy = "leave out use_cpu: true" if _flag("ACCELERATE_USE_CPU") else "try `python -m deepspeed.env_report`"
+        raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
     if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":

@@ -50,7 +50,7 @@ def look() -> Devices:
     distributed = torch.distributed.is_available()
     has_nccl = count and torch.version.cuda and distributed
     return Devices(
-        gpus=[] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()],
+        gpus=[] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line.count(",") == 4],
         driver_fault=printable((out or err or f"exit status {status}").splitlines()[0]) if status else "",
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
