@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.launch import failure_detector, precision, rendezvous
 from toolkit.launch.environment import (
     GPU_PEER_TIMEOUT,
@@ -107,9 +108,13 @@ def make_accelerator(
             cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
         )
     except ValueError as error:
-        if "mixed precision" not in str(error):
-            raise
-        raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine") from error
+        if "mixed precision" in str(error):
+            raise UserError(
+                f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine"
+            ) from error
+        if isinstance(error, json.JSONDecodeError) or "DeepSpeed config" in str(error):
+            raise UserError(f"{os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE')}: {first_line(error)}") from error
+        raise
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         remedy = "leave out use_cpu: true" if _flag("ACCELERATE_USE_CPU") else "try `python -m deepspeed.env_report`"
