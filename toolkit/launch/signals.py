@@ -57,7 +57,6 @@ class StopSignals:
         self._exited = threading.Event()
         self._before: dict[int, Any] = {}
         self._socket: socket.socket | None = None
-        self._wakeup_before = -1
 
     @property
     def requested(self) -> int:
@@ -74,7 +73,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
             reader, self._socket = socket.socketpair()
             self._socket.setblocking(False)
-            self._wakeup_before = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop").start()
         return self
 
@@ -85,7 +84,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._socket is not None:
-            signal.set_wakeup_fd(self._wakeup_before)
+            signal.set_wakeup_fd(-1)
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread
             self._socket.close()
 
