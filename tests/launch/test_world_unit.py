@@ -15,16 +15,9 @@ from accelerate.commands.config import config_args
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from toolkit.launch import require_equal, wait_for_all, world
+from toolkit.launch import require_equal, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import (
-    _check_devices,
-    _parse_launch,
-    _use_deepspeed,
-    launch_info,
-    requested_processes,
-    verify_world,
-)
+from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -100,13 +93,9 @@ BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFI
 
 @pytest.mark.parametrize(
     ("env", "launcher", "chosen"),
-    [
-        ({}, "deepspeed", "zero2.json"),
-        (ZERO3, "deepspeed", "zero3.json"),
-        (BY_ACCELERATE, "accelerate", "mine.json"),
-        (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json"),
-    ],
-)
+    [({}, "deepspeed", "zero2.json"), (ZERO3, "deepspeed", "zero3.json"), (BY_ACCELERATE, "accelerate", "mine.json"),
+     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json")],
+)  # fmt: skip
 def test_deepspeed_config_after_the_script_is_used(
     env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,14 +103,9 @@ def test_deepspeed_config_after_the_script_is_used(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
-        assert _use_deepspeed(Place(launcher, 0, 1, 0, 1))
+        assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
-
-
-def test_barrier_of_one_process(accelerator: Accelerator) -> None:
-    wait_for_all("nothing")
-    require_equal(accelerator, "nothing", "x")
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
