@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_stuck_step_after_a_stop_signal(hang: str, place: str) -> None:
 @pytest.mark.parametrize("launcher", ["1", "77"])
 def test_launcher_that_is_process_1_is_stopped(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container; elsewhere process 1 adopts the ranks of a killed launcher."""
-    signals: list[tuple[int, int]] = []
+    signals: list[Any] = []
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     monkeypatch.setenv(LAUNCHER_PID, launcher)
     monkeypatch.delenv(EXIT_CODE_FILE, raising=False)
