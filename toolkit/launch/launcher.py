@@ -135,6 +135,7 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
 
 
 def _raise_signal(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # it may come again: to the process group, and by `stop_with_parent`
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
