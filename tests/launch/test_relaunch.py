@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,6 +17,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
@@ -158,6 +160,24 @@ def test_out_of_memory_kills_are_told_apart(
     monkeypatch.setattr(launcher, "_count_oom_kills", lambda: now)
     assert launcher._report_exit(-9, "rank 3", 6) == 1
     assert says in capsys.readouterr().err
+
+
+def test_launcher_waits_for_its_ranks_though_each_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--max_restarts`, after a failure that would recur."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise SignalException("", signal.SIGTERM)
+
+    monkeypatch.setattr(launcher, "launch_command", stop)
+    monkeypatch.setattr(launcher, "_forward_signal", lambda *_: None)
+    monkeypatch.setattr(launcher.psutil, "wait_procs", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    (tmp_path / "code").write_text("1")
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert launcher._launch(Namespace(num_processes=2), tmp_path / "code", 0) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 STOPS = """

@@ -118,6 +118,8 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     except subprocess.CalledProcessError as error:
         return _report_exit(error.returncode, "the process", oom_kills)
     except (SignalException, KeyboardInterrupt) as error:
+        for number in (signal.SIGINT, signal.SIGTERM):  # more come: from each rank (`stop_launcher`), from the kernel
+            signal.signal(number, signal.SIG_IGN)
         if isinstance(error, SignalException):  # torch's launcher loses the ranks that it was just starting
             _forward_signal(signal.SIGTERM, None)  # unlike SIGINT it prints nothing while Python starts
         psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # accelerate waits for none
@@ -135,7 +137,6 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
 
 
 def _raise_signal(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # it may come again: to the process group, and by `stop_with_parent`
     raise SignalException(f"signal {number}", signal.Signals(number))
 
 
