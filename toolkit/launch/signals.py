@@ -98,7 +98,10 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _print(self, number: int) -> None:
-        if self._prints and not exit_state.exit_code:  # os.write: a signal handler must not wait for a stream's lock
+        detector = failure_detector.current
+        is_failing = detector is not None and detector.failure is not None  # launchers then send SIGTERM
+        if self._prints and not exit_state.exit_code and not is_failing:
+            # os.write: a signal handler must not wait for a stream's lock
             line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
             os.write(2, line.encode())
 
