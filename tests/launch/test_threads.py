@@ -21,12 +21,12 @@ from toolkit import launch
 launch.start(__name__)
 import torch
 from toolkit.launch.environment import place_of
-from toolkit.launch.world import _configure_cpu
+from toolkit.launch.world import _set_threads
 
 def main():
     os.sched_getaffinity = lambda _: set(range(8))
     place = place_of(os.environ)
-    _configure_cpu(place)
+    _set_threads(place)
     sys.stdout.write(f"{place.local_world_size} x {torch.get_num_threads()}\\n")
 
 if __name__ == "__main__":

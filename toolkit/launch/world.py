@@ -71,8 +71,9 @@ def make_accelerator(
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    _set_threads(place)
     if on_cpu:
-        _configure_cpu(place)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
     deepspeed = _use_deepspeed(place)
     for name in TIMEOUTS:
         timeout_seconds(name)  # raises here: the threads that read it later could not report it
@@ -269,14 +270,14 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() == "true"
 
 
-def _configure_cpu(place: Place) -> None:
+def _set_threads(place: Place) -> None:
+    """On GPUs too: an optimizer in host memory would compute on the one core that launchers give a process."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = user_threads(os.environ) or max(1, cores // place.local_world_size)
     os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
 
 
 def _skip_shared_memory_kernel() -> None:
