@@ -15,6 +15,7 @@ from accelerate.commands.config import config_args
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
+from tests.runs import fork
 from toolkit.launch import require_equal, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
@@ -106,6 +107,22 @@ def test_deepspeed_config_after_the_script_is_used(
         assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
+
+
+SCRIPT = """
+from toolkit import launch
+def main():
+    launch.make_accelerator()
+    from torch.distributed import distributed_c10d
+    print(*(distributed_c10d._get_default_timeout(backend).total_seconds() for backend in ("gloo", "nccl")))
+launch.run(main)
+"""
+
+
+def test_groups_of_other_libraries_have_our_timeout(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with fork([tmp_path / "script.py", "--ddp_timeout", "77"]) as process:
+        assert process.finish().succeeded().out.splitlines()[-1] == "137.0 137.0"
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,11 +83,11 @@ def make_accelerator(
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
+    timeout = timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
+        setattr(torch.distributed.distributed_c10d, name, timeout)
     handlers = [
-        InitProcessGroupKwargs(
-            backend="gloo" if on_cpu and deepspeed else None,
-            timeout=timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS),
-        ),
+        InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=timeout),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     if on_cpu and deepspeed:
