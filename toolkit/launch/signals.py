@@ -47,8 +47,8 @@ class StopSignals:
 
     A second Ctrl-C, three seconds later or more, raises KeyboardInterrupt. If the main thread then does not move for
     --stop_timeout seconds and for twice the longest step, it hangs (in a collective, say), and the process exits. A
-    thread sees to that: Python calls a handler only when the main thread has returned from C code, but writes the
-    signal's number to a socket at once.
+    thread does that: Python calls a handler only when the main thread has returned from C code, but writes the signal's
+    number to a socket at once.
     """
 
     def __init__(self, prints: bool) -> None:
