@@ -16,7 +16,7 @@ from accelerate.commands.config import config_args
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.runs import fork
-from toolkit.launch import require_equal, world
+from toolkit.launch import rendezvous, require_equal, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
 
@@ -152,6 +152,9 @@ def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pyte
     of_two_machines = Place("torchrun", 7, 8, 3, 4)
     refusal(_check_devices, of_two_machines, match="pass --num_processes 4 ")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
+    _check_devices(place)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "no")
+    monkeypatch.setattr(rendezvous, "current", "joined for the first fold")
     _check_devices(place)
 
 

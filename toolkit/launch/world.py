@@ -236,7 +236,8 @@ def _check_devices(place: Place) -> None:
     """Raises UserError for more processes than GPUs on this machine, before CUDA fails with a traceback."""
     import torch
 
-    if not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
+    joined = rendezvous.current is not None  # for an earlier model; the variables are torch's now, not the scheduler's
+    if joined or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
         return
     devices = torch.cuda.device_count()
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpiexec"):
