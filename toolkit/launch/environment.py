@@ -99,8 +99,9 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
     variable = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if env.get(name)), None)
     # RANK without LOCAL_RANK: one process per host, as in a Kubernetes job
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
-    # NODE_RANK without a local size: several nodes, as Azure ML starts them, with an unknown number of processes each
-    local = _number(env, variable) if variable else (world if "LOCAL_RANK" in env and "NODE_RANK" not in env else 1)
+    # Azure ML sets LOCAL_RANK and NODE_RANK, and not how many processes a node has
+    is_local = "LOCAL_RANK" in env and not (launcher == "environment" and "NODE_RANK" in env)
+    local = _number(env, variable) if variable else (world if is_local else 1)
     return Place(launcher, _number(env, "RANK"), world, local_rank, local)
 
 
