@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import losses_of, run_of, slow_but, wait_for_steps
+from tests.runs import losses_of, slow_but, wait_for_steps
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
@@ -143,13 +143,3 @@ def test_two_machines_listen_on_their_addresses_only(hosts: TwoHosts, settings: 
     for host, address in ADDRESSES.items():
         assert elsewhere(listened[host], address) == set()
         assert elsewhere(listened[host]) != set()
-
-
-@pytest.mark.slow
-def test_predict_listens_on_loopback_only(hosts: TwoHosts, tiny_job: list[str], reviews: Path, tmp_path: Path) -> None:
-    run = run_of([*tiny_job, "--max_steps", "1", "--global_batch_size", "12"], tmp_path / "run")
-    words = ["toolkit", "predict", str(run / "model"), str(reviews), *DDP, "--output", str(tmp_path / "x.csv")]
-    with watched(hosts, {"a": words}) as (started, listened):
-        started["a"].finish(150).succeeded()
-    assert len(listened["a"]) > 1
-    assert elsewhere(listened["a"]) == set()

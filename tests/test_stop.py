@@ -19,6 +19,7 @@ from tests.runs import ROOT, assert_same_run, fork, losses_of, port_of, recipe, 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
 SCRIPT = "recipes/cls.py"
+ONE = ["--config_file", "accelerate_configs/single.yaml"]
 # name -> (words before the settings, words after them, signal, whether to the whole process group, exit code: other
 # launchers have their own)
 CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
@@ -29,13 +30,14 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "python and a file, SIGUSR1": ([sys.executable, SCRIPT], ZERO3, signal.SIGUSR1, False, 138),
     "python and a file, Ctrl-C": ([sys.executable, SCRIPT], ZERO3, signal.SIGINT, True, 130),
     "python and a file, the launcher killed": ([sys.executable, SCRIPT], DDP, signal.SIGKILL, False, -9),
+    "python and a file for one process, SIGTERM": ([sys.executable, SCRIPT], ONE, signal.SIGTERM, False, 143),
     "accelerate launch, SIGTERM to all": (["accelerate", "launch", SCRIPT], DDP, signal.SIGTERM, True, -15),
     "torchrun, SIGTERM": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGTERM, False, 1),
     "torchrun, Ctrl-C": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGINT, True, 1),
     "deepspeed, SIGTERM to all": (["deepspeed", "--num_gpus", "2", SCRIPT], [], signal.SIGTERM, True, -15),
 }
-QUICK = ("python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
-         "python and a file, the launcher killed")  # fmt: skip
+QUICK = ("python and a file, SIGTERM", "python and a file, Ctrl-C", "python and a file for one process, SIGTERM",
+         "torchrun, SIGTERM", "python and a file, the launcher killed")  # fmt: skip
 STEPS = 4000
 
 

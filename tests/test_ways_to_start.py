@@ -15,7 +15,7 @@ import psutil
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from tests.runs import ROOT, Finished, begin, losses_of, slow_but, start
+from tests.runs import ROOT, Finished, begin, failed, losses_of, slow_but, start
 
 AFTER = ["accelerate", "launch", "recipes/cls.py"]
 COMMANDS: dict[str, tuple[list[str], int, str]] = {
@@ -66,6 +66,13 @@ def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path
         assert model.config.id2label == {0: "neg", 1: "pos"}
         (answer,) = pipeline("text-classification", model=str(folder))("a fine film")
         assert answer["label"] in ("neg", "pos")
+
+
+@pytest.mark.parametrize("text", ['{"zero_optimization": {"stage": 2,}}', "{}"], ids=["no JSON", "no ZeRO"])
+def test_deepspeed_config_that_is_not_valid(text: str, settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    words = ["--deepspeed_config", tmp_path / "ds.json", "--output_dir", tmp_path / "run"]
+    assert failed(*settings, *words).startswith(f"{tmp_path / 'ds.json'}: ")
 
 
 def _as_srun(rank: int) -> dict[str, str]:

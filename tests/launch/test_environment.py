@@ -15,7 +15,10 @@ DEEPSPEED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1@1"}  # fmt: skip
+MVAPICH = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+           "MV2_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BY_HAND = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
 SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0",
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]",
         "SLURM_JOB_NODELIST": "gpu[01-09]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}  # fmt: skip
@@ -32,10 +35,14 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", 
         (DEEPSPEED, Place("deepspeed", 1, 2, 1, 2)),
         (OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
         (HYDRA, Place("mpiexec", 1, 2, 1, 2)),
+        (MVAPICH, Place("mpirun_rsh", 1, 4, 1, 2)),
         (SRUN, Place("srun", 2, 4, 0, 2)),
         (BATCH_SCRIPT, Place("python", 0, 1, 0, 1)),  # no srun: one process, whatever was allocated
         ({"RANK": "1", "WORLD_SIZE": "2"}, Place("environment", 1, 2, 0, 1)),  # Kubernetes: one per host
         ({"RANK": "0", "WORLD_SIZE": "1"}, Place("environment", 0, 1, 0, 1)),
+        (BY_HAND, Place("environment", 3, 8, 3, 8)),
+        (BY_HAND | {"NODE_RANK": "0"}, Place("environment", 3, 8, 3, 1)),  # Azure ML
+        (BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}, Place("accelerate", 3, 8, 3, 8)),  # a notebook
         # mpirun and torchrun inside a Slurm step: the inner launcher counts
         (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
         (SRUN | HYDRA, Place("mpiexec", 1, 2, 1, 2)),
@@ -69,8 +76,11 @@ def test_invalid_number_names_the_variable(base: dict[str, str], garbage: str) -
         refusal(place_of, base | {name: garbage}, match=name)
 
 
-@pytest.mark.parametrize("env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}])
-def test_rank_without_world_size_is_an_error(env: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "2"}]
+)
+def test_incomplete_variables_are_errors(env: dict[str, str]) -> None:
+    """Each process would train a model of its own."""
     refusal(place_of, env, match=r"RANK|WORLD_SIZE")
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
+from typing import Any
 
 import pytest
+from accelerate.state import PartialState
 
 from tests.runs import Finished, start
 from toolkit import launch
 from toolkit.launch import exit_state, failure
 from toolkit.launch.environment import Place
+from toolkit.launch.interrupted import EXIT_CODE_FILE, LAUNCHER_PID
 
 _MAIN = """
-import os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 from toolkit import launch
 from toolkit.launch.signals import StopSignals
 def main():
@@ -60,6 +64,18 @@ def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
 
 
+def test_next_model_of_a_process_starts_without_accelerates_state(accelerator: Any) -> None:
+    states = []
+
+    def main() -> None:
+        states.append(dict(PartialState._shared_state))
+        if len(states) == 1:
+            launch.request_rerun()
+
+    failure._call(main)
+    assert [bool(state) for state in states] == [True, False]
+
+
 CLOSE_STDOUT = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)"
 
 
@@ -81,14 +97,35 @@ def test_other_broken_pipes_are_tracebacks() -> None:
     assert "head" not in done.err
 
 
-def test_stuck_step_after_a_stop_signal() -> None:
-    hang = ("with StopSignals(True):", "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait()")
-    done = run(*hang, TOOLKIT_STOP_TIMEOUT="1")
+@pytest.mark.parametrize(
+    ("hang", "place"),
+    [("threading.Event().wait()", "threading.py:"),
+     # in C, as in a collective: Python calls no handler
+     ("lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_char * 64)(); lock(mutex), lock(mutex)",
+      "<string>:")],
+    ids=["Python", "C"],
+)  # fmt: skip
+def test_stuck_step_after_a_stop_signal(hang: str, place: str) -> None:
+    stop = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    done = run("with StopSignals(True):", f"    {stop}", f"    {hang}", TOOLKIT_STOP_TIMEOUT="1")
     assert done.code == 143
     assert done.err.count("SIGTERM: stopping after this step, with a checkpoint\n") == 1
     line = done.err.splitlines()[-1]
-    assert "SIGTERM: stuck at threading.py:" in line
+    assert f"SIGTERM: stuck at {place}" in line
     assert "--stop_timeout SECONDS" in line
+
+
+@pytest.mark.parametrize("launcher", ["1", "77"])
+def test_launcher_that_is_process_1_is_stopped(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container; elsewhere process 1 adopts the ranks of a killed launcher."""
+    signals: list[Any] = []
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv(LAUNCHER_PID, launcher)
+    monkeypatch.delenv(EXIT_CODE_FILE, raising=False)
+    monkeypatch.setattr(exit_state.os, "getppid", lambda: 1)
+    monkeypatch.setattr(exit_state.os, "kill", lambda *words: signals.append(words))
+    exit_state.stop_launcher(1)
+    assert signals == ([(1, signal.SIGTERM)] if launcher == "1" else [])
 
 
 def test_slow_step_after_a_stop_signal_may_finish() -> None:

@@ -34,7 +34,7 @@ def test_all_ranks_join() -> None:
 TWIN = {"WORLD_SIZE": "3", "RANK": "1"}
 NEWER = """
 real = versions.comparable_versions
-versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1", "code": "x"}
+versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1", "code": "x", "device": "cuda"}
 """
 # fault -> options of `group`, exit codes, parts of the one line of each failed rank
 FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
@@ -59,7 +59,8 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "another version of a library": (
         {"hosts": "AB", "before": {1: NEWER}}, [1, 1],
         [f"torch is {version('torch')} on A and 0.0.1 on B", "code is 0123456789ab on A and x on B",
-         "pip install torch==", "git pull", "nothing was read or trained"],
+         "device is cpu on A and cuda on B", "pip install torch==", "git pull", "toolkit doctor",
+         "nothing was read or trained"],
     ),
 }  # fmt: skip
 
@@ -175,9 +176,10 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return number
 
 
-def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> Any:
+def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "", attempt: int = 0) -> Any:
     """This rank's rendezvous, or the error."""
-    me = Peer("", rank, size, rank, size, host="A", node="a", pid=rank, number=secrets.token_hex(8), failure=failure)
+    me = Peer("", rank, size, rank, size, host="A", node="a", pid=rank, number=secrets.token_hex(8), failure=failure,
+              attempt=attempt)  # fmt: skip
     ranks = Rendezvous(me, seconds)
     try:
         ranks.join()
@@ -198,6 +200,15 @@ def test_exchange(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         ranks[0].exchange("x", 0.5, "the data")
     assert error.value.missing == [1, 2]
     assert re.search("waiting for ranks 1, 2.*: the data", capsys.readouterr().err)
+
+
+def test_rank_that_is_started_again_while_others_are_awaited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(join, 0)
+        assert isinstance(join(1, seconds=1), RendezvousError)  # it ends, and its launcher starts it again
+        ranks = [first, pool.submit(join, 1, attempt=1), pool.submit(join, 2)]
+        assert [[peer.attempt for peer in each.result().peers] for each in ranks] == [[0, 1, 0]] * 3
 
 
 def test_fault_is_raised_by_all_and_printable(port: int) -> None:

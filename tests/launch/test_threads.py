@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.runs import slow_but, start
+from tests.runs import start
 from toolkit.launch import environment
 from toolkit.launch.environment import MARKER, user_threads
 from toolkit.launch.relaunch import clean_environment
@@ -21,12 +21,12 @@ from toolkit import launch
 launch.start(__name__)
 import torch
 from toolkit.launch.environment import place_of
-from toolkit.launch.world import _configure_cpu
+from toolkit.launch.world import _set_threads
 
 def main():
     os.sched_getaffinity = lambda _: set(range(8))
     place = place_of(os.environ)
-    _configure_cpu(place)
+    _set_threads(place)
     sys.stdout.write(f"{place.local_world_size} x {torch.get_num_threads()}\\n")
 
 if __name__ == "__main__":
@@ -37,15 +37,10 @@ WAYS: dict[str, tuple[list[str], list[str], int]] = {
     "torchrun": (["torchrun", "--standalone", "--nproc_per_node", "2"], [], 2),
     "python and a file": ([sys.executable], DDP, 2),
     "accelerate, one process": (["accelerate", "launch", "--num_processes", "1"], [], 1),
-    "python": ([sys.executable], [], 1),
-    "accelerate": (["accelerate", "launch", *DDP], [], 2),
-    "accelerate, file after": (["accelerate", "launch"], DDP, 2),
-    "torchrun and a file": (["torchrun", "--standalone", "--nproc_per_node", "2"], DDP, 2),
-    "deepspeed": (["deepspeed", "--num_gpus", "2"], [], 2),
 }
 
 
-@pytest.mark.parametrize("way", slow_but(WAYS, *list(WAYS)[:3]))
+@pytest.mark.parametrize("way", WAYS)
 def test_threads_of_each_launcher(way: str, tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text(SCRIPT)

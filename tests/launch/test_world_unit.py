@@ -15,7 +15,8 @@ from accelerate.commands.config import config_args
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from toolkit.launch import require_equal, wait_for_all, world
+from tests.runs import fork
+from toolkit.launch import rendezvous, require_equal, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
 
@@ -87,9 +88,41 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 
 
-def test_barrier_of_one_process(accelerator: Accelerator) -> None:
-    wait_for_all("nothing")
-    require_equal(accelerator, "nothing", "x")
+ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}
+BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "chosen"),
+    [({}, "deepspeed", "zero2.json"), (ZERO3, "deepspeed", "zero3.json"), (BY_ACCELERATE, "accelerate", "mine.json"),
+     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json")],
+)  # fmt: skip
+def test_deepspeed_config_after_the_script_is_used(
+    env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each model of the process."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
+        assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
+        monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
+
+
+SCRIPT = """
+from toolkit import launch
+def main():
+    launch.make_accelerator()
+    from torch.distributed import distributed_c10d
+    print(*(distributed_c10d._get_default_timeout(backend).total_seconds() for backend in ("gloo", "nccl")))
+launch.run(main)
+"""
+
+
+def test_groups_of_other_libraries_have_our_timeout(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with fork([tmp_path / "script.py", "--ddp_timeout", "77"]) as process:
+        assert process.finish().succeeded().out.splitlines()[-1] == "137.0 137.0"
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +148,13 @@ def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pyte
         gpus(enough)
         _check_devices(place)
     gpus(2)
-    refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2")
+    refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2 ")
+    of_two_machines = Place("torchrun", 7, 8, 3, 4)
+    refusal(_check_devices, of_two_machines, match="pass --num_processes 4 ")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
+    _check_devices(place)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "no")
+    monkeypatch.setattr(rendezvous, "current", "joined for the first fold")
     _check_devices(place)
 
 

@@ -17,7 +17,7 @@ from toolkit.utils.compat import TESTED, require
 
 # module (not imported) -> names that its source must contain
 NAMES = {
-    "torch.distributed.distributed_c10d": ("pg_map",),
+    "torch.distributed.distributed_c10d": ("pg_map", "default_pg_timeout", "default_pg_nccl_timeout"),
     "torch.nn.modules.module": (
         "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
         "_backward_pre_hooks"),

@@ -77,6 +77,7 @@ def test_describe_differences() -> None:
         ([{"torch": "2.12.1", "numpy": None}, {}], ["pip install torch==2.13.0 numpy==2.4.0"], ["git pull", "Python"]),
         ([{"code": "other"}], ["git pull"], ["pip"]),
         ([{"toolkit": "other"}], ["git pull"], ["pip"]),
+        ([{"device": "cpu"}], ["toolkit doctor"], ["pip", "git pull"]),
         ([{"torch": "1", "code": "x"}, {"python": "3"}], ["torch==2.13.0", "git pull", "same Python"], []),
     ],
 )

@@ -23,6 +23,7 @@ from toolkit.errors import UserError
 # launcher -> its variables for rank, world size, local rank and local world size
 _VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpirun_rsh": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # SLURM_STEP_NUM_TASKS is set inside `srun` only, SLURM_NTASKS in any batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -81,6 +82,10 @@ def place_of(env: Mapping[str, str]) -> Place:
         if rank in env and world in env and local_rank in env:
             size = _local_tasks(env, local_world) if local_world in env else _number(env, world)
             return Place(launcher, _number(env, rank), _number(env, world), _number(env, local_rank), size)
+    if (env.get("PMI_SIZE") or "1") != "1":  # each process would train a model of its own
+        raise UserError(
+            f"PMI_SIZE is {env['PMI_SIZE']}, but MPI_LOCALRANKID is not set: set RANK, WORLD_SIZE and LOCAL_RANK"
+        )
     return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
 
 
@@ -94,7 +99,9 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
     variable = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if env.get(name)), None)
     # RANK without LOCAL_RANK: one process per host, as in a Kubernetes job
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
-    local = _number(env, variable) if variable else (world if "LOCAL_RANK" in env else 1)
+    # Azure ML sets LOCAL_RANK and NODE_RANK, and not how many processes a node has
+    is_local = "LOCAL_RANK" in env and not (launcher == "environment" and "NODE_RANK" in env)
+    local = _number(env, variable) if variable else (world if is_local else 1)
     return Place(launcher, _number(env, "RANK"), world, local_rank, local)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.launch.environment import attempt, max_restarts
-from toolkit.launch.interrupted import write_exit_code
+from toolkit.launch.interrupted import LAUNCHER_PID, write_exit_code
 from toolkit.utils.timeouts import call_with_timeout
 
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
@@ -68,5 +68,7 @@ def stop_with_parent(parent: int | None = None) -> None:
 def stop_launcher(code: int) -> None:
     """Stops the launcher (ours exits with `code`) instead of a restart: the run was stopped, or would fail again."""
     write_exit_code(code)
-    if attempt() < max_restarts() and os.getppid() != 1:
-        os.kill(os.getppid(), signal.SIGTERM)
+    parent = os.getppid()
+    # process 1 adopts the ranks of a killed launcher; in a container it may be our launcher itself
+    if attempt() < max_restarts() and (parent != 1 or os.environ.get(LAUNCHER_PID) == "1"):
+        os.kill(parent, signal.SIGTERM)

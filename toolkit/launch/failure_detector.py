@@ -39,8 +39,8 @@ from toolkit.utils.log import logger
 from toolkit.utils.timeouts import call_with_timeout
 
 _HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 10.0
-# A failed rank waits for reports of earlier failures, so that the first cause is named: the shorter time if no other
-# rank can have caused its failure, otherwise until rank 0 has polled its connections, at most the longer time.
+# A failed rank waits for reports of earlier failures: the shorter time if no other rank can have caused its failure,
+# otherwise until rank 0 has polled its connections, at most the longer time.
 _REPORT_SECONDS, _MAX_REPORT_SECONDS = 0.5, 15.0
 # Log a line after waiting this long for a rank.
 _LOG_SECONDS = 60.0

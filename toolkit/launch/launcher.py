@@ -104,6 +104,8 @@ def _drop_machines(path: Path, folder: Path) -> Path:
 
 def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int) -> int:
     """Returns the exit code: the one in `exit_code_file` if a rank has stopped the launcher."""
+    if arguments.num_processes == 1:  # several are started by torch, which has such a handler
+        signal.signal(signal.SIGTERM, _raise_signal)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -116,6 +118,8 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     except subprocess.CalledProcessError as error:
         return _report_exit(error.returncode, "the process", oom_kills)
     except (SignalException, KeyboardInterrupt) as error:
+        for number in (signal.SIGINT, signal.SIGTERM):  # more come: from each rank (`stop_launcher`), from the kernel
+            signal.signal(number, signal.SIG_IGN)
         if isinstance(error, SignalException):  # torch's launcher loses the ranks that it was just starting
             _forward_signal(signal.SIGTERM, None)  # unlike SIGINT it prints nothing while Python starts
         psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # accelerate waits for none
@@ -130,6 +134,10 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
         logger.error(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
         return 1
     return 0
+
+
+def _raise_signal(number: int, _: FrameType | None) -> None:
+    raise SignalException(f"signal {number}", signal.Signals(number))
 
 
 def _forward_signal(number: int, _: FrameType | None) -> None:

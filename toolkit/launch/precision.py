@@ -62,8 +62,10 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
 
 def enabled_in_deepspeed_config() -> str | None:
     """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None."""
-    file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    config = json.loads(Path(file).read_text(encoding="utf-8")) if file and Path(file).is_file() else {}
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
+    config: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # accelerate raises for a file that it cannot read
+        config = json.loads(Path(file or "").read_text(encoding="utf-8"))
     return next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
 
 

@@ -122,6 +122,11 @@ def plan_launch(
         raise UserError(
             f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
         )
+    if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
+        raise UserError(
+            f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect: use "
+            "accelerate_configs/zero2.yaml, or leave it out"
+        )
     if name := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:

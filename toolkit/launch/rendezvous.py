@@ -192,7 +192,7 @@ class Rendezvous:
             else:
                 self._log_once(f"waiting for {name_ranks(missing)}: start the same command there")
                 time.sleep(_POLL_SECONDS)
-        self.peers = sorted(peers, key=lambda peer: peer.rank)
+        self.peers = sorted({peer.rank: peer for peer in peers}.values(), key=lambda peer: peer.rank)
         fault = fault or _difference(self.peers)
         verdict = json.dumps({"fault": fault, "peers": [asdict(peer) for peer in self.peers]})
         if not fault:
@@ -261,7 +261,9 @@ def _conflict(peers: Sequence[Peer]) -> str:
             f"{last.rank} on {last.host}: start all with the same --num_processes, perhaps "
             f"{min(first.world_size, last.world_size)} (by default it follows the devices that a machine sees)"
         )
-    if twin := next((peer for peer in peers[:-1] if peer.rank == last.rank), None):
+    twins = (peer for peer in peers[:-1] if peer.rank == last.rank)
+    # one of an earlier attempt has ended meanwhile
+    if twin := next((peer for peer in twins if peer.node != last.node or peer.attempt >= last.attempt), None):
         return (
             f"two processes have rank {last.rank}, on {twin.host} and {last.host}: give each its own RANK "
             "(and NODE_RANK or --machine_rank to each machine)"
@@ -285,11 +287,11 @@ def _difference(peers: Sequence[Peer]) -> str:
 current: Rendezvous | None = None
 
 
-def join_ranks(place: Place, script: str, seconds: float, failure: str = "") -> Rendezvous | None:
+def join_ranks(place: Place, script: str, seconds: float, failure: str = "", device: str = "cpu") -> Rendezvous | None:
     """Joins the rendezvous; None for a single process.
 
     Raises RendezvousError, naming the missing ranks or what differs between them. `failure` is why this process cannot
-    join: all others raise it.
+    join: all others raise it. `device`: its type; gloo on one rank and NCCL on another would wait for each other.
     """
     global current
     is_single = place.world_size == 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -302,7 +304,7 @@ def join_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
         pid=os.getpid(),
         number=secrets.token_hex(8),
         address=network.source_address_for(os.environ["MASTER_ADDR"]),
-        versions=versions.comparable_versions(script),
+        versions={"device": device, **versions.comparable_versions(script)},
         failure=failure,
         failure_detector=os.environ.get(FAILURE_DETECTOR, "on"),
         attempt=attempt(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # A global: a process has one handler per signal, and an evaluation during training stops on the same signal.
 current: StopSignals | None = None
+# a forked child's signals are not this process's
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if current else None)
 
 
 class StopRequested(Exception):  # noqa: N818
@@ -43,7 +46,9 @@ class StopSignals:
     """`with StopSignals() as signals: ...`: inside, a stop signal only sets `signals.requested`.
 
     A second Ctrl-C, three seconds later or more, raises KeyboardInterrupt. If the main thread then does not move for
-    --stop_timeout seconds and for twice the longest step, it hangs (in a collective, say), and the process exits.
+    --stop_timeout seconds and for twice the longest step, it hangs (in a collective, say), and the process exits. A
+    thread does that: Python calls a handler only when the main thread has returned from C code, but writes the signal's
+    number to a socket at once.
     """
 
     def __init__(self, prints: bool) -> None:
@@ -51,6 +56,7 @@ class StopSignals:
         self._since = self._read = time.monotonic()
         self._exited = threading.Event()
         self._before: dict[int, Any] = {}
+        self._socket: socket.socket | None = None
 
     @property
     def requested(self) -> int:
@@ -65,6 +71,10 @@ class StopSignals:
         self._exited.clear()
         if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
+            reader, self._socket = socket.socketpair()
+            self._socket.setblocking(False)
+            signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop").start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,27 +83,39 @@ class StopSignals:
         self._exited.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._socket is not None:
+            signal.set_wakeup_fd(-1)
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread
+            self._socket.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if not self._number:
             self._number, self._since = number, now
-            threading.Thread(target=self._exit_if_stuck, daemon=True, name="stop").start()
             if number != signal.SIGTERM:
-                self._print()
+                self._print(number)
         elif number == signal.SIGINT and now - self._since > _REPEAT_SECONDS:
             raise KeyboardInterrupt
 
-    def _print(self) -> None:
-        if self._prints and not exit_state.exit_code:  # os.write: a signal handler must not wait for a stream's lock
-            line = f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n"
+    def _print(self, number: int) -> None:
+        detector = failure_detector.current
+        is_failing = detector is not None and detector.failure is not None  # launchers then send SIGTERM
+        if self._prints and not exit_state.exit_code and not is_failing:
+            # os.write: a signal handler must not wait for a stream's lock
+            line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
             os.write(2, line.encode())
 
-    def _exit_if_stuck(self) -> None:
+    def _watch(self, reader: socket.socket) -> None:
+        with reader:
+            while data := reader.recv(1):  # empty at the end of the run
+                if data[0] in _STOP_SIGNALS:  # other handlers' signals are written, too
+                    self._exit_if_stuck(data[0])
+
+    def _exit_if_stuck(self, number: int) -> None:
         limit, since = max(float(timeout_seconds("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
-        if self._number == signal.SIGTERM and not self._exited.wait(_REPORT_SECONDS):
-            self._print()
+        if number == signal.SIGTERM and not self._exited.wait(_REPORT_SECONDS):
+            self._print(number)
         while not self._exited.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
@@ -101,7 +123,7 @@ class StopSignals:
             if stack != seen or is_saving:
                 seen, since = stack, time.monotonic()
             elif time.monotonic() - since > limit:
-                name, position = signal.Signals(self._number).name, failure_detector.main_thread_position()
+                name, position = signal.Signals(number).name, failure_detector.main_thread_position()
                 text = f"{name}: stuck at {position} for {limit:.0f} s: exiting without a new checkpoint"
                 message = f"error: {text} (--stop_timeout SECONDS waits longer)"
-                exit_process(message, 128 + self._number, text, permanent=True)
+                exit_process(message, 128 + number, text, permanent=True)

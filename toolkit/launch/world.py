@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.launch import failure_detector, precision, rendezvous
 from toolkit.launch.environment import (
     GPU_PEER_TIMEOUT,
@@ -70,28 +71,27 @@ def make_accelerator(
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    _set_threads(place)
     if on_cpu:
-        _configure_cpu(place)
-    plugin = _deepspeed_plugin(place)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
+    deepspeed = _use_deepspeed(place)
     for name in TIMEOUTS:
         timeout_seconds(name)  # raises here: the threads that read it later could not report it
-    ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
+    device_type = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
+    ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
     failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
-    deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
+    timeout = timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
+        setattr(torch.distributed.distributed_c10d, name, timeout)
     handlers = [
-        InitProcessGroupKwargs(
-            backend="gloo" if on_cpu and deepspeed else None,
-            timeout=timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS),
-        ),
+        InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=timeout),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     if on_cpu and deepspeed:
         _skip_shared_memory_kernel()
-    if plugin is not None:
-        options["deepspeed_plugin"] = plugin
     _quiet_libraries()
     setting, why = mixed_precision, ""
     if setting == AUTO:
@@ -109,12 +109,17 @@ def make_accelerator(
             cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
         )
     except ValueError as error:
-        if "mixed precision" not in str(error):
-            raise
-        raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine") from error
+        if "mixed precision" in str(error):
+            raise UserError(
+                f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine"
+            ) from error
+        if isinstance(error, json.JSONDecodeError) or "DeepSpeed config" in str(error):
+            raise UserError(f"{os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE')}: {first_line(error)}") from error
+        raise
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
-        raise UserError("DeepSpeed was requested, but accelerate does not use it: try `python -m deepspeed.env_report`")
+        remedy = "leave out use_cpu: true" if _flag("ACCELERATE_USE_CPU") else "try `python -m deepspeed.env_report`"
+        raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
     if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
@@ -231,7 +236,8 @@ def _check_devices(place: Place) -> None:
     """Raises UserError for more processes than GPUs on this machine, before CUDA fails with a traceback."""
     import torch
 
-    if not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
+    joined = rendezvous.current is not None  # for an earlier model; the variables are torch's now, not the scheduler's
+    if joined or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
         return
     devices = torch.cuda.device_count()
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpiexec"):
@@ -239,42 +245,40 @@ def _check_devices(place: Place) -> None:
     elif place.local_world_size > devices:
         raise UserError(
             f"{place.local_world_size} processes are started on {socket.gethostname()}, which has {devices} "
-            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices} (or set CUDA_VISIBLE_DEVICES)"
+            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices * place.world_size // place.local_world_size} "
+            "(or set CUDA_VISIBLE_DEVICES)"
         )
 
 
-def _deepspeed_plugin(place: Place) -> Any:
-    """For DeepSpeed's launcher, which does not set the variables that Accelerate reads."""
+def _use_deepspeed(place: Place) -> bool:
+    """Whether this launch uses DeepSpeed. Under other launchers it sets the variables of `accelerate launch`, which the
+    accelerators of a process's further models (`request_rerun`) read too."""
     file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
     by_accelerate = _flag("ACCELERATE_USE_DEEPSPEED")
     if not (by_accelerate or file or place.launcher == "deepspeed"):
-        return None
+        return False
     require_extra("this launch", "deepspeed")
-    if by_accelerate:
-        return None
-    path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
-    from accelerate import DeepSpeedPlugin
-
-    # Accelerate initialises the group through DeepSpeed only if this is set
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in single.items():
-        os.environ.setdefault(name, str(value))
-    return DeepSpeedPlugin(hf_ds_config=str(path))
+    if file or not by_accelerate:
+        path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+        single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in single.items():
+            os.environ.setdefault(name, str(value))
+    return True
 
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() == "true"
 
 
-def _configure_cpu(place: Place) -> None:
+def _set_threads(place: Place) -> None:
+    """On GPUs too: an optimizer in host memory would compute on the one core that launchers give a process."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = user_threads(os.environ) or max(1, cores // place.local_world_size)
     os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
 
 
 def _skip_shared_memory_kernel() -> None:

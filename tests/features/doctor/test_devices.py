@@ -36,6 +36,7 @@ def test_the_output_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (by_name["gpu 0"].level, by_name["gpu 1"].level) == ("warn", "ok")
     assert "/dev/nvidia0" in by_name["gpu 0"].remedy
     assert hardware.environment["torch_version"] == hardware.torch
+    assert smi("echo 'No devices were found'").gpus == []
     fault = "Driver/library version mismatch"
     assert smi(f"echo '{fault}'; exit 18").driver_fault == fault
 

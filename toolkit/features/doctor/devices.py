@@ -47,10 +47,11 @@ def look() -> Devices:
         status, out, err = collect_env.run([collect_env.get_nvidia_smi(), *_QUERY])
     except FileNotFoundError:
         status, out, err = 0, "", ""
+    rows = [] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
     distributed = torch.distributed.is_available()
     has_nccl = count and torch.version.cuda and distributed
     return Devices(
-        gpus=[] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()],
+        gpus=[row for row in rows if len(row) == 5],  # not its messages
         driver_fault=printable((out or err or f"exit status {status}").splitlines()[0]) if status else "",
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
