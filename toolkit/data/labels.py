@@ -69,7 +69,7 @@ class Labels(Targets):
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.values or self.names)}
+        return {_name(name): index for index, name in enumerate(self.values or self.names)}
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """Those rows of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32. Raises UserError naming
@@ -192,6 +192,8 @@ def find_labels(
         width = len(_parsed_list(values[0]) or [0])
         return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
     feature, multi_hot = _class_feature(table, column), False
+    if class_names and feature is not None:
+        raise no_classes
     if problem == MULTI:
         classes, multi_hot = _names_in_lists(table, column, rows)
         multi_hot = multi_hot and feature is None
@@ -247,10 +249,8 @@ def _names_from_file(
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
-    each = list(names)
-    if all(re.fullmatch(r"-?\d+", name) for name in each):
-        return tuple(sorted(each, key=lambda name: (int(name), name)))
-    return tuple(natsorted(each))
+    each = sorted(names)  # names that sort alike, `a1` and `a01`: a set's order differs from process to process
+    return tuple(sorted(each, key=int) if all(re.fullmatch(r"-?\d+", name) for name in each) else natsorted(each))
 
 
 def problem_of(value: str | None) -> ProblemType:

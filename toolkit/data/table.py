@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,20 +26,30 @@ _MAX_COLUMNS = 10_000
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
+class FileRows(NamedTuple):
+    """The rows of a file within a table."""
+
+    start: int
+    """The first one."""
+    name: str
+    note: str
+    """How the file was read, where a setting or its form decides that."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows and their source. The rows are loaded when first used; large tables stay on disk."""
 
-    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, dict[str, Any]]]
-    """The rows, or a function that loads (rows, {"note": how they were read, "files": [[first row, file], ...]})."""
+    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, list[FileRows]]]
+    """The rows, or a function that loads them and their files."""
     name: str
     """The file, the pattern, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
 
     @cached_property
-    def _loaded(self) -> tuple[datasets.Dataset, dict[str, Any]]:
-        return self.source() if callable(self.source) else (self.source, {})
+    def _loaded(self) -> tuple[datasets.Dataset, list[FileRows]]:
+        return self.source() if callable(self.source) else (self.source, [])
 
     @property
     def rows(self) -> datasets.Dataset:
@@ -51,14 +61,14 @@ class Table:
 
     @property
     def note(self) -> str:
-        """How the first file was read, where a setting or the file's form decides that."""
-        return str(self._loaded[1].get("note", ""))
+        """The first file's note."""
+        return next((f"{name}: {note}" for _, name, note in self._loaded[1] if note), "")
 
     def where(self, row: int) -> str:
         """The name of a row (from 0) in messages: its file, and its number (from 1) in that file."""
-        files = self._loaded[1].get("files") or [[0, self.name]]
-        start, name = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
-        return f"{name}, row {row - start + 1}"
+        files = self._loaded[1] or [FileRows(0, self.name, "")]
+        file = files[bisect.bisect_right(files, row, key=lambda file: file.start) - 1]
+        return f"{file.name}, row {row - file.start + 1}"
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """All rows in order, as record batches or tables of pyarrow; not memory-mapped, which would count as memory."""
