@@ -310,6 +310,15 @@ def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_
         assert table.rows["text"][0] == text
 
 
+def test_the_same_bytes_in_another_place_and_format(tmp_path: Path) -> None:
+    """The cache knows rows by their content and format; a file is named by where it lies now."""
+    paths = [write(tmp_path / name, "text\tlabel\na\t1\n") for name in ("a.csv", "b.csv", "a.tsv")]
+    comma, copy, tab = map(read_file, paths)
+    assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\tlabel"]] * 2 + [["text", "label"]]
+    assert [table.where(0) for table in (comma, copy, tab)] == [f"{path}, row 1" for path in paths]
+    assert comma.digest == copy.digest != tab.digest
+
+
 def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path, toolkit_cache: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

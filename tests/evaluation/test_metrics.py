@@ -87,6 +87,7 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
         ("eval_loss", MULTI, ("loss", False)),
         ("mae", "regression", ("mae", False)),
         ("pearson", "regression", ("pearson", True)),
+        ("perplexity", SINGLE, ("perplexity", False)),
     ],
 )
 def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
@@ -146,3 +147,12 @@ def test_the_best_evaluation(metric: str, values: list[float], improved: list[in
         assert best.update(Evaluation("validation", {metric: value}, None), step) is bool(better)
         counters.append(best.patience_counter)
     assert (counters, best.step) == ([0, 0, 1, 2, 0], 5)
+
+
+def test_a_resumed_run_counts_on_where_no_evaluation_gave_a_number() -> None:
+    best, resumed = Best("accuracy", SINGLE, patience=3), Best("accuracy", SINGLE, patience=3)
+    for step in (1, 2):
+        best.update(Evaluation("validation", {"accuracy": None}, None), step)
+    resumed.restore(json.loads(json.dumps(best.state())))
+    assert vars(resumed) == vars(best)
+    assert (resumed.patience_counter, resumed.patience_exhausted) == (2, False)

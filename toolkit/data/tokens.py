@@ -140,6 +140,8 @@ class Split:
         lines = read_lines(self.folder / "texts.jsonl")
         texts, pairs = (lines, None) if isinstance(lines[0], str) else zip(*lines, strict=True)
         arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs=pairs)
+        if self.token_types is None:  # this model has none, whatever its tokenizer makes
+            arrays.pop("token_types", None)
         return replace(self, name=name, **arrays)
 
 

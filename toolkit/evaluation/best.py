@@ -22,7 +22,7 @@ _USUAL = {
     "multi_label_classification": "f1_micro",
     "regression": "loss",
 }
-_LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error")
+_LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
 _TRIAL_ROWS = 10_000
 
 
@@ -71,8 +71,9 @@ class Best:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint's state; a state of another metric is ignored."""
-        if state["metric"] == self.metric and state["value"] is not None:
-            self.value, self.step, self.patience_counter = state["value"], state["step"], state["waited"]
+        if state["metric"] == self.metric:
+            value = -math.inf if state["value"] is None else state["value"]  # no evaluation gave a number yet
+            self.value, self.step, self.patience_counter = value, state["step"], state["waited"]
 
 
 def make_best(

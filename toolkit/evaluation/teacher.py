@@ -40,7 +40,8 @@ def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: P
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
         raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
-    return replace(data, train=replace(data.train, columns={"teacher": np.load(folder / _FILE, mmap_mode="r")}))
+    columns = data.train.columns | {"teacher": np.load(folder / _FILE, mmap_mode="r")}
+    return replace(data, train=replace(data.train, columns=columns))
 
 
 def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
