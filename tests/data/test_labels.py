@@ -230,6 +230,7 @@ NO_LABEL = "no label: fill it or remove the row"
         ([1.0, 2.0], None, [1.0, float("nan")], NO_LABEL),
         ([["a"], ["b"]], None, [["a"], None], NO_LABEL),
         ([["a"], ["b"]], None, [["a"], ["b", None]], NO_LABEL),
+        ([["a"], ["b", ""]], None, [["a"], ["b", ""]], NO_LABEL),
         (["good", "bad"], None, ["good", "god"], r"label 'god' does not .* \(did you mean good\?\).* bad, good"),
         ([1, 2], None, [1, 3], "label '3' does not occur in training"),
         ([1, 2], None, [1.0, 1.5], r"label '1\.5' does not occur in training"),

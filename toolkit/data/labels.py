@@ -225,7 +225,7 @@ def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[st
     flags = True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
-        names.update(map(_name, items))
+        names.update(filter(None, map(_name, items)))  # an empty one is no class: `encode` names its row
         widths.add(len(items))
         flags = flags and all(item in (0, 1) for item in items)
     multi_hot = flags and len(widths) == 1 and max(widths) > 1
