@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,32 +118,28 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
     growth = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
     try:
         if growth * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
-            starts, sink = _write_rows(paths, settings, None)
-            rows = datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all())
-            return rows, _file_rows(starts, paths)
+            files, sink = _write_rows(paths, settings, None)
+            return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), files
         with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (folder, draft):
             if draft:
-                starts, _ = _write_rows(paths, settings, draft / "rows.arrow")
-                (draft / "read.json").write_text(json.dumps(starts), encoding="utf-8")
-        rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-        return rows, _file_rows(json.loads((folder / "read.json").read_text(encoding="utf-8")), paths)
+                files, _ = _write_rows(paths, settings, draft / "rows.arrow")
+                (draft / "read.json").write_text(json.dumps(files), encoding="utf-8")
+        read = json.loads((folder / "read.json").read_text(encoding="utf-8"))
+        # the same content may have lain elsewhere when it was read
+        files = [FileRows(*file)._replace(name=str(path)) for file, path in zip(read, paths, strict=True)]
+        return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
 
 
-def _file_rows(starts: Sequence[Sequence[Any]], paths: list[Path]) -> list[FileRows]:
-    """The paths are not in the cache: the same rows may lie elsewhere."""
-    return [FileRows(start, str(path), note) for (start, note), path in zip(starts, paths, strict=True)]
-
-
-def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[list[tuple[int, str]], Any]:
-    """Writes all rows as one Arrow stream, to `output` or to memory -> ((first row, how it was read) of each file, the
-    sink). Raises UserError when a file is invalid, has no rows or is in another encoding."""
+def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[list[FileRows], Any]:
+    """Writes all rows as one Arrow stream, to `output` or to memory -> (the files, the sink). Raises UserError when a
+    file is invalid, has no rows or is in another encoding."""
     import pyarrow
 
     schema = widest = None
     while schema is None or schema != widest:  # a second pass, where a later row had another column or a wider type
-        starts: list[tuple[int, str]] = []
+        files: list[FileRows] = []
         schema, rows = widest, 0
         writer: Any = None
         pending: list[pyarrow.RecordBatch] = []
@@ -152,7 +148,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                 first_row = rows
                 with explain_encoding_errors(path, settings.encoding):
                     note, batches = _parse(path, settings)
-                    starts.append((first_row, note))
+                    files.append(FileRows(first_row, str(path), note))
                     for batch in batches:
                         widest = _widen(path, batch.schema, widest)
                         schema = schema or widest
@@ -166,7 +162,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                     raise UserError(f"{path} has {'a header and ' * (format_of(path) in ('.csv', '.tsv'))}no rows")
             _write(writer, pending)
             writer.close()
-    return starts, sink
+    return files, sink
 
 
 def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:

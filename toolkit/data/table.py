@@ -166,11 +166,6 @@ def text_blocks(
         yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
 
-def texts_of(table: Table, column: str, separator: str, rows: np.ndarray | None = None) -> Iterator[list[str]]:
-    """`text_blocks` of one column."""
-    return (texts for (texts,) in text_blocks(table, [column], separator, rows))
-
-
 def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
     """The cells of one or several columns -> a text for each row."""
     texts = [["" if text is None else str(text) for text in column] for column in cells]

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from toolkit.config import ModelSettings
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
-from toolkit.data.table import Table, texts_of
+from toolkit.data.table import Table, text_blocks
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
@@ -73,7 +73,7 @@ class SavedModel:
         return f"{fingerprint(self.tokenizer)} {self.tokenizer.model_input_names}"
 
     def read_texts(self, table: Table, column: str) -> list[str]:
-        return [text for block in texts_of(table, column, separator_of(self.tokenizer)) for text in block]
+        return [text for (texts,) in text_blocks(table, [column], separator_of(self.tokenizer)) for text in texts]
 
     def tokenize(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
         """`facts` identify these texts in the cache, so that several processes share the tokenizing."""
