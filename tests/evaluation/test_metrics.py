@@ -137,22 +137,17 @@ def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> 
 
 
 @pytest.mark.parametrize(
-    ("metric", "values", "improved"),
-    [("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [1, 1, 0, 0, 1]),
-     ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [1, 1, 0, 0, 1])],
+    ("metric", "values", "improved", "counters"),
+    [("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [1, 1, 0, 0, 1], [0, 0, 1, 2, 0]),
+     ("loss", [2.0, 1.0, 1.0, math.nan, 0.5], [1, 1, 0, 0, 1], [0, 0, 1, 2, 0]),
+     ("accuracy", [None, None], [0, 0], [1, 2])],
 )  # fmt: skip
-def test_the_best_evaluation(metric: str, values: list[float], improved: list[int]) -> None:
-    best, counters = Best(metric, SINGLE), []
-    for step, (value, better) in enumerate(zip(values, improved, strict=True), 1):
+def test_the_best_evaluation(metric: str, values: list[float], improved: list[int], counters: list[int]) -> None:
+    """A resumed run counts on."""
+    best, resumed = Best(metric, SINGLE, patience=3), Best(metric, SINGLE, patience=3)
+    for step, (value, better, counter) in enumerate(zip(values, improved, counters, strict=True), 1):
         assert best.update(Evaluation("validation", {metric: value}, None), step) is bool(better)
-        counters.append(best.patience_counter)
-    assert (counters, best.step) == ([0, 0, 1, 2, 0], 5)
-
-
-def test_a_resumed_run_counts_on_where_no_evaluation_gave_a_number() -> None:
-    best, resumed = Best("accuracy", SINGLE, patience=3), Best("accuracy", SINGLE, patience=3)
-    for step in (1, 2):
-        best.update(Evaluation("validation", {"accuracy": None}, None), step)
+        assert best.patience_counter == counter
+    assert best.step == (5 if any(improved) else 0)
     resumed.restore(json.loads(json.dumps(best.state())))
     assert vars(resumed) == vars(best)
-    assert (resumed.patience_counter, resumed.patience_exhausted) == (2, False)
