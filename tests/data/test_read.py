@@ -212,6 +212,11 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
         ("a.jsonl", '["a", "b", 1]\n', {}, {"1": ["a"], "2": ["b"], "3": [1]}, "rows [1, 2, 3], lists"),
         ("a.json", '[["a", 1]]', {"column_names": "q,y"}, {"q": ["a"], "y": [1]}, "rows [q, y]"),
         ("a.csv", "text,label\na,1\n", {}, {"text": ["a"], "label": ["1"]}, ""),
+        # settings of other formats
+        ("a.jsonl", '{"q": "a"}', {"column_names": "b"}, {"q": ["a"]}, "without --column_names b"),
+        ("a.jsonl", '["a", 1]', {"delimiter": ";"}, {"text": ["a"], "label": [1]}, "without --delimiter ;"),
+        ("a.csv", "text\na\n", {"sample_by": "paragraph"}, {"text": ["a"]}, "without --sample_by paragraph"),
+        ("a.txt", "a\n", {"column_names": "b"}, {"text": ["a"]}, "one text per line; without --column_names b"),
     ],
 )
 def test_files_as_they_come_are_read_and_it_is_said_how(

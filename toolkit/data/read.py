@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import them
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 _LAYOUT = 4  # increase when the files in a cached folder of rows change
+_DEFAULTS = ("csv", "line")  # of --quoting and --sample_by
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
 """Rows are stored in batches of about this size: mapping the file costs 64 KB of memory for each."""
@@ -90,7 +91,7 @@ def read_file(name: str, settings: TextSettings) -> Table:
     digests = [_digest_of(path) for path in paths]
     options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names,
                "by": settings.sample_by}  # fmt: skip
-    changed = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv", "line")]
+    changed = [f"{name} {value}" for name, value in options.items() if value not in (None, *_DEFAULTS)]
     digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
     digest = "-".join([digest, settings.encoding, *changed])
     return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)
@@ -200,19 +201,26 @@ def format_of(path: Path) -> str:
 
 
 def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.RecordBatch]]:
-    """(how the file is read, where a setting or its form decides that; its rows, at most BATCH_ROWS at a time)."""
+    """(how the file is read, where a setting or its form decides that, and which settings are ignored; its rows, at
+    most BATCH_ROWS at a time)."""
     kind = format_of(path)
     if kind == ".parquet":
-        return "", _read_parquet(path)
-    if kind in (".json", ".jsonl"):
-        return read_json(path, settings, kind)
-    if kind == ".txt" and not settings.delimiter:
-        unit = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
-        return unit, read_plain(path, settings)
-    names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
-    options = [f"--{name} {getattr(settings, name)}" for name in names]
-    options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
-    return f"read with {', '.join(options)}" * bool(options), read_csv(path, settings, kind)
+        note, batches, ignored = "", _read_parquet(path), ["delimiter", "column_names", "quoting", "sample_by"]
+    elif kind in (".json", ".jsonl"):
+        (note, batches), ignored = read_json(path, settings, kind), ["delimiter", "quoting", "sample_by"]
+    elif kind == ".txt" and not settings.delimiter:
+        note = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
+        batches, ignored = read_plain(path, settings), ["column_names", "quoting"]
+    else:
+        names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
+        options = [f"--{name} {getattr(settings, name)}" for name in names]
+        options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
+        note = f"read with {', '.join(options)}" * bool(options)
+        batches, ignored = read_csv(path, settings, kind), ["sample_by"]
+    unused = [f"--{name} {value}" for name in ignored if (value := getattr(settings, name)) not in (None, *_DEFAULTS)]
+    if unused:
+        note += "; " * bool(note) + f"without {', '.join(unused)}, which is not for {kind}"
+    return note, batches
 
 
 def read_class_names(name: str) -> dict[str, str]:
