@@ -65,7 +65,8 @@ def positive_weights(train: Split, labels: Labels, objective: ObjectiveSettings)
     if objective.pos_weight != "balanced":
         return _weights_by_name("pos_weight", objective.pos_weight, labels.names).astype(np.float32)
     counts = class_counts(labels, train)
-    return np.where(counts > 0, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
+    uneven = (counts > 0) & (counts < len(train))  # a label of every row would weigh 0, and not be trained at all
+    return np.where(uneven, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
