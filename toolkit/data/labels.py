@@ -253,11 +253,6 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(each, key=int) if all(re.fullmatch(r"-?\d+", name) for name in each) else natsorted(each))
 
 
-def problem_of(value: str | None) -> ProblemType:
-    """A model config's problem type; single-label classification by default."""
-    return cast(ProblemType, value or "single_label_classification")
-
-
 # --- cells ---
 
 

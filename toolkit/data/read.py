@@ -127,7 +127,7 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
                 (draft / "read.json").write_text(json.dumps(files), encoding="utf-8")
         read = json.loads((folder / "read.json").read_text(encoding="utf-8"))
         # the same content may have lain elsewhere when it was read
-        files = [FileRows(*file)._replace(name=str(path)) for file, path in zip(read, paths, strict=True)]
+        files = [(start, str(path), note) for (start, _, note), path in zip(read, paths, strict=True)]
         return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
@@ -149,7 +149,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                 first_row = rows
                 with explain_encoding_errors(path, settings.encoding):
                     note, batches = _parse(path, settings)
-                    files.append(FileRows(first_row, str(path), note))
+                    files.append((first_row, str(path), note))
                     for batch in batches:
                         widest = _widen(path, batch.schema, widest)
                         schema = schema or widest

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,14 +26,8 @@ _MAX_COLUMNS = 10_000
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
-class FileRows(NamedTuple):
-    """The rows of a file within a table."""
-
-    start: int
-    """The first one."""
-    name: str
-    note: str
-    """How the file was read, where a setting or its form decides that."""
+FileRows = tuple[int, str, str]
+"""A file's first row in the table, its name, and how it was read, where a setting or its form decides that."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +60,9 @@ class Table:
 
     def where(self, row: int) -> str:
         """The name of a row (from 0) in messages: its file, and its number (from 1) in that file."""
-        files = self._loaded[1] or [FileRows(0, self.name, "")]
-        file = files[bisect.bisect_right(files, row, key=lambda file: file.start) - 1]
-        return f"{file.name}, row {row - file.start + 1}"
+        files = self._loaded[1] or [(0, self.name, "")]
+        start, name, _ = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
+        return f"{name}, row {row - start + 1}"
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """All rows in order, as record batches or tables of pyarrow; not memory-mapped, which would count as memory."""

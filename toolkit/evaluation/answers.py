@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from toolkit.config import ModelSettings, TrainingSettings
-from toolkit.data.labels import MULTI, Labels, problem_of
+from toolkit.config import ModelSettings, ProblemType, TrainingSettings
+from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
@@ -21,7 +21,7 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, eval
 from toolkit.objective.base import Losses
 from toolkit.utils.features import features, first
 
-_SINGLE = "single_label_classification"
+_SINGLE: ProblemType = "single_label_classification"
 
 
 class Answers:
@@ -160,7 +160,7 @@ def labels_of(config: Any) -> Labels:
         raise UserError(
             f"{config.name_or_path}: id2label in config.json names several outputs {repeated!r}: rename them"
         )
-    return Labels(problem_of(config.problem_type), names, ())
+    return Labels(config.problem_type or _SINGLE, names, ())
 
 
 def answers_for(name: str, config: Any) -> Any:
