@@ -16,7 +16,7 @@ from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import MULTI, USUAL, Labels, find_labels
 from toolkit.data.read import format_of, read_class_names, read_file
 from toolkit.data.table import Table, find_columns
-from toolkit.data.tokens import Split
+from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
@@ -63,7 +63,7 @@ def evaluate_file(options: Any) -> None:
     logits = saved.compute_outputs(split)
     if logits is None:
         return
-    texts = [f"{text}\n{second}" for text, second in zip(texts, pairs, strict=True)] if pairs else texts
+    texts = list(map(join_pair, texts, pairs)) if pairs else texts
     if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
         logger.warning(note)
     evaluation = _evaluate(split, logits, answers)
