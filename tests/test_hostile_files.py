@@ -72,6 +72,11 @@ def test_a_config_with_what_no_model_has_is_refused(changed: dict[str, Any], mod
     fault(f"a model's config.json with {name} = {str(value)[:30]}", said)
 
 
+def test_several_outputs_of_one_name_are_refused(model: Path) -> None:
+    edit_json(model / "config.json", id2label={"0": "a", "1": "a"}, label2id={"a": 1})
+    refused(model, "id2label in config.json", "'a'")
+
+
 @pytest.mark.parametrize(
     "changed",
     [

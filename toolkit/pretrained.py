@@ -33,7 +33,7 @@ _CHECKPOINT_FILES = re.compile(
     r"|.*\.(distcp|ckpt|pth?)",
     re.DOTALL,
 )
-_SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
+_SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")  # and exported graphs
 
 
 def load_config(settings: PretrainedSettings) -> Any:

@@ -111,6 +111,8 @@ def test_positive_weights_are_negatives_over_positives() -> None:
     labels = labels_of("multi_label_classification")
     weight = balance.positive_weights(flags(), labels, ObjectiveSettings(pos_weight="balanced"))
     assert weight == pytest.approx([50 / 150, 192 / 8, 1, 1])
+    every = replace(flags(), labels=np.ones((200, 4), np.float32))
+    assert balance.positive_weights(every, labels, ObjectiveSettings(pos_weight="balanced")) == pytest.approx([1] * 4)
     named = balance.positive_weights(flags(), labels, ObjectiveSettings(pos_weight="rare=9"))
     assert named == pytest.approx([1, 9, 1, 1])
     assert balance.positive_weights(flags(), labels, ObjectiveSettings()) is None

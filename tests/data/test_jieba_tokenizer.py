@@ -166,15 +166,6 @@ def test_other_vocabularies_are_refused() -> None:
     refusal(words_first, other, match="needs a model with a WordPiece vocabulary")
 
 
-def test_without_jieba_the_error_names_the_command(ordinary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jieba", None)
-    load_jieba.cache_clear()
-    try:
-        refusal(words_first, ordinary, match=r"needs jieba: pip install 'finetune-toolkit\[titles\]'")
-    finally:
-        load_jieba.cache_clear()
-
-
 def test_added_tokens_are_whole(ours: Any) -> None:
     from transformers import AddedToken
 

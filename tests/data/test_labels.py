@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.config import ProblemType
-from toolkit.data.labels import Labels, find_labels
+from toolkit.data.labels import Labels, find_labels, natural_order
 from toolkit.data.read import read_class_names
 from toolkit.data.table import Table
 
@@ -89,6 +90,16 @@ def test_a_data_sets_own_names_keep_their_order() -> None:
     decided = found([[0], [0, 2]], feature=lists)
     assert decided.names == ("joy", "anger", "unused")
     assert encoded(decided, [[0], [0, 2]], lists) == [[1, 0, 0], [1, 0, 1]]
+    odd = datasets.ClassLabel(names=["1.0", " b"])  # as they are written
+    assert encoded(found([0, 1], feature=odd), [1, 0], odd) == [1, 0]
+    refusal(find_labels, table_of([0, 1], NAMED), None, None, "text", class_names={"0": "x", "1": "y"},
+            match="--label_names_file names classes that are numbers")  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [["a1", "a01", "a2"], ["1", "01", "-1"]])
+def test_classes_that_sort_alike_have_one_order(names: list[str]) -> None:
+    """A set's order, which depends on the process, is not theirs."""
+    assert len({natural_order(order) for order in itertools.permutations(names)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,11 +170,18 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
     refusal(find_labels, table_of(["joy", "7", "1"]), None, None, "text", class_names=names, says=says)
 
 
-@pytest.mark.parametrize("content", ['[["joy", "anger"], ["joy", 1]]', '["joy", "joy"]', '[{"id": 1}, {"id": 2}]'])
-def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, content: str) -> None:
-    (tmp_path / "a.json").write_text(content)
-    match = r"--label_names_file .*a\.json, entry \d: .* is not a number and a name"
-    refusal(read_class_names, str(tmp_path / "a.json"), match=match)
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("a.json", '[["joy", "anger"], ["joy", 1]]', r"entry \d: .* is not a number and a name"),
+        ("a.json", '["joy", "joy"]', r"entry \d: .* is not a number and a name"),
+        ("a.json", '[{"id": 1}, {"id": 2}]', r"entry \d: .* is not a number and a name"),
+        ("a.csv", "id,name\n0,joy\n1,anger\n", r"write the names as \.json"),  # its header would be class 0
+    ],
+)
+def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, content: str, said: str) -> None:
+    (tmp_path / file).write_text(content)
+    refusal(read_class_names, str(tmp_path / file), match=rf"--label_names_file .*{file}.*{said}")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +230,7 @@ NO_LABEL = "no label: fill it or remove the row"
         ([1.0, 2.0], None, [1.0, float("nan")], NO_LABEL),
         ([["a"], ["b"]], None, [["a"], None], NO_LABEL),
         ([["a"], ["b"]], None, [["a"], ["b", None]], NO_LABEL),
+        ([["a"], ["b", ""]], None, [["a"], ["b", ""]], NO_LABEL),
         (["good", "bad"], None, ["good", "god"], r"label 'god' does not .* \(did you mean good\?\).* bad, good"),
         ([1, 2], None, [1, 3], "label '3' does not occur in training"),
         ([1, 2], None, [1.0, 1.5], r"label '1\.5' does not occur in training"),

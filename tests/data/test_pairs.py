@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,11 @@ def test_pairs_are_tokenized_together(tiny_model: Path, prepared: Callable[..., 
     ]
 
 
-def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any]) -> None:
+def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any], tokenizer: Any) -> None:
     data, alone = prepared(ROWS, text_pair="answer"), prepared(ROWS)
-    assert data.digest != alone.digest
+    without_types = prepared(ROWS, text_pair="answer", tokenizer=as_roberta(copy.deepcopy(tokenizer)))
+    assert len({data.digest, alone.digest, without_types.digest}) == 3
+    assert without_types.train.token_types is None
     assert (data.text_pair, data.facts["text_pair"]) == ("answer", "answer")
     assert "text_pair" not in alone.facts
     assert data.train.token_types.max() == 1
@@ -88,10 +91,13 @@ def test_an_empty_second_text_is_left_out_when_asked(prepared: Callable[..., Any
     assert data.train.rows.tolist() == [1, 2, 3, 4]
 
 
-def test_a_model_of_one_type_is_given_none(prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_one_type_is_given_none(
+    prepared: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MODEL, "type_vocab_size", 1, raising=False)
     data = prepared(ROWS, text_pair="answer")
     assert data.train.token_types is None
+    assert data.validation.truncate(tokenizer, 12, "test_first_12").token_types is None
     assert any("one token type" in note for note in data.notes)
 
 

@@ -17,7 +17,7 @@ from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import _stratified_sample
-from toolkit.data.table import text_column, texts_of
+from toolkit.data.table import text_blocks, text_column
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]
@@ -246,7 +246,7 @@ TWO = [
 def test_several_columns_are_one_text_with_a_separator(write_rows: WriteRows, wanted: str, texts: list[str]) -> None:
     table = read_file(write_rows("a.jsonl", TWO), TextSettings())
     assert text_column(table, wanted) == wanted
-    assert [text for block in texts_of(table, wanted, "\n") for text in block] == texts
+    assert [text for (block,) in text_blocks(table, [wanted], "\n") for text in block] == texts
 
 
 def test_the_separator_is_a_token_that_stays(prepared: Prepare, tokenizer: Any) -> None:

@@ -212,6 +212,11 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
         ("a.jsonl", '["a", "b", 1]\n', {}, {"1": ["a"], "2": ["b"], "3": [1]}, "rows [1, 2, 3], lists"),
         ("a.json", '[["a", 1]]', {"column_names": "q,y"}, {"q": ["a"], "y": [1]}, "rows [q, y]"),
         ("a.csv", "text,label\na,1\n", {}, {"text": ["a"], "label": ["1"]}, ""),
+        # settings of other formats
+        ("a.jsonl", '{"q": "a"}', {"column_names": "b"}, {"q": ["a"]}, "without --column_names b"),
+        ("a.jsonl", '["a", 1]', {"delimiter": ";"}, {"text": ["a"], "label": [1]}, "without --delimiter ;"),
+        ("a.csv", "text\na\n", {"sample_by": "paragraph"}, {"text": ["a"]}, "without --sample_by paragraph"),
+        ("a.txt", "a\n", {"column_names": "b"}, {"text": ["a"]}, "one text per line; without --column_names b"),
     ],
 )
 def test_files_as_they_come_are_read_and_it_is_said_how(
@@ -308,6 +313,15 @@ def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_
         os.utime(path, (10**9, 10**9))
         table = read_file(str(path))
         assert table.rows["text"][0] == text
+
+
+def test_the_same_bytes_in_another_place_and_format(tmp_path: Path) -> None:
+    """The cache knows rows by their content and format; a file is named by where it lies now."""
+    paths = [write(tmp_path / name, "text\tlabel\na\t1\n") for name in ("a.csv", "b.csv", "a.tsv")]
+    comma, copy, tab = map(read_file, paths)
+    assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\tlabel"]] * 2 + [["text", "label"]]
+    assert [table.where(0) for table in (comma, copy, tab)] == [f"{path}, row 1" for path in paths]
+    assert comma.digest == copy.digest != tab.digest
 
 
 def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path, toolkit_cache: Path) -> None:

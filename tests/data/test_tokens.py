@@ -55,6 +55,8 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert split.lengths.tolist() == [len(split.tokens(place)) for place in range(5)]
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
+    list(save_texts(folder / "texts.jsonl", [(["a\nb"], ["c\nd"])]))
+    assert split.texts() == ["a b\nc\nd"]  # the first line is the pair's first text
     assert isinstance(split.input_ids, np.memmap)
 
 

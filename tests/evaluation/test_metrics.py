@@ -87,6 +87,7 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
         ("eval_loss", MULTI, ("loss", False)),
         ("mae", "regression", ("mae", False)),
         ("pearson", "regression", ("pearson", True)),
+        ("perplexity", SINGLE, ("perplexity", False)),
     ],
 )
 def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:

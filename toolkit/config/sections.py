@@ -256,7 +256,7 @@ class TrainingSettings:
     metric_for_best_model: str | None = None
     """Any metric in eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
     greater_is_better: bool | None = None
-    """Whether a greater `metric_for_best_model` is better; by default, unless it ends in loss, error, mse or mae."""
+    """Whether a greater value of it is better; by default, unless it ends in loss, error, mse, mae or perplexity."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after this many evaluations without a better metric."""
     report_to: str = "auto"

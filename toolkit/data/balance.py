@@ -9,7 +9,7 @@ import numpy as np
 from toolkit.config import ObjectiveSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.errors import Faults, UserError, did_you_mean, listing
+from toolkit.errors import Faults, did_you_mean, listing
 
 # of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples": their choice for large sets
 _BETA = 0.999
@@ -65,7 +65,8 @@ def positive_weights(train: Split, labels: Labels, objective: ObjectiveSettings)
     if objective.pos_weight != "balanced":
         return _weights_by_name("pos_weight", objective.pos_weight, labels.names).astype(np.float32)
     counts = class_counts(labels, train)
-    return np.where(counts > 0, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
+    uneven = (counts > 0) & (counts < len(train))  # a label of every row would weigh 0, and not be trained at all
+    return np.where(uneven, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
@@ -83,15 +84,16 @@ def _weights_by_name(setting: str, text: str, names: tuple[str, ...]) -> np.ndar
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.rpartition("="))
         try:
-            if name not in weights:
-                raise UserError(f"there is no class {name!r}{did_you_mean(name, names)}: there are {listing(names)}")
-            weights[name] = float(number)
-            if not 0 < weights[name] < np.inf:
-                raise ValueError
+            weight = float(number)
         except ValueError:
-            faults.add(f"--{setting} {part.strip()}: write balanced, or a number above 0 for each class, {names[0]}=2")
-        except UserError as error:
-            faults.add(f"--{setting} {part.strip()}: {error}")
+            weight = np.nan
+        where = f"--{setting} {part.strip()}"
+        if name not in weights:
+            faults.add(f"{where}: there is no class {name!r}{did_you_mean(name, names)}: there are {listing(names)}")
+        elif not 0 < weight < np.inf:
+            faults.add(f"{where}: write balanced, or a number above 0 for each class, {names[0]}=2")
+        else:
+            weights[name] = weight
     faults.raise_if_any()
     return np.array(list(weights.values()))
 

@@ -24,12 +24,15 @@ _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_json(path: Path, settings: TextSettings, kind: str) -> tuple[str, Iterator[pyarrow.RecordBatch]]:
-    """(a note where rows are lists; batches of the rows, whose columns and types widen from batch to batch)."""
+    """(a note where rows are lists, or --column_names is ignored; batches of the rows, whose columns and types widen
+    from batch to batch)."""
     batches = in_batches(parse_json(path, kind, settings.encoding))
     first = next(batches, [])
     records = _Records(path, settings, first)
-    note = f"rows [{', '.join(records.names)}], lists without names (--column_names gives them others)"
-    return note if records.names else "", map(records.batch, itertools.chain([first] * bool(first), batches))
+    note = f"without --column_names {settings.column_names}: its rows have names" * bool(settings.column_names)
+    if records.names:
+        note = f"rows [{', '.join(records.names)}], lists without names (--column_names gives them others)"
+    return note, map(records.batch, itertools.chain([first] * bool(first), batches))
 
 
 def parse_json(path: Path, kind: str, encoding: str) -> Iterator[Any]:

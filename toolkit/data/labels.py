@@ -69,7 +69,7 @@ class Labels(Targets):
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.values or self.names)}
+        return {_name(name): index for index, name in enumerate(self.values or self.names)}
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
         """These labels in columns of another table, which for several labels hold names or a 0 or 1 per class."""
@@ -198,6 +198,8 @@ def find_labels(
         width = len(_parsed_list(values[0]) or [0])
         return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
     feature, multi_hot = _class_feature(table, column), False
+    if class_names and feature is not None:
+        raise no_classes
     if problem == MULTI:
         classes, multi_hot = _names_in_lists(table, column, rows)
         multi_hot = multi_hot and feature is None
@@ -229,7 +231,7 @@ def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[st
     flags = True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
-        names.update(map(_name, items))
+        names.update(filter(None, map(_name, items)))  # an empty one is no class: `encode` names its row
         widths.add(len(items))
         flags = flags and all(item in (0, 1) for item in items)
     multi_hot = flags and len(widths) == 1 and max(widths) > 1
@@ -253,15 +255,8 @@ def _names_from_file(
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
-    each = list(names)
-    if all(re.fullmatch(r"-?\d+", name) for name in each):
-        return tuple(sorted(each, key=lambda name: (int(name), name)))
-    return tuple(natsorted(each))
-
-
-def problem_of(value: str | None) -> ProblemType:
-    """A model config's problem type; single-label classification by default."""
-    return cast(ProblemType, value or "single_label_classification")
+    each = sorted(names)  # names that sort alike, `a1` and `a01`: a set's order differs from process to process
+    return tuple(sorted(each, key=int) if all(re.fullmatch(r"-?\d+", name) for name in each) else natsorted(each))
 
 
 # --- cells ---

@@ -149,6 +149,8 @@ def _facts(
     facts |= {name: getattr(data, name) for name in ("text_column", "drop_empty_text", "validation_split")}
     optional = ("text_pair", "min_length", "max_train_samples", "max_eval_samples")
     facts |= {name: value for name in optional if (value := getattr(data, name, None)) is not None}
+    if pair and "token_type_ids" not in tokenizer.model_input_names:
+        facts["token_types"] = False
     if "," in (data.text_column or ""):
         facts["separator"] = tokens.separator_of(tokenizer)
     if not has_validation or data.max_train_samples or data.max_eval_samples:

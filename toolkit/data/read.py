@@ -18,7 +18,7 @@ from natsort import natsorted
 from toolkit import demo
 from toolkit.config import TextSettings
 from toolkit.data.json_files import parse_json, read_json
-from toolkit.data.table import BATCH_ROWS, Table, cast_batch, check_column_names, unify_schemas
+from toolkit.data.table import BATCH_ROWS, FileRows, Table, cast_batch, check_column_names, unify_schemas
 from toolkit.data.text_files import (
     OPENERS,
     explain_encoding_errors,
@@ -47,7 +47,8 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import them
     import pyarrow
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
-_LAYOUT = 3  # increase when the files in a cached folder of rows change
+_LAYOUT = 4  # increase when the files in a cached folder of rows change
+_DEFAULTS = ("csv", "line")  # of --quoting and --sample_by
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
 """Rows are stored in batches of about this size: mapping the file costs 64 KB of memory for each."""
@@ -84,13 +85,13 @@ def read_file(name: str, settings: TextSettings) -> Table:
     or empty, and, when rows are first used, for what cannot be parsed."""
     paths = [Path(name)]
     if not paths[0].is_file() and any(mark in name for mark in "*?["):
-        paths = [Path(file) for file in natsorted(glob.glob(name)) if Path(file).is_file()]  # noqa: PTH207
+        paths = [Path(file) for file in natsorted(sorted(glob.glob(name))) if Path(file).is_file()]  # noqa: PTH207
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
     digests = [_digest_of(path) for path in paths]
     options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names,
                "by": settings.sample_by}  # fmt: skip
-    changed = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv", "line")]
+    changed = [f"{name} {value}" for name, value in options.items() if value not in (None, *_DEFAULTS)]
     digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
     digest = "-".join([digest, settings.encoding, *changed])
     return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)
@@ -103,50 +104,52 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} {what}{did_you_mean(path.name, siblings)} (looked in {Path.cwd()})")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty")
-    format_of(path)
-    try:
-        return cached_digest(path)
+    kind = format_of(path)
+    try:  # with the format, as the same bytes are other rows in another
+        return cached_digest(path) + kind * (kind != ".csv")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> tuple[datasets.Dataset, dict[str, Any]]:
-    """The rows, in memory for small files, else parsed once per machine into the cache; and `about`: see `Table`."""
+def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> tuple[datasets.Dataset, list[FileRows]]:
+    """The rows, in memory for small files, else parsed once per machine into the cache; and their files."""
     import datasets
     import pyarrow
 
     growth = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
     try:
         if growth * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
-            about, sink = _write_rows(paths, settings, None)
-            return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), about
+            files, sink = _write_rows(paths, settings, None)
+            return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), files
         with cached_folder("rows", digest_of_text(f"{_LAYOUT} {digest}"), None, name) as (folder, draft):
             if draft:
-                about, _ = _write_rows(paths, settings, draft / "rows.arrow")
-                (draft / "read.json").write_text(json.dumps(about), encoding="utf-8")
-        rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-        return rows, json.loads((folder / "read.json").read_text(encoding="utf-8"))
+                files, _ = _write_rows(paths, settings, draft / "rows.arrow")
+                (draft / "read.json").write_text(json.dumps(files), encoding="utf-8")
+        read = json.loads((folder / "read.json").read_text(encoding="utf-8"))
+        # the same content may have lain elsewhere when it was read
+        files = [(start, str(path), note) for (start, _, note), path in zip(read, paths, strict=True)]
+        return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
 
 
-def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[dict[str, Any], Any]:
-    """Writes all rows as one Arrow stream, to `output` or to memory -> (`about`, the sink). Raises UserError when a
+def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[list[FileRows], Any]:
+    """Writes all rows as one Arrow stream, to `output` or to memory -> (the files, the sink). Raises UserError when a
     file is invalid, has no rows or is in another encoding."""
     import pyarrow
 
     schema = widest = None
     while schema is None or schema != widest:  # a second pass, where a later row had another column or a wider type
-        about: dict[str, Any] = {"note": "", "files": []}
+        files: list[FileRows] = []
         schema, rows = widest, 0
         writer: Any = None
         pending: list[pyarrow.RecordBatch] = []
         with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
             for path in paths:
-                about["files"].append([first_row := rows, str(path)])
+                first_row = rows
                 with explain_encoding_errors(path, settings.encoding):
                     note, batches = _parse(path, settings)
-                    about["note"] = about["note"] or (note and f"{path}: {note}")
+                    files.append((first_row, str(path), note))
                     for batch in batches:
                         widest = _widen(path, batch.schema, widest)
                         schema = schema or widest
@@ -160,7 +163,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                     raise UserError(f"{path} has {'a header and ' * (format_of(path) in ('.csv', '.tsv'))}no rows")
             _write(writer, pending)
             writer.close()
-    return about, sink
+    return files, sink
 
 
 def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
@@ -198,19 +201,26 @@ def format_of(path: Path) -> str:
 
 
 def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.RecordBatch]]:
-    """(how the file is read, where a setting or its form decides that; its rows, at most BATCH_ROWS at a time)."""
+    """(how the file is read, where a setting or its form decides that, and which settings are ignored; its rows, at
+    most BATCH_ROWS at a time)."""
     kind = format_of(path)
     if kind == ".parquet":
-        return "", _read_parquet(path)
-    if kind in (".json", ".jsonl"):
-        return read_json(path, settings, kind)
-    if kind == ".txt" and not settings.delimiter:
-        unit = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
-        return unit, read_plain(path, settings)
-    names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
-    options = [f"--{name} {getattr(settings, name)}" for name in names]
-    options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
-    return f"read with {', '.join(options)}" * bool(options), read_csv(path, settings, kind)
+        note, batches, ignored = "", _read_parquet(path), ["delimiter", "column_names", "quoting", "sample_by"]
+    elif kind in (".json", ".jsonl"):
+        (note, batches), ignored = read_json(path, settings, kind), ["delimiter", "quoting", "sample_by"]
+    elif kind == ".txt" and not settings.delimiter:
+        note = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
+        batches, ignored = read_plain(path, settings), ["column_names", "quoting"]
+    else:
+        names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
+        options = [f"--{name} {getattr(settings, name)}" for name in names]
+        options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
+        note = f"read with {', '.join(options)}" * bool(options)
+        batches, ignored = read_csv(path, settings, kind), ["sample_by"]
+    unused = [f"--{name} {value}" for name in ignored if (value := getattr(settings, name)) not in (None, *_DEFAULTS)]
+    if unused:
+        note += "; " * bool(note) + f"without {', '.join(unused)}, which is not for {kind}"
+    return note, batches
 
 
 def read_class_names(name: str) -> dict[str, str]:
@@ -239,8 +249,10 @@ def read_class_names(name: str) -> dict[str, str]:
 
 
 def _read_entries(path: Path) -> list[Any]:
-    """The entries of a JSON or JSONL file, or the lines of a text."""
+    """The entries of a JSON or JSONL file, or the lines of a text. Raises UserError for other formats."""
     kind = format_of(path)
+    if kind not in (".json", ".jsonl", ".txt"):  # its header, or its numbers, would be parts of names
+        raise UserError(f"--label_names_file {path}: write the names as .json, .jsonl, or a line each in .txt")
     with explain_encoding_errors(path, "utf-8"):
         if kind in (".json", ".jsonl"):
             return list(parse_json(path, kind, "utf-8"))
@@ -291,12 +303,12 @@ def read_demo(name: str) -> dict[str, Table]:
     }
 
 
-def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, dict[str, Any]]:
+def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, list[FileRows]]:
     import datasets
 
     rows = read()
     names = ("text", "label") if len(rows[0]) == 2 else ("text", "title", "label")
-    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), {}
+    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), []
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:

@@ -26,20 +26,24 @@ _MAX_COLUMNS = 10_000
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
+FileRows = tuple[int, str, str]
+"""A file's first row in the table, its name, and how it was read, where a setting or its form decides that."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows and their source. The rows are loaded when first used; large tables stay on disk."""
 
-    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, dict[str, Any]]]
-    """The rows, or a function that loads (rows, {"note": how they were read, "files": [[first row, file], ...]})."""
+    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, list[FileRows]]]
+    """The rows, or a function that loads them and their files."""
     name: str
     """The file, the pattern, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
 
     @cached_property
-    def _loaded(self) -> tuple[datasets.Dataset, dict[str, Any]]:
-        return self.source() if callable(self.source) else (self.source, {})
+    def _loaded(self) -> tuple[datasets.Dataset, list[FileRows]]:
+        return self.source() if callable(self.source) else (self.source, [])
 
     @property
     def rows(self) -> datasets.Dataset:
@@ -51,13 +55,13 @@ class Table:
 
     @property
     def note(self) -> str:
-        """How the first file was read, where a setting or the file's form decides that."""
-        return str(self._loaded[1].get("note", ""))
+        """The first file's note."""
+        return next((f"{name}: {note}" for _, name, note in self._loaded[1] if note), "")
 
     def where(self, row: int) -> str:
         """The name of a row (from 0) in messages: its file, and its number (from 1) in that file."""
-        files = self._loaded[1].get("files") or [[0, self.name]]
-        start, name = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
+        files = self._loaded[1] or [(0, self.name, "")]
+        start, name, _ = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
         return f"{name}, row {row - start + 1}"
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
@@ -154,11 +158,6 @@ def text_blocks(
     for _, cells in table.cells([name for part in parts for name in part], rows):
         each = iter(cells)
         yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
-
-
-def texts_of(table: Table, column: str, separator: str, rows: np.ndarray | None = None) -> Iterator[list[str]]:
-    """`text_blocks` of one column."""
-    return (texts for (texts,) in text_blocks(table, [column], separator, rows))
 
 
 def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:

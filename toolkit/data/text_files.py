@@ -256,22 +256,21 @@ def _refuse_swallowed(
     many cells as the header, and in some column a value that other rows have there."""
     heights = list(map(_height, rows))
     width = max(map(len, rows))
+    values: list[set[str]] = [set() for _ in range(width)]  # of each column, without the header
     for place, row in enumerate(rows):
-        if heights[place] == 1:
-            continue
+        if rows_read + place and heights[place] == 1:
+            for cell, others in zip(row, values, strict=False):
+                others.add(cell)
+    for place in (place for place, height in enumerate(heights) if height > 1):
         first = starts[place] - starts[0]
         parts = [line.rstrip("\r\n").split(delimiter) for line in lines[first : first + heights[place]]]
         if {len(part) for part in parts} != {width}:
             continue
-        for column in range(width):
-            values = {
-                row[column] for other, row in enumerate(rows)
-                if rows_read + other and heights[other] == 1 and column < len(row)
-            }  # fmt: skip
-            if all(part[column].strip() and part[column] in values for part in parts):
-                number = rows_read + sum(map(_is_filled, rows[:place]))
-                raise UserError(
-                    f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
-                    f"up to line {starts[place] + heights[place] - 1}: where double quotes are part of the texts, pass "
-                    "--quoting none; else double it"
-                )
+        columns = zip(zip(*parts, strict=True), values, strict=True)
+        if any(all(cell.strip() and cell in others for cell in cells) for cells, others in columns):
+            number = rows_read + sum(map(_is_filled, rows[:place]))
+            raise UserError(
+                f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
+                f"up to line {starts[place] + heights[place] - 1}: where double quotes are part of the texts, pass "
+                "--quoting none; else double it"
+            )

@@ -121,9 +121,9 @@ class Split:
         return self.weights[indices].astype(np.float64)
 
     def texts(self) -> list[str]:
-        """The source texts, pairs joined by a line break; empty for the training split, whose texts are not saved."""
+        """The source texts, pairs by `join_pair`; empty for the training split, whose texts are not saved."""
         lines = read_lines(self.folder / "texts.jsonl")
-        return [text if isinstance(text, str) else "\n".join(text) for text in lines]
+        return [text if isinstance(text, str) else join_pair(*text) for text in lines]
 
     def group_cells(self) -> list[dict[str, str]]:
         """{column: cell} of each sample, of the source's columns that group rows; empty where there are none."""
@@ -140,6 +140,8 @@ class Split:
         lines = read_lines(self.folder / "texts.jsonl")
         texts, pairs = (lines, None) if isinstance(lines[0], str) else zip(*lines, strict=True)
         arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs=pairs)
+        if self.token_types is None:  # this model has none, whatever its tokenizer makes
+            arrays.pop("token_types", None)
         return replace(self, name=name, **arrays)
 
 
@@ -148,6 +150,11 @@ def length_bins(lengths: np.ndarray) -> list[str]:
     edges = np.unique(np.quantile(lengths, [0.2, 0.4, 0.6, 0.8], method="lower"))
     starts, ends = [int(lengths.min()), *(edges + 1).tolist()], [*edges.tolist(), int(lengths.max())]
     return [f"{starts[place]} to {ends[place]} tokens" for place in np.searchsorted(edges, lengths)]
+
+
+def join_pair(text: str, second: str) -> str:
+    """A pair as one text for reports: its first line is the first text."""
+    return text.replace("\n", " ") + "\n" + second
 
 
 def read_lines(path: Path) -> list[Any]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from toolkit.config import ModelSettings, TrainingSettings
-from toolkit.data.labels import MULTI, Labels, problem_of
+from toolkit.config import ModelSettings, ProblemType, TrainingSettings
+from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
@@ -21,7 +21,7 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, eval
 from toolkit.objective.base import Losses
 from toolkit.utils.features import features, first
 
-_SINGLE = "single_label_classification"
+_SINGLE: ProblemType = "single_label_classification"
 
 
 class Answers:
@@ -148,14 +148,19 @@ def _decode_label(label: Any, labels: Labels) -> Any:
 
 
 def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs. Raises UserError where an output has no name."""
+    """A saved model's labels, in the order of its outputs. Raises UserError where one has no name of its own."""
     if sorted(config.id2label) != list(range(config.num_labels)):
         raise UserError(
             f"{config.name_or_path}: config.json has id2label for {listing(config.id2label)}, and needs one name for "
             f"each number from 0 to {config.num_labels - 1}"
         )
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
-    return Labels(problem_of(config.problem_type), names, ())
+    if len(set(names)) < len(names):  # metrics would count both as the last of them
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(
+            f"{config.name_or_path}: id2label in config.json names several outputs {repeated!r}: rename them"
+        )
+    return Labels(config.problem_type or _SINGLE, names, ())
 
 
 def answers_for(name: str, config: Any) -> Any:

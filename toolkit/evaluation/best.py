@@ -22,7 +22,7 @@ _USUAL = {
     "multi_label_classification": "f1_micro",
     "regression": "loss",
 }
-_LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error")
+_LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
 _TRIAL_ROWS = 10_000
 
 
@@ -72,8 +72,8 @@ class Best:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint's state; a state of another metric is ignored."""
         if state["metric"] == self.metric:
-            self.value = -math.inf if state["value"] is None else state["value"]
-            self.step, self.patience_counter = state["step"], state["waited"]
+            value = -math.inf if state["value"] is None else state["value"]  # no evaluation gave a number yet
+            self.value, self.step, self.patience_counter = value, state["step"], state["waited"]
 
 
 def make_best(

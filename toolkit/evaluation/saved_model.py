@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from toolkit.config import ModelSettings
 from toolkit.data.labels import USUAL
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
-from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_column, texts_of
-from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
+from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_blocks, text_column
+from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.pretrained import load_config
@@ -35,7 +36,7 @@ def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
     """The `--quoting` that the model was trained with, where the training file has the format of `file`: with another
     the texts would silently differ in their double quotes."""
     settings = training_run(name)["settings"]
-    same = format_of(Path(file)) in Path(str(settings.get("train_file"))).suffixes
+    same = format_of(Path(file)) in Path(str(settings.get("train_file")).lower()).suffixes
     return "none" if same and settings.get("quoting") == "none" else "csv"
 
 
@@ -81,12 +82,17 @@ class SavedModel:
         self._sizes = per_device_batch_size, max_tokens
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
+    @cached_property
+    def _fingerprint(self) -> str:
+        return f"{fingerprint(self.tokenizer)} {self.tokenizer.model_input_names}"
+
     def read_texts(self, table: Table, column: str) -> list[str]:
-        return [text for block in texts_of(table, column, separator_of(self.tokenizer)) for text in block]
+        return [text for (texts,) in text_blocks(table, [column], separator_of(self.tokenizer)) for text in texts]
 
     def tokenize(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
         """`facts` identify these texts in the cache, so that several processes share the tokenizing."""
-        shared_as = digest_of_text(facts) if facts and self.accelerator.num_processes > 1 else None
+        shared = facts and self.accelerator.num_processes > 1
+        shared_as = digest_of_text(f"{facts} {self.max_length} {self._fingerprint}") if shared else None
         split = split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
         if shared_as is not None:
             self._shared.add(split.folder.parent)

@@ -21,7 +21,7 @@ from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.pretrained import model_digest
+from toolkit.pretrained import load_config, model_digest
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text, find_damage
 
 _FILE = "logits.npy"
@@ -40,14 +40,15 @@ def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: P
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
         raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
-    return replace(data, train=replace(data.train, columns={"teacher": np.load(folder / _FILE, mmap_mode="r")}))
+    columns = data.train.columns | {"teacher": np.load(folder / _FILE, mmap_mode="r")}
+    return replace(data, train=replace(data.train, columns=columns))
 
 
 def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
     model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
-    teacher_tokenizer, teacher = load_tokenizer(model), load_saved_classifier(model)
-    order = _order_of_classes(labels_of(teacher.config), data.labels, name)
-    _require_same_tokens(teacher.config, teacher_tokenizer, data, tokenizer, name)
+    teacher_tokenizer, config = load_tokenizer(model), load_config(model)
+    order = _order_of_classes(labels_of(config), data.labels, name)
+    _require_same_tokens(config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
     # "contiguous": logits cached without it may be those of other rows
     sources = ["contiguous", model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
@@ -55,6 +56,7 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
+        teacher = load_saved_classifier(model)
         logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
         if draft:

@@ -206,7 +206,7 @@ def test_rows_without_an_answer_are_counted(predicted: Predict, model: Path, tmp
 def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:
     """Double quotes within texts reach the model and the output; for a file of another format the default holds."""
     shutil.copytree(model, tmp_path / "run" / "model")
-    config = {"settings": {"train_file": "train.tsv.gz", "quoting": "none"}, "data": {"text_column": "text"}}
+    config = {"settings": {"train_file": "train.TSV.gz", "quoting": "none"}, "data": {"text_column": "text"}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     texts = ['"a good film"', '""', 'he said "dull"', "fine"]
 

@@ -15,6 +15,7 @@ import pydantic
 
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.rows import Rows, Targets, data_seed, limit_rows
+from toolkit.data.tokens import join_pair
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import explain_write_errors, read_table, replace_file
@@ -184,9 +185,9 @@ def _encode(label: Any, labels: Labels, where: str) -> Any:
 
 
 def _texts_of(indices: list[int], rows: Rows) -> dict[int, str]:
-    """Index -> text; pairs are joined by a line break, as in reports."""
+    """Index -> text; pairs are joined as in reports."""
     blocks = rows.take(np.array(indices, np.int64)).texts()
-    texts = (f"{text}\n{pairs[i]}" if pairs else text for texts, pairs in blocks for i, text in enumerate(texts))
+    texts = (join_pair(text, pairs[i]) if pairs else text for texts, pairs in blocks for i, text in enumerate(texts))
     return dict(zip(indices, texts, strict=True))
 
 

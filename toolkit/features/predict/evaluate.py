@@ -16,7 +16,7 @@ from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import read_class_names, read_file
 from toolkit.data.table import Table, find_columns
-from toolkit.data.tokens import Split
+from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
@@ -79,7 +79,7 @@ def evaluate_file(options: Any) -> None:
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
         lines = write_results(draft, settings, None, evaluation, answers)
-        write_report(draft, evaluation, list(map("\n".join, texts)))
+        write_report(draft, evaluation, [join_pair(*parts) if pair else parts[0] for parts in texts])
     effect = answers.describe(evaluation)
     print("\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines]))
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")

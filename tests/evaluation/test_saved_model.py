@@ -1,0 +1,30 @@
+"""toolkit/evaluation/saved_model.py: the tokens that several processes share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from toolkit.data.tokens import encode_texts
+from toolkit.evaluation.saved_model import SavedModel
+
+TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
+
+
+def test_models_share_no_tokens_of_the_same_texts(tiny_model: Path, tmp_path: Path, toolkit_cache: Path) -> None:
+    """A killed process leaves them in the cache, where an evaluation of the same file by another model must not read
+    them."""
+    cased = shutil.copytree(tiny_model, tmp_path / "cased")
+    AutoTokenizer.from_pretrained(tiny_model, do_lower_case=False).save_pretrained(cased)
+    shared = set()
+    for name, max_length in ((tiny_model, 20), (cased, 20), (tiny_model, 4), (tiny_model, 20)):
+        saved: Any = SavedModel(str(name))
+        saved.accelerator, saved.max_length = SimpleNamespace(num_processes=2), max_length
+        split = saved.tokenize(TEXTS, facts="the file")
+        assert split.input_ids.tolist() == encode_texts(saved.tokenizer, TEXTS, max_length)["input_ids"].tolist()
+        shared.add(split.folder)
+    assert len(shared) == 3
