@@ -188,6 +188,18 @@ def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
         assert 6 <= len(ways._compiles) <= 18
 
 
+@pytest.mark.skipif(not DEVICES, reason="flex_attention has no backward pass on a CPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bigbird_has_a_kernel_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own tiles of the backward pass depend on GPU, precision and head size."""
+    monkeypatch.setattr(ways, "_compiles", {})
+    for size in (32, 64, 128):
+        reference = make(hidden_size=2 * size, sharpness=5).to("cuda", dtype)
+        inputs = {name: value.cuda() for name, value in batch(1024, "right").items()}
+        compare(fast(reference, "flex"), fast(reference, "gathered"), inputs, 0.05, 0.05)
+    assert [*ways._compiles.values()] == [True] * 3
+
+
 def test_a_killed_run_resumes(cls: list[Any], tmp_path: Path) -> None:
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     settings = [*cls[1:], *EXACT, "--max_steps", 60, "--checkpoint_every", 4]

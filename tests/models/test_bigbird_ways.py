@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.virtualized import V
 
 from tests.models.test_bigbird import _seeded, batch, compare, fast, make
 from toolkit.models.bigbird import attention as ways
@@ -123,6 +124,20 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPat
     with pytest.warns(UserWarning, match="no valid choice"):
         compare(fast(reference, "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)
     torch._dynamo.reset()
+
+
+def test_backward_tiles_divide_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch drops the kernel, and gathered attention would take over on such GPUs."""
+    gpus, dtypes = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], (torch.float32, torch.bfloat16, torch.float16)
+    with ways._backward_tiles():
+        choices = V.choices
+        for capability, size, dtype in itertools.product(gpus, (32, 64, 128), dtypes):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, gpu=capability: gpu)
+            (config,) = choices.get_flex_attention_bwd_configs(size, dtype)
+            tiles = config.block_m1, config.block_n1, config.block_m2, config.block_n2
+            assert not any(ways.TILE % tile for tile in tiles)
+            assert config.block_n1 % config.block_m1 == config.block_m2 % config.block_n2 == 0  # as the kernel requires
+    assert V.choices is not choices
 
 
 def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
