@@ -65,7 +65,7 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
         embedded = encoder.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
         others = {name: value for name, value in inputs.items() if name != "input_ids"}
         hidden = encoder(inputs_embeds=embedded, **others).last_hidden_state
-        weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+        weights = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden).to(hidden)
         (hidden * weights).sum().backward()
         grads = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
         outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
@@ -222,6 +222,19 @@ def test_errors() -> None:
     refusal(model.bert, match="either input_ids or inputs_embeds")
     narrow = bigbird.install(make(max_position_embeddings=1000))
     refusal(narrow, **batch(999), match="--max_length 960")
+
+
+def test_embeddings_with_positions_in_one_row() -> None:
+    reference = make().double()
+    compare(fast(reference), reference, {**batch(1100), "position_ids": torch.arange(1100)[None]}, 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize(("block", "length"), [(64, 1024), (64, 1088), (64, 3072), (64, 4096), (512, 4096)])
+@pytest.mark.parametrize("training", [True, False])
+def test_patterns_that_read_a_block_twice(block: int, length: int, training: bool) -> None:
+    """The fused kernel adds their repeats to the scores."""
+    pattern = Pattern(0, 12, block, 1, 4096, length, training)
+    assert plan.may_repeat(pattern) == bool((plan.counts(pattern, length // block, "cpu") > 1).any())
 
 
 def test_random_generators_do_not_change() -> None:

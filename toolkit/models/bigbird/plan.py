@@ -66,8 +66,9 @@ def random_blocks(pattern: Pattern) -> np.ndarray:
 
 def may_repeat(pattern: Pattern) -> bool:
     """Whether a query block may read a key block more than once: in evaluation block 0, in training the last block at
-    1024 tokens, up to which the paper's rule draws."""
-    return pattern.random > 0 and (not pattern.training or pattern.length == _RANDOM_RANGE)
+    1024 tokens, up to which the paper's rule draws; with blocks of 512 and more it draws from all tokens."""
+    large = 2 * pattern.block >= _RANDOM_RANGE
+    return pattern.random > 0 and (not pattern.training or large or pattern.length == _RANDOM_RANGE)
 
 
 # the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
