@@ -10,7 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
@@ -93,10 +99,11 @@ def _from_pretrained(name: str, config: Any, attention: str | None = None, **opt
 
 
 def configure_decoder(config: Any, name: str) -> None:
-    """Makes a decoder (Qwen3) classify: sets its padding token, since the head reads each text's last real token, and
-    switches off the key-value cache. Changes nothing for an encoder."""
+    """Makes a decoder (Qwen3) classify: sets its padding token to the tokenizer's, since the head reads each text's
+    last token before padding, and switches off the key-value cache. Changes nothing for an encoder."""
     config = config.get_text_config()
-    if getattr(config, "pad_token_id", 0) is None:
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    if is_decoder or getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
     config.use_cache = False
 
