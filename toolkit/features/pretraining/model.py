@@ -124,9 +124,11 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
 def _save_with_words(settings: EncoderSettings, name: str, words: list[str], folder: Path) -> None:
     """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
     tokenizer, config = load_plain_tokenizer(name), load_config(settings)
-    known = [word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)]
-    if known:
+    pieces = {word: _pieces(tokenizer, word) for word in words}
+    if known := [word for word, ids in pieces.items() if len(ids) == 1 != ids.count(tokenizer.unk_token_id)]:
         raise UserError(f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file")
+    if empty := [ascii(word) for word, ids in pieces.items() if not ids]:
+        raise UserError(f"--init_new_tokens: {listing(empty, 5)}: the tokenizer drops these; remove them from the file")
     for word in words:  # Chinese words match within a clause, others as whole words with the space before them
         options = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
         tokenizer.add_tokens([AddedToken(word, normalized=bool(options), **options)])
@@ -137,7 +139,7 @@ def _save_with_words(settings: EncoderSettings, name: str, words: list[str], fol
 
 def _read_words(file: str) -> list[str]:
     try:
-        words = [word for line in Path(file).read_text(encoding="utf-8").splitlines() if (word := line.strip())]
+        words = [word for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if (word := line.strip())]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--init_new_tokens {file} cannot be read as UTF-8: {error}") from error
     if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
