@@ -62,10 +62,11 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     config.label2id = {label: index for index, label in enumerate(labels.names)}
     configure_decoder(config, name)
     set_dropout(config, settings.dropout)
-    attention = None if config.model_type == "big_bird" else settings.attn_implementation
     set_seed(seed)
     # replaces a classification head of another size
-    model, loading = _from_pretrained(name, config, attention, ignore_mismatched_sizes=True)
+    model, loading = from_pretrained(
+        AutoModelForSequenceClassification, name, config, settings.attn_implementation, ignore_mismatched_sizes=True
+    )
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
@@ -88,14 +89,18 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     return model
 
 
-def _from_pretrained(name: str, config: Any, attention: str | None = None, **options: Any) -> tuple[Any, Any]:
-    if attention:
+def from_pretrained(
+    auto_class: Any, name: str, config: Any, attention: str | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """(a model in float32 with all of its weights, transformers' loading info). Raises UserError."""
+    if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
-    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
-        return AutoModelForSequenceClassification.from_pretrained(
+    with explain_load_errors(name, options.get("attn_implementation")), whole_weights(), quiet_transformers():
+        loaded: tuple[Any, Any] = auto_class.from_pretrained(
             model_path(name), config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
             **options,
         )  # fmt: skip
+    return loaded
 
 
 def configure_decoder(config: Any, name: str) -> None:
@@ -175,7 +180,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     config = load_config(settings)
     if export_format(Path(name)):
         return ExportedClassifier(Path(name), config)
-    model, loading = _from_pretrained(name, config)
+    model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if loading["missing_keys"]:
         raise UserError(
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "

@@ -20,20 +20,17 @@ from tokenizers import AddedToken
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
-from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
-from toolkit.models.classifier import choose_attention, enable_gradient_checkpointing, freeze_unused, set_dropout
-from toolkit.pretrained import (
-    explain_load_errors,
-    load_config,
-    load_plain_tokenizer,
-    model_digest,
-    quiet_transformers,
-    refuse_random,
-    whole_weights,
+from toolkit.models.classifier import (
+    choose_attention,
+    enable_gradient_checkpointing,
+    freeze_unused,
+    from_pretrained,
+    set_dropout,
 )
+from toolkit.pretrained import load_config, load_plain_tokenizer, model_digest, refuse_random
 from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
@@ -50,13 +47,8 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         raise UserError(f"--model_name_or_path {name}: {why}: take an encoder like BERT (docs/models.md)")
     set_dropout(config, settings.dropout)
     config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
-    attention = None if config.model_type == "big_bird" else settings.attn_implementation
-    options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
-        model, loading = AutoModelForMaskedLM.from_pretrained(
-            model_path(name), config=config, trust_remote_code=False, output_loading_info=True, **options
-        )
+    model, loading = from_pretrained(AutoModelForMaskedLM, name, config, settings.attn_implementation)
     missing, prefix = sorted(loading["missing_keys"]), f"{model.base_model_prefix}."
     refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
     if any("pooler" in key for key in missing):
