@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,8 @@ from toolkit.pretrained import (
 )
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves
+
+_LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
 class Classes(Protocol):
@@ -92,7 +96,8 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
 def from_pretrained(
     auto_class: Any, name: str, config: Any, attention: str | None = None, **options: Any
 ) -> tuple[Any, Any]:
-    """(a model in float32 with all of its weights, transformers' loading info). Raises UserError."""
+    """(a model in float32 with all of its weights, transformers' loading info). Raises UserError, also for weights of
+    more layers than the config has, which transformers drops silently."""
     if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
     with explain_load_errors(name, options.get("attn_implementation")), whole_weights(), quiet_transformers():
@@ -100,6 +105,9 @@ def from_pretrained(
             model_path(name), config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
             **options,
         )  # fmt: skip
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
+    unexpected = {key: _LAYER.search(key) for key in loaded[1]["unexpected_keys"]}
+    refuse_random(name, (key for key, match in unexpected.items() if match and int(match[1]) >= layers))
     return loaded
 
 
