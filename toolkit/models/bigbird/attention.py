@@ -203,10 +203,12 @@ def _backward_tiles() -> contextlib.AbstractContextManager[None]:
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 
+    tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_warps": 4}
+
     class Choices(InductorChoices):
         def get_flex_attention_bwd_configs(self, *arguments: Any, **options: Any) -> list[Any]:
             configs = super().get_flex_attention_bwd_configs(*arguments, **options)
-            return [dataclasses.replace(each, block_m1=32, block_n1=64, block_m2=64, block_n2=32) for each in configs]
+            return [dataclasses.replace(each, **tiles) for each in configs]
 
     handler: contextlib.AbstractContextManager[None] = V.set_choices_handler(Choices())
     return handler
