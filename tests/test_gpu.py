@@ -211,8 +211,9 @@ def test_packed_texts_by_varlen_attn(window: int, first_only: bool) -> None:
     packed = Packed(lengths, 4, 60, torch.tensor([0, 60, 93, 98, 99], dtype=torch.int32, device=cuda), places)
     states = torch.randn(3, 99, 4, 32, device=cuda, dtype=torch.bfloat16)
     q, k, v = states[0, packed.first_tokens] if first_only else states[0], states[1], states[2]
+    kernels: Any = (packing._varlen, packing._padded)
     results = []
-    for attend in (packing._varlen, packing._padded):
+    for attend in kernels:
         inputs = [each.clone().requires_grad_() for each in (q, k, v)]
         output = attend(*inputs, packed, window, dropout_p=0.0, scale=0.2)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
