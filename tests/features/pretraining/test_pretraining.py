@@ -12,12 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertForMaskedLM,
-    pipeline,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
 
 from tests.architectures import make_architecture
 from tests.faults import refusal
