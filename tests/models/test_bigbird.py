@@ -15,6 +15,7 @@ from tests.faults import refusal
 from toolkit.models import bigbird
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
+from toolkit.training.estimate import count_activations
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -245,8 +246,18 @@ def test_random_generators_do_not_change() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_an_estimate_does_not_change_the_attention() -> None:
+    """It runs the model on tensors without data, before training; they must not be cached."""
+    reference = make().double()
+    reference.bert.pooler.requires_grad_(False)
+    model = fast(reference)
+    plan.cached_tables.cache_clear()
+    count_activations(model, {"input_ids": (2, 1024)}, "cpu", "no", autocast=True)
+    compare(model, reference, batch(1024, "right"), 1e-12, 1e-12)
+
+
 def test_a_table_made_in_inference_mode_works_in_training() -> None:
-    plan.tables.cache_clear()
+    plan.cached_tables.cache_clear()
     with torch.inference_mode():
         made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))
     assert not any(table.is_inference() for table in made.values())

@@ -146,7 +146,7 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ways, "_make_mask", build)
     monkeypatch.setattr(plan, "random_blocks", draw)
     monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
-    plan.tables.cache_clear()
+    plan.cached_tables.cache_clear()
     sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 3}
     layers = fast(make(**sizes, hidden_size=4, num_attention_heads=1).requires_grad_(False), "flex").bert.encoder.layer
     for training in (True, False, True):

@@ -43,7 +43,8 @@ _TILES = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward kernel
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
     """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
-    if torch.compiler.is_compiling():  # the graph would have to build a mask in every layer
+    # a graph would have to build a mask in every layer; tensors without data (FakeTensorMode) have no kernel
+    if torch.compiler.is_compiling() or type(query) is not Tensor:
         return gathered(query, key, value, bias, pattern)
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     missing = mask.seq_lengths[0] - pattern.length
