@@ -154,6 +154,8 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
     if not _compiled_on(query.device.type):
         plain: Any = flex_attention
         return plain(*inputs, score_mod=score, block_mask=mask)
+    from torch._dynamo import exc  # takes a second
+
     trained = tuple(each.requires_grad and torch.is_grad_enabled() for each in inputs)
     shape = (query.shape, query.dtype, query.device, mask.BLOCK_SIZE, score is None, trained)
     try:
@@ -164,7 +166,7 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
             _compiles[shape] = True
             return context
         why = f"{_MOST_SHAPES} shapes have been compiled"
-    except _compiler_errors() as error:
+    except (exc.FailOnRecompileLimitHit, exc.TorchDynamoException) as error:
         why = f"{type(error).__name__}: {first_line(getattr(error, 'inner_exception', error))}"
     _compiles[shape] = False
     warnings.warn(
@@ -173,12 +175,6 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
         stacklevel=2,
     )
     return None
-
-
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    from torch._dynamo import exc  # takes a second; imported already where one is raised
-
-    return exc.FailOnRecompileLimitHit, exc.TorchDynamoException
 
 
 def _compiled_on(device: str) -> bool:
