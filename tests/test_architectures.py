@@ -237,9 +237,10 @@ def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path
         together = model.eval()(**both).logits
         apart = torch.cat([model(**each).logits for each in alone])
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
-    # a classifier saved by another tool may lack it
-    model.config.pad_token_id = None
-    model.save_pretrained(tmp_path)
+    # a model saved by another tool may lack it, or name another
     tokenizer.save_pretrained(tmp_path)
-    saved = load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path)))
-    assert saved.config.pad_token_id == tokenizer.pad_token_id
+    for other in (None, 5):
+        model.config.pad_token_id = other
+        model.save_pretrained(tmp_path)
+        for loaded in (load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path))), _loaded(tmp_path)[0]):
+            assert loaded.config.pad_token_id == tokenizer.pad_token_id != 5

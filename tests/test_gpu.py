@@ -23,6 +23,8 @@ from tests import test_half_precision as half
 from tests.jobs_worker import write_jobs
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
+from toolkit.features.padding_free import model as packing
+from toolkit.features.padding_free.model import Packed
 from toolkit.models.bigbird import attention as ways
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
@@ -187,6 +189,36 @@ def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
     if attention == "flex":
         assert all(ways._compiles.values())
         assert 6 <= len(ways._compiles) <= 18
+
+
+@pytest.mark.skipif(not DEVICES, reason="flex_attention has no backward pass on a CPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bigbird_has_a_kernel_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own tiles of the backward pass depend on GPU, precision and head size."""
+    monkeypatch.setattr(ways, "_compiles", {})
+    for size in (32, 64, 128):
+        reference = make(hidden_size=2 * size, sharpness=5).to("cuda", dtype)
+        inputs = {name: value.cuda() for name, value in batch(1024, "right").items()}
+        compare(fast(reference, "flex"), fast(reference, "gathered"), inputs, 0.05, 0.05)
+    assert [*ways._compiles.values()] == [True] * 3
+
+
+@pytest.mark.skipif(not DEVICES or torch.cuda.get_device_capability() < (8, 0), reason="flash attention needs Ampere")
+@pytest.mark.parametrize(("window", "first_only"), [(60, False), (8, False), (60, True)])
+def test_packed_texts_by_varlen_attn(window: int, first_only: bool) -> None:
+    """Outputs and gradients of the kernel are those of padded attention."""
+    lengths, cuda = (60, 33, 5, 1), torch.device("cuda")
+    places = torch.cat([torch.arange(length) + 60 * row for row, length in enumerate(lengths)]).to(cuda)
+    packed = Packed(lengths, 4, 60, torch.tensor([0, 60, 93, 98, 99], dtype=torch.int32, device=cuda), places)
+    states = torch.randn(3, 99, 4, 32, device=cuda, dtype=torch.bfloat16)
+    q, k, v = states[0, packed.first_tokens] if first_only else states[0], states[1], states[2]
+    kernels: Any = (packing._varlen, packing._padded)
+    results = []
+    for attend in kernels:
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        output = attend(*inputs, packed, window, dropout_p=0.0, scale=0.2)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
 
 
 def test_a_killed_run_resumes(cls: list[Any], tmp_path: Path) -> None:

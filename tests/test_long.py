@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.jobs_worker import run_jobs
+from tests.jobs_worker import run_named_jobs
 from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, slow_but, start
 from tests.splits import of_lengths
 from toolkit.data.batches import GlobalBatches, micro_batches
@@ -56,11 +56,8 @@ def file_of(settings: list[str], name: str) -> Path:
 
 
 def run_all(root: Path, way: str, settings: list[str], jobs: dict[str, list[Any]]) -> dict[str, Path]:
-    """Each job in a folder of its name, all of them in one group of processes."""
-    folders = {name: root / name.replace(" ", "-") for name in jobs}
-    run_jobs(root, WAYS[way], [["recipes.bigbird", *settings, *job, "--output_dir", folders[name]]
-                               for name, job in jobs.items()])  # fmt: skip
-    return folders
+    words = {**WAYS, **MORE_WAYS}[way]
+    return run_named_jobs(root, words, {name: ["recipes.bigbird", *settings, *job] for name, job in jobs.items()})
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +126,11 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     """Three steps on two processes that shard parameters, three more on one."""
-    assert_went_on(single["resumed"], single["sparse"])
-
-
-def assert_went_on(run: Path, expected: Path) -> None:
+    run = single["resumed"]
     resumed_from = json.loads((run / "config.json").read_text())["resumed_from"]
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
+    assert losses_of(run) == pytest.approx(losses_of(single["sparse"]), rel=1e-5)
 
 
 def test_as_many_micro_batches_as_the_tokens_want(settings: list[str]) -> None:
@@ -167,9 +161,7 @@ def test_strategies_agree(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", "fsdp2 x2", *MORE_WAYS])
 def test_more_strategies_agree(way: str, single: dict[str, Path], settings: list[str], tmp_path: Path) -> None:
-    words = {**WAYS, **MORE_WAYS}[way]
-    run_jobs(tmp_path, words, [["recipes.bigbird", *settings, *SPARSE, "--output_dir", tmp_path / "run"]])
-    assert_same(tmp_path / "run", single["sparse"])
+    assert_same(run_all(tmp_path, way, settings, {"run": SPARSE})["run"], single["sparse"])
 
 
 # ---- the commands as they are typed

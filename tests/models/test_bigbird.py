@@ -15,6 +15,7 @@ from tests.faults import refusal
 from toolkit.models import bigbird
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
+from toolkit.training.estimate import count_activations
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -65,7 +66,7 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
         embedded = encoder.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
         others = {name: value for name, value in inputs.items() if name != "input_ids"}
         hidden = encoder(inputs_embeds=embedded, **others).last_hidden_state
-        weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+        weights = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden).to(hidden)
         (hidden * weights).sum().backward()
         grads = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
         outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
@@ -224,6 +225,19 @@ def test_errors() -> None:
     refusal(narrow, **batch(999), match="--max_length 960")
 
 
+def test_embeddings_with_positions_in_one_row() -> None:
+    reference = make().double()
+    compare(fast(reference), reference, {**batch(1100), "position_ids": torch.arange(1100)[None]}, 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize(("block", "length"), [(64, 1024), (64, 1088), (64, 3072), (64, 4096), (512, 4096)])
+@pytest.mark.parametrize("training", [True, False])
+def test_patterns_that_read_a_block_twice(block: int, length: int, training: bool) -> None:
+    """The fused kernel adds their repeats to the scores."""
+    pattern = Pattern(0, 12, block, 1, 4096, length, training)
+    assert plan.may_repeat(pattern) == bool((plan.counts(pattern, length // block, "cpu") > 1).any())
+
+
 def test_random_generators_do_not_change() -> None:
     before, state = np.random.get_state(), torch.get_rng_state()
     drawn = [plan.random_blocks(Pattern(seed, 2, 16, 3, 4096, 1152, True)) for seed in (0, 1)]
@@ -232,8 +246,18 @@ def test_random_generators_do_not_change() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_an_estimate_does_not_change_the_attention() -> None:
+    """It runs the model on tensors without data, before training; they must not be cached."""
+    reference = make().double()
+    reference.bert.pooler.requires_grad_(False)
+    model = fast(reference)
+    plan.cached_tables.cache_clear()
+    count_activations(model, {"input_ids": (2, 1024)}, "cpu", "no", autocast=True)
+    compare(model, reference, batch(1024, "right"), 1e-12, 1e-12)
+
+
 def test_a_table_made_in_inference_mode_works_in_training() -> None:
-    plan.tables.cache_clear()
+    plan.cached_tables.cache_clear()
     with torch.inference_mode():
         made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))
     assert not any(table.is_inference() for table in made.values())

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.virtualized import V
 
 from tests.models.test_bigbird import _seeded, batch, compare, fast, make
 from toolkit.models.bigbird import attention as ways
@@ -125,13 +126,27 @@ def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPat
     torch._dynamo.reset()
 
 
+def test_backward_tiles_divide_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch drops the kernel, and gathered attention would take over on such GPUs."""
+    gpus, dtypes = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], (torch.float32, torch.bfloat16, torch.float16)
+    with ways._backward_tiles():
+        choices = V.choices
+        for capability, size, dtype in itertools.product(gpus, (32, 64, 128), dtypes):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, gpu=capability: gpu)
+            (config,) = choices.get_flex_attention_bwd_configs(size, dtype)
+            tiles = config.block_m1, config.block_n1, config.block_m2, config.block_n2
+            assert not any(ways.TILE % tile for tile in tiles)
+            assert config.block_n1 % config.block_m1 == config.block_m2 % config.block_n2 == 0  # as the kernel requires
+    assert V.choices is not choices
+
+
 def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     build, draw = Mock(wraps=ways._make_mask), Mock(wraps=plan.random_blocks)
     monkeypatch.setattr(ways, "_masks", OrderedDict())
     monkeypatch.setattr(ways, "_make_mask", build)
     monkeypatch.setattr(plan, "random_blocks", draw)
     monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
-    plan.tables.cache_clear()
+    plan.cached_tables.cache_clear()
     sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 3}
     layers = fast(make(**sizes, hidden_size=4, num_attention_heads=1).requires_grad_(False), "flex").bert.encoder.layer
     for training in (True, False, True):

@@ -167,6 +167,7 @@ BREAKS: dict[str, Callable[[Path], object]] = {
     "an unknown model": lambda folder: (folder / "config.json").write_text('{"model_type": "nosuch"}'),
     # only the head may be new: a new encoder would be random
     "an encoder of another size": lambda folder: edit_json(folder / "config.json", intermediate_size=50),
+    "more layers than in the config": lambda folder: edit_json(folder / "config.json", num_hidden_layers=1),
     "not for texts": lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'),
 }
 

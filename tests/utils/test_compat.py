@@ -23,6 +23,8 @@ NAMES = {
         "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
     "torch._functorch.config": ("force_non_lazy_backward_lowering",),
+    "torch._inductor.choices": ("get_flex_attention_bwd_configs",),
+    "torch._inductor.virtualized": ("set_choices_handler",),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
     "torch.optim.lr_scheduler": ("_step_count", "_last_lr"),
     "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
@@ -30,6 +38,8 @@ from toolkit.pretrained import (
 )
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves
+
+_LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
 class Classes(Protocol):
@@ -56,10 +66,11 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     config.label2id = {label: index for index, label in enumerate(labels.names)}
     configure_decoder(config, name)
     set_dropout(config, settings.dropout)
-    attention = None if config.model_type == "big_bird" else settings.attn_implementation
     set_seed(seed)
     # replaces a classification head of another size
-    model, loading = _from_pretrained(name, config, attention, ignore_mismatched_sizes=True)
+    model, loading = from_pretrained(
+        AutoModelForSequenceClassification, name, config, settings.attn_implementation, ignore_mismatched_sizes=True
+    )
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
@@ -82,21 +93,30 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     return model
 
 
-def _from_pretrained(name: str, config: Any, attention: str | None = None, **options: Any) -> tuple[Any, Any]:
-    if attention:
+def from_pretrained(
+    auto_class: Any, name: str, config: Any, attention: str | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """(a model in float32 with all of its weights, transformers' loading info). Raises UserError, also for weights of
+    more layers than the config has, which transformers drops silently."""
+    if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
-    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
-        return AutoModelForSequenceClassification.from_pretrained(
+    with explain_load_errors(name, options.get("attn_implementation")), whole_weights(), quiet_transformers():
+        loaded: tuple[Any, Any] = auto_class.from_pretrained(
             model_path(name), config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
             **options,
         )  # fmt: skip
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
+    unexpected = {key: _LAYER.search(key) for key in loaded[1]["unexpected_keys"]}
+    refuse_random(name, (key for key, match in unexpected.items() if match and int(match[1]) >= layers))
+    return loaded
 
 
 def configure_decoder(config: Any, name: str) -> None:
-    """Makes a decoder (Qwen3) classify: sets its padding token, since the head reads each text's last real token, and
-    switches off the key-value cache. Changes nothing for an encoder."""
+    """Makes a decoder (Qwen3) classify: sets its padding token to the tokenizer's, since the head reads each text's
+    last token before padding, and switches off the key-value cache. Changes nothing for an encoder."""
     config = config.get_text_config()
-    if getattr(config, "pad_token_id", 0) is None:
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    if is_decoder or getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
     config.use_cache = False
 
@@ -168,7 +188,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     config = load_config(settings)
     if export_format(Path(name)):
         return ExportedClassifier(Path(name), config)
-    model, loading = _from_pretrained(name, config)
+    model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if loading["missing_keys"]:
         raise UserError(
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "

@@ -105,9 +105,8 @@ def read_first_token_only(model: Any) -> bool:
         return False
     attention = model.base_model.encoder.layer[-1].attention
     theirs = f"transformers.models.{_FAMILIES[family]}.modeling_{_FAMILIES[family]}"
-    if type(model).__module__ != theirs or "forward" in vars(model):
-        return False
-    if (type(attention).__module__, type(attention).__name__) != (theirs, f"{family}Attention"):
+    classes = [(type(part).__module__, type(part).__name__) for part in (model, attention)]
+    if classes != [(theirs, family + _CLASSIFIER), (theirs, f"{family}Attention")] or "forward" in vars(model):
         return False
     expected = _logits_of_probe(model)
     model.forward, attention.forward = MethodType(_classifier_forward, model), MethodType(_attention_forward, attention)

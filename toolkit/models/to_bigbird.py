@@ -15,7 +15,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -89,7 +90,8 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
-    with explain_write_errors(output), replace_folder(output, overwrite) as draft:
+    unchanged = partial(_refuse_foreign, output=output)  # it may have changed in the meantime
+    with explain_write_errors(output), replace_folder(output, overwrite, spare=unchanged) as draft:
         parameters, heads = _write_bigbird(source, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
@@ -299,23 +301,25 @@ def _check_output(output: Path, overwrite: bool) -> None:
     """Raises UserError for an output that must not be replaced."""
     if os.path.lexists(output) and (not output.is_dir() or output.is_symlink()):
         raise UserError(f"{output} exists and is not a folder: name another output")
-    present = sorted(output.iterdir()) if output.exists() else []
-    if present and not overwrite:
+    if not output.exists():
+        return
+    if any(output.iterdir()) and not overwrite:
         raise UserError(f"{output} exists and is not empty: name another folder, or replace it with --overwrite")
-    if foreign := _foreign_files(present, output / _META):
+    _refuse_foreign(output, output)
+
+
+def _refuse_foreign(folder: Path, output: Path) -> None:
+    """Raises UserError for files in `folder`, the content of `output`, that this command did not write, or that have
+    changed since."""
+    digests: dict[str, str] = {}
+    # any file may have this name
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        content = json.loads((folder / _META).read_text(encoding="utf-8"))
+        digests = dict(content["files"]) if content["made_by"] == _MADE_BY else {}
+    others = [path for path in sorted(folder.iterdir()) if path.name != _META or not digests]
+    foreign = [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]
+    if foreign:
         raise UserError(
             f"{output} holds {listing(foreign, 3)}, which {_MADE_BY} did not write, or which have changed since: name "
             "another folder, or remove it yourself"
         )
-
-
-def _foreign_files(present: Sequence[Path], meta: Path) -> list[str]:
-    """Names of files that this command did not write, or that have changed since."""
-    digests: dict[str, str] = {}
-    with contextlib.suppress(
-        OSError, ValueError, LookupError, TypeError, RecursionError
-    ):  # any file may have this name
-        content = json.loads(meta.read_text(encoding="utf-8"))
-        digests = dict(content["files"]) if content["made_by"] == _MADE_BY else {}
-    others = [path for path in present if path != meta or not digests]
-    return [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]

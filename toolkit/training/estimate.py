@@ -58,10 +58,8 @@ def count_activations(
     from torch._subclasses.fake_tensor import FakeTensorMode  # private, so imported only here
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from toolkit.models.bigbird import without_data  # imports much of transformers
-
-    dtype, tracker, fakes = _DTYPES[precision], MemTracker(), FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(action="ignore"), without_data(model), fakes:
+    dtype, tracker = _DTYPES[precision], MemTracker()
+    with warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
         weights = {}
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             is_cast = weight.is_floating_point() and not autocast

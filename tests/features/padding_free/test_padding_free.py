@@ -20,7 +20,7 @@ from tests.faults import refusal
 from tests.jobs_worker import run_named_jobs
 from tests.models.test_first_token import width_of_last
 from tests.runs import WAYS, lines_of, losses_of, slow_but
-from toolkit.cli import build_parser
+from tests.test_architectures import assert_predicts
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
@@ -29,7 +29,6 @@ from toolkit.features.padding_free import model
 from toolkit.features.padding_free.batches import PackedCollator, round_up
 from toolkit.features.padding_free.feature import FEATURE
 from toolkit.features.padding_free.model import Packed
-from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier
 
 FAMILIES = ("BERT", "RoBERTa", "XLM-R", "ModernBERT", "ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE")
@@ -282,11 +281,7 @@ def test_no_padding_and_the_same_number_of_tokens(runs_of: Runs) -> None:
 def test_the_saved_model_is_an_ordinary_one(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
     run = runs_of("single")["plain"]
     assert "padding_free" not in (run / "model" / "config.json").read_text(encoding="utf-8")
-    words = ["predict", run / "model", rows, "--output", tmp_path / "out.jsonl", "--mixed_precision", "no"]
-    predict_file(build_parser().parse_args([str(word) for word in words]))
-    predicted = pd.read_json(tmp_path / "out.jsonl", lines=True)["probabilities"]
-    for line in lines_of(run / "predictions.jsonl"):
-        assert predicted[line["id"]] == pytest.approx(line["probabilities"], abs=1e-5)
+    assert_predicts(run, rows, tmp_path / "out.jsonl")
 
 
 @pytest.mark.multiprocess

@@ -46,7 +46,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED])
+@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED, "می\u200cخواهم| |بروم", "क्\u200dष| |ไทย|\u200b|ไทย"])
 def test_words_are_those_separated_by_hand(marked: str) -> None:
     text = marked.replace("|", "")
     assert [text[start:end] for start, end in words_of(text)] == [part for part in marked.split("|") if part.strip()]

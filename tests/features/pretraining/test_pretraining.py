@@ -12,12 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertForMaskedLM,
-    pipeline,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
 
 from tests.architectures import make_architecture
 from tests.faults import refusal
@@ -302,7 +297,8 @@ def test_a_model_of_another_kind(tmp_path: Path, texts: list[str]) -> None:
 
 
 def words_file(folder: Path, *words: str) -> str:
-    (folder / "words.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    """With a byte order mark and line ends as editors on Windows write them."""
+    (folder / "words.txt").write_text("".join(f"{word}\r\n" for word in words), encoding="utf-8-sig", newline="")
     return str(folder / "words.txt")
 
 
@@ -335,8 +331,9 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt")],
-)
+    [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt"),
+     (["zyx", "\u200b"], r"u200b")],
+)  # fmt: skip
 def test_invalid_new_words(
     words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any
 ) -> None:

@@ -20,20 +20,17 @@ from tokenizers import AddedToken
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
-from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
-from toolkit.models.classifier import choose_attention, enable_gradient_checkpointing, freeze_unused, set_dropout
-from toolkit.pretrained import (
-    explain_load_errors,
-    load_config,
-    load_plain_tokenizer,
-    model_digest,
-    quiet_transformers,
-    refuse_random,
-    whole_weights,
+from toolkit.models.classifier import (
+    choose_attention,
+    enable_gradient_checkpointing,
+    freeze_unused,
+    from_pretrained,
+    set_dropout,
 )
+from toolkit.pretrained import load_config, load_plain_tokenizer, model_digest, refuse_random
 from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
@@ -50,13 +47,8 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         raise UserError(f"--model_name_or_path {name}: {why}: take an encoder like BERT (docs/models.md)")
     set_dropout(config, settings.dropout)
     config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
-    attention = None if config.model_type == "big_bird" else settings.attn_implementation
-    options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with explain_load_errors(name, attention), whole_weights(), quiet_transformers():
-        model, loading = AutoModelForMaskedLM.from_pretrained(
-            model_path(name), config=config, trust_remote_code=False, output_loading_info=True, **options
-        )
+    model, loading = from_pretrained(AutoModelForMaskedLM, name, config, settings.attn_implementation)
     missing, prefix = sorted(loading["missing_keys"]), f"{model.base_model_prefix}."
     refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
     if any("pooler" in key for key in missing):
@@ -124,9 +116,11 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
 def _save_with_words(settings: EncoderSettings, name: str, words: list[str], folder: Path) -> None:
     """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
     tokenizer, config = load_plain_tokenizer(name), load_config(settings)
-    known = [word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)]
-    if known:
+    pieces = {word: _pieces(tokenizer, word) for word in words}
+    if known := [word for word, ids in pieces.items() if len(ids) == 1 != ids.count(tokenizer.unk_token_id)]:
         raise UserError(f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file")
+    if empty := [ascii(word) for word, ids in pieces.items() if not ids]:
+        raise UserError(f"--init_new_tokens: {listing(empty, 5)}: the tokenizer drops these; remove them from the file")
     for word in words:  # Chinese words match within a clause, others as whole words with the space before them
         options = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
         tokenizer.add_tokens([AddedToken(word, normalized=bool(options), **options)])
@@ -137,7 +131,7 @@ def _save_with_words(settings: EncoderSettings, name: str, words: list[str], fol
 
 def _read_words(file: str) -> list[str]:
     try:
-        words = [word for line in Path(file).read_text(encoding="utf-8").splitlines() if (word := line.strip())]
+        words = [word for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if (word := line.strip())]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--init_new_tokens {file} cannot be read as UTF-8: {error}") from error
     if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):

@@ -12,7 +12,9 @@ from toolkit.data.jieba_tokenizer import load_jieba
 
 _CHINESE = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _KATAKANA = "\u30a1-\u30fa\u30fc"
-_MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark)[0] == "M")  # accents, vowels
+# accents, vowels and joiners, but not the space of no width between words
+_MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark) in ("Mn", "Mc", "Me", "Cf"))
+_MARKS = _MARKS.replace("\u200b", "")
 _LETTER = rf"[^\W_{_CHINESE}{_KATAKANA}\u3041-\u3096]"
 # letters and digits, including don't, 3.5 and 10,000; a run of katakana; any other single character
 _WORD = re.compile(rf"{_LETTER}(?:{_LETTER}|[{_MARKS}]|['’](?={_LETTER})|(?<=\d)[.,](?=\d))*|[{_KATAKANA}]+|\S")

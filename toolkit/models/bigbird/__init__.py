@@ -13,9 +13,7 @@ without building dense [S, S] weights, and without changing numpy's generator. B
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers.activations import GELUTanh, NewGELUActivation
@@ -24,7 +22,6 @@ from transformers.utils import output_capturing
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.bigbird.modules import ATTENTIONS, BigBirdModel, SparseAttention
-from toolkit.models.bigbird.plan import tables
 from toolkit.utils.compat import require
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -55,22 +52,6 @@ def install(model: Model, attention: str = "auto") -> Model:
     for encoder in encoders:
         _install(encoder, attention)
     return model
-
-
-@contextlib.contextmanager
-def without_data(model: torch.nn.Module) -> Iterator[None]:
-    """Lets `model` run on tensors without data (torch's FakeTensorMode): by `gathered`, since torch compiles no flex
-    attention under such modes. Tables cached within have no data either, and are dropped."""
-    layers: list[Any] = [part for part in model.modules() if getattr(part, "fast_attention", "") in ("auto", "flex")]
-    attentions = [layer.fast_attention for layer in layers]
-    for layer in layers:
-        layer.fast_attention = "gathered"
-    try:
-        yield
-    finally:
-        for layer, attention in zip(layers, attentions, strict=True):
-            layer.fast_attention = attention
-        tables.cache_clear()
 
 
 def _install(encoder: theirs.BigBirdModel, attention: str) -> None:

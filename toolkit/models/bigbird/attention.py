@@ -14,6 +14,8 @@ N >= n blocks of the kernel
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
@@ -36,12 +38,13 @@ _MOST_MASK_BYTES = 640 * 2**20
 """All lengths up to 4096 tokens in 12 layers with 12 heads take 216 MB, in 24 layers with 16 heads 546 MB."""
 # Tiles of the CUDA kernels must divide the mask's blocks, and the defaults for large GPUs do not divide 64
 TILE = 64
-_TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+_TILES = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward kernel
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
     """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
-    if torch.compiler.is_compiling():  # the graph would have to build a mask in every layer
+    # a graph would have to build a mask in every layer; tensors without data (FakeTensorMode) have no kernel
+    if torch.compiler.is_compiling() or type(query) is not Tensor:
         return gathered(query, key, value, bias, pattern)
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     missing = mask.seq_lengths[0] - pattern.length
@@ -151,6 +154,8 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
     if not _compiled_on(query.device.type):
         plain: Any = flex_attention
         return plain(*inputs, score_mod=score, block_mask=mask)
+    from torch._dynamo import exc  # takes a second
+
     trained = tuple(each.requires_grad and torch.is_grad_enabled() for each in inputs)
     shape = (query.shape, query.dtype, query.device, mask.BLOCK_SIZE, score is None, trained)
     try:
@@ -161,7 +166,7 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
             _compiles[shape] = True
             return context
         why = f"{_MOST_SHAPES} shapes have been compiled"
-    except _compiler_errors() as error:
+    except (exc.FailOnRecompileLimitHit, exc.TorchDynamoException) as error:
         why = f"{type(error).__name__}: {first_line(getattr(error, 'inner_exception', error))}"
     _compiles[shape] = False
     warnings.warn(
@@ -172,24 +177,38 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
     return None
 
 
-def _compiler_errors() -> tuple[type[Exception], ...]:
-    from torch._dynamo import exc  # takes a second; imported already where one is raised
-
-    return exc.FailOnRecompileLimitHit, exc.TorchDynamoException
-
-
 def _compiled_on(device: str) -> bool:
     """On a CPU it runs uncompiled, since its compiled backward pass is missing."""
     return device != "cpu"
 
 
-def _compile(*arguments: Any) -> Any:
+def _compile(query: Tensor, *others: Any) -> Any:
     """Compiles and runs a new shape, with its backward kernel: a failure in the backward pass would be too late for
     another implementation."""
     from torch._functorch import config
 
-    with config.patch(force_non_lazy_backward_lowering=True):
-        return _compiled()(*arguments)
+    tiles = _backward_tiles() if query.is_cuda else contextlib.nullcontext()
+    with config.patch(force_non_lazy_backward_lowering=True), tiles:
+        return _compiled()(query, *others)
+
+
+def _backward_tiles() -> contextlib.AbstractContextManager[None]:
+    """Replaces the tiles of torch's backward kernel. Kernel options do not: torch drops the choices whose own tiles do
+    not divide the mask's blocks (on an H100 all of them in half precision), and applies options to those that remain.
+    """
+    import torch._inductor.compile_fx  # noqa: F401  # before choices, as in torch itself
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    tiles = {"block_m1": 32, "block_n1": 64, "block_m2": 64, "block_n2": 32, "num_warps": 4}
+
+    class Choices(InductorChoices):
+        def get_flex_attention_bwd_configs(self, *arguments: Any, **options: Any) -> list[Any]:
+            configs = super().get_flex_attention_bwd_configs(*arguments, **options)
+            return [dataclasses.replace(each, **tiles) for each in configs]
+
+    handler: contextlib.AbstractContextManager[None] = V.set_choices_handler(Choices())
+    return handler
 
 
 @functools.cache

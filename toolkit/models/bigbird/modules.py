@@ -9,7 +9,7 @@ B samples, nh heads, S tokens, H = nh * hs hidden
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +110,8 @@ class BigBirdModel(theirs.BigBirdModel):
     @merge_with_config_defaults
     @capture_outputs
     def _encode(self, embedded: dict[str, Tensor | None], visible: Tensor | None, **options: Any) -> Output:
-        tokens = next(x[..., 0] if x.dim() == 3 else x for x in embedded.values() if x is not None)  # (B, S)
+        ids, embeds = embedded["input_ids"], embedded["inputs_embeds"]
+        tokens = cast(Tensor, embeds)[..., 0] if ids is None else ids  # (B, S); positions may be (1, S)
         length = tokens.shape[1]
         if not runs_full(self, length):
             visible, embedded = self._padded(tokens, visible, embedded)

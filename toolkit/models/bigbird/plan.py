@@ -66,17 +66,26 @@ def random_blocks(pattern: Pattern) -> np.ndarray:
 
 def may_repeat(pattern: Pattern) -> bool:
     """Whether a query block may read a key block more than once: in evaluation block 0, in training the last block at
-    1024 tokens, up to which the paper's rule draws."""
-    return pattern.random > 0 and (not pattern.training or pattern.length == _RANDOM_RANGE)
+    1024 tokens, up to which the paper's rule draws; with blocks of 512 and more it draws from all tokens."""
+    large = 2 * pattern.block >= _RANDOM_RANGE
+    return pattern.random > 0 and (not pattern.training or large or pattern.length == _RANDOM_RANGE)
 
 
-# the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
-@functools.lru_cache(maxsize=8192)
 def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """The key blocks that each query block reads, cached on the device; do not write to them.
 
     `second` (nh, 2, 4 + r) is for query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) for those between.
     """
+    blocks_of = cached_tables(pattern, device)
+    if type(blocks_of["middle"]) is not Tensor:  # without data (FakeTensorMode, which estimates memory): for this call
+        cached_tables.cache_clear()
+    return blocks_of
+
+
+# the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
+@functools.lru_cache(maxsize=8192)
+def cached_tables(pattern: Pattern, device: torch.device | str) -> dict[str, Tensor]:
+    """The key blocks of `tables`."""
     blocks, draws = pattern.length // pattern.block, random_blocks(pattern)
     middle = np.arange(2, blocks - 2)
     ends = np.zeros_like(middle)
