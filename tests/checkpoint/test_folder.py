@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,24 @@ def test_a_checkpoint_is_removed_manifest_first(tmp_path: Path, monkeypatch: pyt
     assert list(folder.iterdir()) == []
 
 
-def test_the_link_best_of_a_resumed_run(tmp_path: Path) -> None:
-    save(tmp_path, 4), save(tmp_path, 8)
-    folders.set_link(tmp_path, "best", folders.step_folder(tmp_path, 8))
-    folders.set_best_link(tmp_path, 4)
-    assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 4)
-    folders.set_best_link(tmp_path, 5)
+def test_the_links_of_a_resumed_run(tmp_path: Path) -> None:
+    """It may have been killed before it set `last`."""
+    older, newer = save(tmp_path, 4), save(tmp_path, 8)
+    folders.set_link(tmp_path, "best", newer)
+    folders.set_link(tmp_path, "last", older)
+    folders.set_links(tmp_path, best_step=4)
+    assert (folders.link_target(tmp_path, "best"), folders.link_target(tmp_path, "last")) == (older, newer)
+    folders.set_links(tmp_path, best_step=5)
     assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_checkpoint_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a read-only one; the run goes on."""
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(folders, "remove", refuse)
+    folders.prune(tmp_path, keep=1)
+    assert folders.complete(tmp_path) == [newer, older]

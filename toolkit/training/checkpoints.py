@@ -202,10 +202,10 @@ class Checkpoints:
         flush_path(self.path.parent)
         return {path.name: path.read_bytes().count(b"\n") if path in files else 0 for path in lines}
 
-    def set_best_link(self) -> None:
-        """Points the link `best` to the checkpoint of the best step."""
+    def set_links(self) -> None:
+        """Points the links `best` and `last` to the checkpoints of the best and the last step."""
         if self.accelerator.is_main_process:
-            folders.set_best_link(self.path, self.best.step)
+            folders.set_links(self.path, self.best.step)
 
     def notes(self) -> list[str]:
         """Lines for the log: settings without effect, the size of checkpoints, nodes without a shared disk. Raises

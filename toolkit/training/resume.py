@@ -30,6 +30,7 @@ from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, se
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
 from toolkit.launch.environment import attempt
+from toolkit.launch.network import node_id
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.steps import Steps
@@ -195,8 +196,10 @@ def _verified_copy(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Pat
         yield folder, fault
         return
     with local_copy(accelerator, folder, checkpoints.path) as copy:
-        # each rank verifies some of the files, which also loads them into the page cache
-        names = sorted(folders.read_manifest(copy)["files"])[accelerator.process_index :: accelerator.num_processes]
+        # the ranks of each node verify the files that they read there, which also loads them into the page cache
+        nodes: list[str] = gather_object([node_id()])
+        ranks = [rank for rank, node in enumerate(nodes) if node == nodes[accelerator.process_index]]
+        names = sorted(folders.read_manifest(copy)["files"])[ranks.index(accelerator.process_index) :: len(ranks)]
         faults = gather_object([folders.find_damage(copy, names)])
         yield copy, next(filter(None, faults), "")
 
@@ -217,7 +220,7 @@ def _resume_from(
     lines = [*skipped, *_restore_best_model(checkpoints, folder)]
     restore(checkpoints.live(), open_checkpoint(copy), step)
     if same_run := folder.parent.resolve() == checkpoints.path.resolve():
-        checkpoints.set_best_link()
+        checkpoints.set_links()
     set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, manifest["loss_scale"])
     steps.done = step
