@@ -113,6 +113,8 @@ def test_files_are_compared_with_the_manifest(tmp_path: Path) -> None:
         (folder / name).unlink()
         assert name in fault_of(folder)
         (folder / name).write_bytes(content)
+    (folder / "model" / "config.json").write_text("[]")  # of the same size
+    assert "model/config.json" in fault_of(folder)
     (folder / "manifest.json").write_text("{}")
     assert "manifest.json" in fault_of(folder)
 
