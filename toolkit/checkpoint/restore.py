@@ -19,7 +19,7 @@ from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorInde
 from toolkit.errors import Faults, UserError, listing
 
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
-# Other implementations of an optimizer, with the same state.
+# DeepSpeed's implementations of an optimizer, with the same state; but their `step` is a number, and torch's a tensor.
 _EQUIVALENT = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW"}
 
 
@@ -175,6 +175,8 @@ def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
                 existing = restored.get(key, current.get(key))
                 restored[key] = _state_tensor(existing, parameter, reader.weights[name], tensor)
             for key, scalar in reader.optimizer_scalars.get(name, {}).items():
+                if key == "step" and reader.optimizer.get("class") in _EQUIVALENT:
+                    scalar = Scalar(float(scalar.value), "F32")
                 existing = restored.get(key, current.get(key))
                 restored[key] = _state_scalar(existing, key, scalar, parameter, state.optimizer)
         if restored:
@@ -197,6 +199,8 @@ def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, t
 def _state_scalar(existing: Any, key: str, scalar: Scalar, parameter: torch.Tensor, optimizer: Any) -> Any:
     """The saved value, in the existing tensor where there is one."""
     value = scalar.value[_rank()] if isinstance(scalar.value, tuple) else scalar.value
+    if key == "step" and type(optimizer).__name__ in _EQUIVALENT:
+        return int(value)
     if isinstance(existing, torch.Tensor) and existing.numel() == 1 and value is not None:
         return existing.fill_(value)
     if not scalar.dtype:
