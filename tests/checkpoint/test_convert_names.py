@@ -75,14 +75,24 @@ def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: P
 
 def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.ones(2)})
-    names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model"]
+    names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model", "spm.model",
+             "modules.json", "sentence_bert_config.json"]  # fmt: skip
     for name in [*names, "optimizer.pt", "training_args.bin", "model.safetensors.index.json", "README.md"]:
         (run / "model" / name).write_text("{}")
     (run / "model" / "config.json").write_text(json.dumps({"model_type": "new", "torch_dtype": "float64"}))
-    convert(run, tmp_path / "out", dtype="fp16")
+    for overwrite in (False, True):  # it removes what it has written
+        convert(run, tmp_path / "out", dtype="fp16", overwrite=overwrite)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "config.json", "model.safetensors"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "new", "torch_dtype": "float16", "dtype": "float16"}
+
+
+def test_decisions_of_other_weights_are_not_copied(tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    for name in ("config.json", "decisions.json"):
+        (other / name).write_text('{"model_type": "new"}')
+    convert(write_run(tmp_path / "run", HEAD), tmp_path / "out", config_from=other)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_sizes() -> None:
@@ -110,6 +120,12 @@ def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     (base / "config.json").write_text('{"model_type": "bert"}')
     convert(write_run(tmp_path / "named", HEAD, excluded=EXCLUDED, base_model=str(base)), tmp_path / "from the run")
     assert set(read_folder(tmp_path / "from the run")) == {*HEAD, *EXCLUDED}
+
+
+def test_the_other_name_of_an_excluded_parameter(tmp_path: Path) -> None:
+    tied, excluded = {"cls.weight": "bert.weight"}, {"bert.weight": [2, 3]}
+    run = write_run(tmp_path / "run", {"cls.bias": torch.ones(2)}, tied=tied, excluded=excluded)
+    refusal(convert, run, tmp_path / "out", prefix="cls", match=r"lacks 1 frozen parameters \(weight\): .*--base_model")
 
 
 def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
