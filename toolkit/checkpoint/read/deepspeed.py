@@ -56,6 +56,8 @@ def find_tag_folder(root: Path) -> Path | None:
         if not tags:
             return None
         raise UserError(f"{root} has no file `latest` with the name of the newest checkpoint; name one: {choices}")
+    if {"pytorch_model", "pytorch_model_1"} <= set(tags):  # accelerate's, where `latest` names the last model
+        raise UserError(f"{root} has several models; name one: {choices}")
     tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
     if tag not in tags:
         hint = f"name an existing one: {choices}" if tags else "and there is no other"
