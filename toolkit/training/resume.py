@@ -30,7 +30,6 @@ from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, se
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
 from toolkit.launch.environment import attempt
-from toolkit.launch.network import node_id
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.steps import Steps
@@ -196,9 +195,10 @@ def _verified_copy(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Pat
         yield folder, fault
         return
     with local_copy(accelerator, folder, checkpoints.path) as copy:
-        # the ranks of each node verify the files that they read there, which also loads them into the page cache
-        nodes: list[str] = gather_object([node_id()])
-        ranks = [rank for rank, node in enumerate(nodes) if node == nodes[accelerator.process_index]]
+        # the ranks that share a disk verify some of its files each, which also loads them into the page cache
+        manifest = (copy / folders.MANIFEST).stat()
+        disks: list[tuple[int, int]] = gather_object([(manifest.st_ino, manifest.st_mtime_ns)])
+        ranks = [rank for rank, disk in enumerate(disks) if disk == disks[accelerator.process_index]]
         names = sorted(folders.read_manifest(copy)["files"])[ranks.index(accelerator.process_index) :: len(ranks)]
         faults = gather_object([folders.find_damage(copy, names)])
         yield copy, next(filter(None, faults), "")
