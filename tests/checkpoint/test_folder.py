@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -140,12 +140,8 @@ def test_the_links_of_a_resumed_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a read-only one; the run goes on."""
+    """A read-only one; the run continues."""
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
-
-    def refuse(folder: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(folders, "remove", refuse)
+    monkeypatch.setattr(folders, "remove", Mock(side_effect=PermissionError(13, "Permission denied")))
     folders.prune(tmp_path, keep=1)
     assert folders.complete(tmp_path) == [newer, older]
