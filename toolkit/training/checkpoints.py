@@ -252,7 +252,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where a checkpoint cannot be written, after removing the incomplete one."""
+    """Raises UserError where a checkpoint cannot be written, after removing it unless only its links failed."""
     remedy = (
         "earlier checkpoints are untouched. Free some space (is the disk full?) or lower --keep_checkpoints, and run "
         "the same command again"
@@ -261,5 +261,6 @@ def _writing(folder: Path) -> Iterator[None]:
         with explain_write_errors(folder, remedy):
             yield
     except UserError:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / folders.MANIFEST).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
         raise
