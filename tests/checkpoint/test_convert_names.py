@@ -110,7 +110,6 @@ def base_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
-    refusal(convert, run, tmp_path / "out", match=r"lacks 2 frozen parameters .*--base_model")
     base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
     convert(run, tmp_path / "out", base_model=base, verify=True)
     actual = read_folder(tmp_path / "out")
@@ -122,12 +121,6 @@ def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     assert set(read_folder(tmp_path / "from the run")) == {*HEAD, *EXCLUDED}
 
 
-def test_the_other_name_of_an_excluded_parameter(tmp_path: Path) -> None:
-    tied, excluded = {"cls.weight": "bert.weight"}, {"bert.weight": [2, 3]}
-    run = write_run(tmp_path / "run", {"cls.bias": torch.ones(2)}, tied=tied, excluded=excluded)
-    refusal(convert, run, tmp_path / "out", prefix="cls", match=r"lacks 1 frozen parameters \(weight\): .*--base_model")
-
-
 def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
     short = base_folder(tmp_path / "short", {"embeddings.weight": BASE["embeddings.weight"]})
@@ -137,9 +130,24 @@ def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"a.weight": torch.ones(2), "_orig_mod.a.weight": torch.ones(2)})
-    refusal(convert, run, tmp_path / "out", match=r"several tensors of one name: a.weight")
+TIED = {"tied": {"cls.weight": "bert.weight"}, "excluded": {"bert.weight": [2, 3]}}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "manifest", "options", "match"),
+    [
+        ({"a.b": [1], "_orig_mod.a.b": [1]}, {}, {}, "several tensors of one name: a.b"),
+        ({"a": [1]}, {}, {"merge_lora": True}, "has no LoRA adapter: drop --merge_lora"),
+        ({"a": [5], "large.b": [1, 7e4]}, {}, {"dtype": "fp16"}, "large.b .* f16: .*--dtype bf16"),
+        ({"a": [1]}, {"excluded": EXCLUDED}, {}, "lacks 2 frozen parameters .*--base_model"),
+        ({"cls.bias": [1]}, TIED, {"prefix": "cls"}, r"lacks 1 frozen parameters \(weight\): .*--base_model"),
+    ],
+)
+def test_what_is_refused(tensors: Any, manifest: Any, options: Any, match: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {name: torch.tensor(each, dtype=torch.float32) for name, each in tensors.items()},
+                    **manifest)  # fmt: skip
+    refusal(convert, run, tmp_path / "out", match=match, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_integers_and_buffers_stay(tmp_path: Path) -> None:
@@ -150,9 +158,3 @@ def test_integers_and_buffers_stay(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         expected = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
         assert same_bits(actual[name], expected), name
-
-
-def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"fine": torch.ones(5), "large.weight": torch.tensor([1.0, 7e4])})
-    refusal(convert, run, tmp_path / "out", dtype="fp16", match=r"large.weight .* f16: .*--dtype bf16")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
