@@ -197,6 +197,8 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
             with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
                 if accelerator.is_main_process:
                     targets[name].copy_(tensors[name]())
+            if not hasattr(targets[name], "ds_id"):  # a buffer
+                torch.distributed.broadcast(targets[name].data, 0)
     accelerator.wait_for_everyone()
 
 
