@@ -197,7 +197,8 @@ def test_structures_of_torch(tmp_path: Path) -> None:
         "scalar": torch.tensor(3),
         "flags": torch.tensor([True]),
     }
-    torch.save({**plain, **tensors, "set": {1, 2}, "bytes": b"\0bytes", "numpy": np.float64(1.5)}, tmp_path / "a.pt")
+    inert = {"set": {1, 2}, "bytes": b"\0bytes", "numpy": np.float64(1.5), "random states": np.random.get_state()}
+    torch.save({**plain, **tensors, **inert}, tmp_path / "a.pt")
     opened = open_torch_archive(tmp_path / "a.pt")
     expected = {**plain, "set": [1, 2], "bytes": "\0bytes"}
     assert {key: opened.content[key] for key in expected} == expected
