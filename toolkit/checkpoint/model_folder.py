@@ -66,7 +66,9 @@ def save_model(
         if lora:  # after the model: if killed in between, a resumed run sees the model's step and saves both again
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 adapter = {saved_name(name): tensor for name, tensor in state.items() if in_adapter(name)}
-                write_adapter(module, _cast(adapter, DTYPES[dtype]), draft)
+                adapter = _cast(adapter, DTYPES[dtype])
+                save_file(adapter, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+                write_adapter_config(module, draft)
                 make_readable(draft)
     accelerator.wait_for_everyone()
 
@@ -160,12 +162,6 @@ def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dic
     if factors:
         raise UserError(f"{listing(sorted(factors), 2)} cannot be merged for model/: use LoRA of linear layers")
     return merged
-
-
-def write_adapter(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes the adapter for `PeftModel.from_pretrained(base_model, folder)`. `tensors`: by peft's names."""
-    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    write_adapter_config(model, folder)
 
 
 def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
