@@ -148,6 +148,15 @@ class ShardedState(LiveState):
     file_format = "slices"
     strategy = "fsdp2"
 
+    def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
+        super().__init__(module, optimizer)
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor) and [each.is_shard(0) for each in parameter.placements] != [True]:
+                raise UserError(
+                    f"{name} is sharded as {parameter.placements}, which cannot be saved: use FSDP2 without replicas "
+                    "or tensor parallelism"
+                )
+
 
 class ZeroState(LiveState):
     """ZeRO 1 to 3: the optimizer updates flat fp32 masters, each of many parameters."""
@@ -289,7 +298,5 @@ def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
     if not isinstance(parameter, DTensor):
         return 0, parameter.data
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if any(offsets[1:]):
-        raise RuntimeError(f"a parameter sharded by columns cannot be saved: {parameter.placements}")
     row = math.prod(parameter.shape[1:])
     return (offsets[0] * row if offsets else 0), parameter.to_local().data
