@@ -133,7 +133,7 @@ def _check_output(settings: ConvertSettings) -> None:
     out = settings.out
     if not out.name or out.name == "..":
         raise UserError(f"the output {str(out)!r} is not a name for a new folder: toolkit convert CHECKPOINT OUT")
-    for inside in (folder for folder in out.resolve().parents if step_number(folder) is not None):
+    if inside := next((folder for folder in out.resolve().parents if step_number(folder) is not None), None):
         raise UserError(f"{out} is in the checkpoint {inside}, and would be removed with it: name another folder")
     for path in (settings.checkpoint, settings.config_from, settings.base_model):
         if path is not None and path.resolve().is_relative_to(out.resolve()):

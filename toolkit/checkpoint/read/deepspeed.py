@@ -376,8 +376,7 @@ def _frozen_parameters(
         # stage 2 has the full parameter, stage 3 a shard in each rank's file, the last ones padded
         shards, start = [], 0
         for model in models:
-            shard = model.index(name, model.content["frozen_param_fragments"][name])
-            shard = shard.cut(0, math.prod(shape) - start)
+            shard = model.index(name, model.content["frozen_param_fragments"][name]).cut(0, math.prod(shape) - start)
             shards.append((start, shard))
             start += shard.count
         frozen[name] = join_shards(models[0].file.parent, name, shape, shards)
