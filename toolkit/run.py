@@ -106,7 +106,7 @@ class Run:
             self.say(line)
         if evaluate and resumed and resumed.manifest.get("evaluation_left"):
             self._evaluate(evaluate, done)
-            self.checkpoints.set_best_link()
+            self.checkpoints.set_links()
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""

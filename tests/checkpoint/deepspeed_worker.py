@@ -34,7 +34,7 @@ class Kind:
     frozen_group: bool = False
     """All frozen parameters are in the second group."""
     exclude: bool = False
-    """Saved without the frozen parameters."""
+    """Saved without the frozen parameters, one of which is tied."""
     bert: bool = False
     """MODEL with 3 labels, in place of `elastic_ways.Odd`."""
     later: bool = False
@@ -78,6 +78,7 @@ def make_model(kind: Kind) -> nn.Module:
     model: Any = Odd("empty" if kind.stage < 3 else "")
     if kind.frozen:
         model.first.requires_grad_(False)
+        model.embed.requires_grad_(not kind.exclude)
     return model
 
 

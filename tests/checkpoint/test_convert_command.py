@@ -99,9 +99,11 @@ def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> 
 def test_overwrite_does_not_replace_other_folders(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     convert(run, tmp_path / "out", overwrite=True)  # an empty folder
-    checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
+    checkpoint = write_run(tmp_path / "step-00000007", TENSORS)
+    (tmp_path / "best").symlink_to(checkpoint)
     refusal(convert, run, checkpoint, overwrite=True, match=r"contains manifest.json, ")
-    refusal(convert, run, checkpoint / "out", match="is in the checkpoint")
+    for folder in (checkpoint, tmp_path / "best"):
+        refusal(convert, run, folder / "out", match="is in the checkpoint")
     refusal(convert, tmp_path / "nosuch", checkpoint / "out", match="nosuch does not exist")
     (tmp_path / "file").write_text("x")
     refusal(convert, run, tmp_path / "file", overwrite=True, match="is not a folder")

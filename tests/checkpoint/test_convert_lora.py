@@ -122,11 +122,6 @@ def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, t
     convert(run, tmp_path / "out", merge_lora=True)
 
 
-def test_no_adapter_no_merge(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"a": torch.ones(2)})
-    refusal(convert, run, tmp_path / "out", merge_lora=True, match="has no LoRA adapter: drop --merge_lora")
-
-
 def test_fan_in_fan_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     a, b, weight = torch.randn(2, 5), torch.randn(7, 2), torch.randn(5, 7)

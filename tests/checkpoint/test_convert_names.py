@@ -75,14 +75,24 @@ def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: P
 
 def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.ones(2)})
-    names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model"]
+    names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model", "spm.model",
+             "modules.json", "sentence_bert_config.json"]  # fmt: skip
     for name in [*names, "optimizer.pt", "training_args.bin", "model.safetensors.index.json", "README.md"]:
         (run / "model" / name).write_text("{}")
     (run / "model" / "config.json").write_text(json.dumps({"model_type": "new", "torch_dtype": "float64"}))
-    convert(run, tmp_path / "out", dtype="fp16")
+    for overwrite in (False, True):  # it removes what it has written
+        convert(run, tmp_path / "out", dtype="fp16", overwrite=overwrite)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "config.json", "model.safetensors"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "new", "torch_dtype": "float16", "dtype": "float16"}
+
+
+def test_decisions_of_other_weights_are_not_copied(tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    for name in ("config.json", "decisions.json"):
+        (other / name).write_text('{"model_type": "new"}')
+    convert(write_run(tmp_path / "run", HEAD), tmp_path / "out", config_from=other)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_sizes() -> None:
@@ -100,7 +110,6 @@ def base_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
-    refusal(convert, run, tmp_path / "out", match=r"lacks 2 frozen parameters .*--base_model")
     base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
     convert(run, tmp_path / "out", base_model=base, verify=True)
     actual = read_folder(tmp_path / "out")
@@ -121,9 +130,24 @@ def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"a.weight": torch.ones(2), "_orig_mod.a.weight": torch.ones(2)})
-    refusal(convert, run, tmp_path / "out", match=r"several tensors of one name: a.weight")
+TIED = {"tied": {"cls.weight": "bert.weight"}, "excluded": {"bert.weight": [2, 3]}}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "manifest", "options", "match"),
+    [
+        ({"a.b": [1], "_orig_mod.a.b": [1]}, {}, {}, "several tensors of one name: a.b"),
+        ({"a": [1]}, {}, {"merge_lora": True}, "has no LoRA adapter: drop --merge_lora"),
+        ({"a": [5], "large.b": [1, 7e4]}, {}, {"dtype": "fp16"}, "large.b .* f16: .*--dtype bf16"),
+        ({"a": [1]}, {"excluded": EXCLUDED}, {}, "lacks 2 frozen parameters .*--base_model"),
+        ({"cls.bias": [1]}, TIED, {"prefix": "cls"}, r"lacks 1 frozen parameters \(weight\): .*--base_model"),
+    ],
+)
+def test_what_is_refused(tensors: Any, manifest: Any, options: Any, match: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {name: torch.tensor(each, dtype=torch.float32) for name, each in tensors.items()},
+                    **manifest)  # fmt: skip
+    refusal(convert, run, tmp_path / "out", match=match, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_integers_and_buffers_stay(tmp_path: Path) -> None:
@@ -134,9 +158,3 @@ def test_integers_and_buffers_stay(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         expected = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
         assert same_bits(actual[name], expected), name
-
-
-def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"fine": torch.ones(5), "large.weight": torch.tensor([1.0, 7e4])})
-    refusal(convert, run, tmp_path / "out", dtype="fp16", match=r"large.weight .* f16: .*--dtype bf16")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

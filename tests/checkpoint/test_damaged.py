@@ -149,6 +149,15 @@ def test_two_saves_in_one_folder(copied: Callable[..., Path]) -> None:
     assert "bf16_" in fault_of(root)
 
 
+def test_two_models_of_accelerates_save_state(copied: Callable[..., Path]) -> None:
+    root = copied("zero1-bf16 x2")
+    for name in ("pytorch_model", "pytorch_model_1"):
+        shutil.copytree(root / "global_step2", root / name)
+        (root / "latest").write_text(name)
+    fault_of(root, f"{root / 'pytorch_model'}, {root / 'pytorch_model_1'}")
+    open_checkpoint(root / "pytorch_model")
+
+
 def test_a_wrong_latest(copied: Callable[..., Path]) -> None:
     root = copied("zero3-frozen x2")
     for content in ("global_step7", "", "../saved/global_step2", "/etc", "a\nb", "\0"):

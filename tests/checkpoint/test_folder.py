@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -127,10 +128,20 @@ def test_a_checkpoint_is_removed_manifest_first(tmp_path: Path, monkeypatch: pyt
     assert list(folder.iterdir()) == []
 
 
-def test_the_link_best_of_a_resumed_run(tmp_path: Path) -> None:
-    save(tmp_path, 4), save(tmp_path, 8)
-    folders.set_link(tmp_path, "best", folders.step_folder(tmp_path, 8))
-    folders.set_best_link(tmp_path, 4)
-    assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 4)
-    folders.set_best_link(tmp_path, 5)
+def test_the_links_of_a_resumed_run(tmp_path: Path) -> None:
+    """It may have been killed before it set `last`."""
+    older, newer = save(tmp_path, 4), save(tmp_path, 8)
+    folders.set_link(tmp_path, "best", newer)
+    folders.set_link(tmp_path, "last", older)
+    folders.set_links(tmp_path, best_step=4)
+    assert (folders.link_target(tmp_path, "best"), folders.link_target(tmp_path, "last")) == (older, newer)
+    folders.set_links(tmp_path, best_step=5)
     assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_checkpoint_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only one; the run continues."""
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    monkeypatch.setattr(folders, "remove", Mock(side_effect=PermissionError(13, "Permission denied")))
+    folders.prune(tmp_path, keep=1)
+    assert folders.complete(tmp_path) == [newer, older]

@@ -113,6 +113,8 @@ def test_files_are_compared_with_the_manifest(tmp_path: Path) -> None:
         (folder / name).unlink()
         assert name in fault_of(folder)
         (folder / name).write_bytes(content)
+    (folder / "model" / "config.json").write_text("[]")  # of the same size
+    assert "model/config.json" in fault_of(folder)
     (folder / "manifest.json").write_text("{}")
     assert "manifest.json" in fault_of(folder)
 
@@ -152,6 +154,9 @@ def test_damaged_fsdp(accelerates: Path, tmp_path: Path) -> None:
         assert str(file) in fault_of(folder)
         file.write_bytes(content)
     open_checkpoint(folder)
+    (folder / "pytorch_model_fsdp_1").mkdir()
+    assert "several models (also pytorch_model_fsdp_1)" in fault_of(folder)
+    (folder / "pytorch_model_fsdp_1").rmdir()
     shutil.rmtree(folder / "pytorch_model_fsdp_0")
     (folder / "pytorch_model_fsdp_0_rank0.bin").write_bytes(b"")
     assert "SHARDED_STATE_DICT" in fault_of(folder)

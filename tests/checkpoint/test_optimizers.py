@@ -46,6 +46,18 @@ class Strange(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"] * float(scale / group["past"][0]) * group["betas"][0])
 
 
+class DeepSpeedCPUAdam(torch.optim.AdamW):
+    """Counts its steps in Python, as DeepSpeed's, whose kernel takes no tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            assert type(state["step"]) is int
+            state["step"] = torch.tensor(float(state["step"]))
+        super().step(closure)
+        for state in self.state.values():
+            state["step"] = int(state["step"])
+
+
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **{name: functools.partial(make, lr=0.01) for name, (make, _) in OPTIMIZERS.items()},
     "adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
@@ -53,6 +65,7 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "asgd": functools.partial(torch.optim.ASGD, lr=0.01),
     "transformers": functools.partial(transformers.Adafactor, lr=0.01, relative_step=False),
     "strange": functools.partial(Strange, lr=0.01),
+    "deepspeed": functools.partial(DeepSpeedCPUAdam, lr=0.01),
 }
 
 
@@ -87,6 +100,14 @@ def test_resumed_exactly(tmp_path: Path, name: str, saved_at: int, before: int) 
     assert_same(snapshot(fresh), saved)
     assert bool(fresh.optimizer.state) == (saved_at > 0 and name != "sgd")
     assert [take_step(fresh, step) for step in range(3, 6)] == uninterrupted
+
+
+@pytest.mark.parametrize("names", [("adamw", "deepspeed"), ("deepspeed", "adamw")], ids=" -> ".join)
+def test_between_torchs_adam_and_deepspeeds(names: tuple[str, str], tmp_path: Path) -> None:
+    state, fresh = started(names[0], 3), started(names[1], 0)
+    restore(fresh, save(state, tmp_path / "one"), 3)
+    losses = [[take_step(one, step) for step in range(3, 6)] for one in (state, fresh)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_hyperparameters_of_this_run_are_not_replaced(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from tests.checkpoint.handmade import save_state
 from tests.faults import refusal
-from toolkit.checkpoint import machines
+from toolkit.checkpoint import live, machines
 from toolkit.checkpoint import restore as restoring
 from toolkit.checkpoint.live import LiveState, live_state
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -198,6 +199,18 @@ def test_masters_and_moments_that_deepspeed_does_not_save(stage: int, message: s
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
     engine = SimpleNamespace(optimizer=SimpleNamespace(fp16_groups=[], swap_optimizer=stage == 3))
     refusal(live_state, accelerator, engine, match=message)
+
+
+class Replicated(nn.Parameter):
+    placements = (Replicate(), Shard(0))
+
+
+def test_hybrid_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would save its replica, and the shards would not fit."""
+    monkeypatch.setattr(live, "DTensor", Replicated)
+    model = nn.Linear(2, 2)
+    model.weight = Replicated(torch.ones(2, 2))
+    refusal(live_state, ACCELERATOR, model, torch.optim.SGD(model.parameters()), match=r"weight is sharded as \(Repl")
 
 
 def test_random_states_there_and_back() -> None:

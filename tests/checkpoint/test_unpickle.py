@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
+import re
 import struct
 import time
 import zipfile
@@ -21,7 +23,7 @@ from tests.checkpoint.handmade import rewritten
 from tests.faults import Fault, refusal
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.torch_archive import open_torch_archive
+from toolkit.checkpoint.read.torch_archive import open_torch_archive, zip_members
 from toolkit.checkpoint.read.unpickle import ALLOWED, unpickle
 
 
@@ -195,7 +197,8 @@ def test_structures_of_torch(tmp_path: Path) -> None:
         "scalar": torch.tensor(3),
         "flags": torch.tensor([True]),
     }
-    torch.save({**plain, **tensors, "set": {1, 2}, "bytes": b"\0bytes", "numpy": np.float64(1.5)}, tmp_path / "a.pt")
+    inert = {"set": {1, 2}, "bytes": b"\0bytes", "numpy": np.float64(1.5), "random states": np.random.get_state()}
+    torch.save({**plain, **tensors, **inert}, tmp_path / "a.pt")
     opened = open_torch_archive(tmp_path / "a.pt")
     expected = {**plain, "set": [1, 2], "bytes": "\0bytes"}
     assert {key: opened.content[key] for key in expected} == expected
@@ -221,3 +224,39 @@ def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
     file.write_bytes(longer)
     opened = open_torch_archive(file)
     refusal(opened.index, "x", opened.content, match=r"a\.pt.*has 28 bytes and should have 448")
+
+
+def test_64_bit_offsets(tmp_path: Path) -> None:
+    file = tmp_path / "wide.pt"
+    with file.open("wb") as opened:
+        opened.seek(5 << 30)  # a hole
+        with zipfile.ZipFile(opened, "w") as written, written.open("a/data/1", "w", force_zip64=True) as member:
+            member.write(b"1234567")
+    (actual,) = zip_members(file).values()
+    with file.open("rb") as opened:
+        opened.seek(actual.offset)
+        assert (actual.offset > 5 << 30, opened.read(actual.size)) == (True, b"1234567")
+    os.truncate(file, file.stat().st_size - 1)
+    refusal(zip_members, file, match=re.escape(str(file)))
+
+
+def test_a_file_inside_a_file(tmp_path: Path) -> None:
+    """As torch.distributed.checkpoint writes them."""
+    content = io.BytesIO()
+    torch.save(torch.arange(5.0), content)
+    inner = content.getvalue()
+    file = tmp_path / "rows"
+    file.write_bytes(b"#" * 77 + inner + b"#" * 10)
+    opened = open_torch_archive(file, start=77, size=len(inner))
+    assert opened.index("x", opened.content).read() == torch.arange(5.0).numpy().tobytes()
+    for member in opened.members.values():
+        member.verify()
+    refusal(open_torch_archive, file, start=76, size=len(inner), match="rows")
+    refusal(open_torch_archive, file, start=77, size=len(inner) + 11, match="truncated")
+
+
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "big.pt"
+    torch.save({}, file)
+    file.write_bytes(rewritten(file, lambda name, old: b"big" if name.endswith("byteorder") else old))
+    refusal(open_torch_archive, file, match=r"big\.pt was written on a big-endian machine")

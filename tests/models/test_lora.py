@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES, fault_of, load
-from toolkit.checkpoint.model_folder import merge_lora
+from toolkit.checkpoint.model_folder import merge_lora, save_model
 from toolkit.config import ModelSettings, TaskSettings, parse
 from toolkit.models.lora import describe
 
@@ -60,7 +62,7 @@ def test_only_lora_and_the_head_are_trained(tiny_model: Path) -> None:
      ("albert", {"classifier"}), ("convbert", {"classifier"})],
     indirect=["family"],
 )  # fmt: skip
-def test_modules_outside_the_encoder_are_fully_trained(family: Path, head: set[str]) -> None:
+def test_modules_outside_the_encoder_are_fully_trained(family: Path, head: set[str], tmp_path: Path) -> None:
     model = perturbed(load(family, **LORA)).eval()
     names = trained(model)
     assert {name.split(".")[2] for name in names if ".modules_to_save." in name} == head
@@ -68,10 +70,19 @@ def test_modules_outside_the_encoder_are_fully_trained(family: Path, head: set[s
     assert not any(part in name for name in names for part in (".original_module.", ".base_layer."))
     model(input_ids=IDS).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    plain = merge_lora(model.state_dict(), 2.0)
+    plain = merge_lora(model, model.state_dict())
     merged = copy.deepcopy(model).merge_and_unload()
     assert plain.keys() == merged.state_dict().keys()
     assert all(torch.equal(plain[name], tensor) for name, tensor in merged.state_dict().items())
+    save_model(Accelerator(cpu=True), model, None, tmp_path / "merged", dtype="bf16")  # rounded once
+    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+        assert torch.equal(tensor, plain[name].to(tensor.dtype)), name
+
+
+def test_factors_that_cannot_be_merged_are_named(tiny_model: Path) -> None:
+    model = load(tiny_model, **LORA)
+    state = {**model.state_dict(), "base_model.model.x.lora_embedding_A.default": torch.ones(2, 3)}
+    refusal(merge_lora, model, state, match="lora_embedding_A.default cannot be merged")
 
 
 @pytest.mark.parametrize("settings", [{}, LORA])

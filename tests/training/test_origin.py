@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
+from toolkit.training import resume
 from toolkit.training.resume import Origin, choose_origin, precision_of
 from toolkit.training.run_folder import create_run_folder
 
@@ -108,6 +111,21 @@ def test_a_different_identity_names_the_changed_setting(run: Path) -> None:
         choose_origin("auto", run / "checkpoints", other)
     with pytest.raises(UserError, match="the content of the files, or the tokenizer, has changed"):
         choose_origin("auto", run / "checkpoints", {"identity": identity, "settings": SETTINGS})
+
+
+def test_each_disk_is_verified_completely(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 alone reads from a disk on which a file is damaged."""
+    folder = run / "checkpoints" / "step-00000006"
+    (folder / "weights").write_bytes(bytes(100))
+    monkeypatch.setattr(resume, "local_copy", lambda *_: contextlib.nullcontext(folder))
+    monkeypatch.setattr(resume, "broadcast_object_list", lambda values: values)
+    monkeypatch.setattr(
+        resume, "gather_object", lambda values: [(1, 1), (1, 1), *values] if isinstance(values[0], tuple) else values
+    )
+    accelerator = SimpleNamespace(is_main_process=False, process_index=2, num_processes=3)
+    checkpoints: Any = SimpleNamespace(accelerator=accelerator, path=folder.parent)
+    with resume._verified_copy(checkpoints, folder) as (_, fault):
+        assert "weights is damaged" in fault
 
 
 @pytest.mark.parametrize("there", [True, False])

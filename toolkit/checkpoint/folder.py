@@ -19,6 +19,7 @@ from toolkit.checkpoint.checksums import crc32
 from toolkit.checkpoint.tensor_index import crc32_of_range
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
+from toolkit.utils.log import logger
 from toolkit.utils.units import size_text
 
 MANIFEST, WEIGHTS_FILE, OPTIMIZER_FILE = "manifest.json", "weights.safetensors", "optimizer.safetensors"
@@ -172,10 +173,13 @@ def link_target(checkpoints: Path, name: str) -> Path | None:
     return target if link.is_symlink() and (target / MANIFEST).is_file() else None
 
 
-def set_best_link(checkpoints: Path, step: int) -> None:
-    """Points `best` to the checkpoint of `step`, or removes the link where that checkpoint is gone: a run that resumed
-    an older checkpoint ignores better ones after it."""
-    folder = step_folder(checkpoints, step)
+def set_links(checkpoints: Path, best_step: int) -> None:
+    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
+    `best_step`, or removes the link where it is gone: a run that resumed an older checkpoint ignores better ones after
+    it."""
+    for newest in complete(checkpoints)[:1]:
+        set_link(checkpoints, "last", newest)
+    folder = step_folder(checkpoints, best_step)
     if (folder / MANIFEST).is_file():
         set_link(checkpoints, "best", folder)
     else:
@@ -193,7 +197,10 @@ def prune(checkpoints: Path, keep: int) -> None:
     targets = [link_target(checkpoints, name) for name in ("best", "last")]
     for folder in _step_folders(checkpoints):
         if folder not in newest and folder.resolve() not in targets:
-            remove(folder)
+            try:
+                remove(folder)
+            except OSError as error:  # read-only: the new checkpoint is complete all the same
+                logger.warning(f"cannot remove {folder}: {error.strerror}")
 
 
 def disk_usage(checkpoints: Path) -> tuple[list[int], int]:

@@ -82,7 +82,9 @@ class LiveState:
     def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
         """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's."""
         self.module, self.optimizer = module, optimizer
-        self.world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        self.rank, self.world = 0, 1
+        if torch.distributed.is_initialized():
+            self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         remember_groups(optimizer)
 
     @property
@@ -122,17 +124,16 @@ class LiveState:
     def gather_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Unsharded parameters (fp32 masters of trained ones) and persistent buffers in rank 0's host memory; empty on
         other ranks. Collective; one parameter at a time is on `device`."""
-        fragments = {fragment.name: fragment for fragment in self.fragments()}
-        weights, is_writer = {}, self.world == 1 or torch.distributed.get_rank() == 0
+        fragments, weights = {fragment.name: fragment for fragment in self.fragments()}, {}
         for name, parameter in self.module.named_parameters():
             full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=device)
             if fragment := fragments.get(name):
                 full.view(-1).narrow(0, fragment.start, fragment.values.numel()).copy_(fragment.values)
             if self.world > 1:  # the maximum of a byte and zeros is that byte, however many ranks have it
                 torch.distributed.reduce(full.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
-            if is_writer:
+            if self.rank == 0:
                 weights[name] = full.cpu()
-        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if is_writer}
+        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if self.rank == 0}
 
     def before_loading(self) -> None:
         """Collective: prepares the parameters for writing into fragments."""
@@ -146,6 +147,15 @@ class ShardedState(LiveState):
 
     file_format = "slices"
     strategy = "fsdp2"
+
+    def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
+        super().__init__(module, optimizer)
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor) and [each.is_shard(0) for each in parameter.placements] != [True]:
+                raise UserError(
+                    f"{name} is sharded as {parameter.placements}, which cannot be saved: use FSDP2 without replicas "
+                    "or tensor parallelism"
+                )
 
 
 class ZeroState(LiveState):
@@ -288,7 +298,5 @@ def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
     if not isinstance(parameter, DTensor):
         return 0, parameter.data
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if any(offsets[1:]):
-        raise RuntimeError(f"a parameter sharded by columns cannot be saved: {parameter.placements}")
     row = math.prod(parameter.shape[1:])
     return (offsets[0] * row if offsets else 0), parameter.to_local().data

@@ -51,18 +51,12 @@ def save_model(
     module = unwrapped(model)
     state = _gather_state(accelerator, model, module)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
-        tied = tied_names(module)
-        state = {
-            name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
-            for name, tensor in state.items()
-            if name not in tied
-        }
-        state |= {other: state[name] for other, name in tied.items()}
+        state |= {other: state[name] for other, name in tied_names(module).items()}
         lora = lora_config(module)
         plain = module.get_base_model() if lora else module
-        merged = merge_lora(state, lora.lora_alpha / lora.r) if lora else state
+        merged = merge_lora(module, state) if lora else state
         with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
-            _save_weights(plain, {name: tensor.contiguous() for name, tensor in merged.items()}, draft)
+            _save_weights(plain, _cast(merged, DTYPES[dtype]), draft)
             _set_dtype(draft / "config.json", DTYPES[dtype])
             if hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(draft)
@@ -71,7 +65,10 @@ def save_model(
             make_readable(draft)
         if lora:  # after the model: if killed in between, a resumed run sees the model's step and saves both again
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
-                write_adapter(module, state, draft)
+                adapter = {saved_name(name): tensor for name, tensor in state.items() if in_adapter(name)}
+                adapter = _cast(adapter, DTYPES[dtype])
+                save_file(adapter, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+                write_adapter_config(module, draft)
                 make_readable(draft)
     accelerator.wait_for_everyone()
 
@@ -84,6 +81,18 @@ def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module)
             return {name: state[name] for name in module.state_dict() if name in state}
     sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     return dict(accelerator.get_state_dict(model) if sharded else module.state_dict())
+
+
+def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Contiguous tensors, the floating ones in `dtype`; tied ones stay one tensor. Raises UserError where a number
+    becomes infinite."""
+    casts: dict[int, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if id(tensor) not in casts:
+            cast = casts[id(tensor)] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+            if dtype == torch.float16 and not torch.equal(cast.isinf(), tensor.isinf()):
+                raise UserError(f"{name} has a number that is infinite in fp16: pass --save_dtype bf16")
+    return {name: casts[id(tensor)] for name, tensor in state.items()}
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
@@ -133,28 +142,26 @@ def lora_config(model: torch.nn.Module) -> Any | None:
     return configs.get("default") if isinstance(configs, dict) and hasattr(model, "get_base_model") else None
 
 
-def merge_lora(state: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-    """A full state dict with LoRA -> the merged model's: W + scaling * B A (Hu et al., 2021, section 4.1).
+def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al., 2021, section 4.1).
 
-    `scaling`: lora_alpha / r. Added in float32, returned in the base weight's dtype.
+    Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA with another formula.
     """
     merged: dict[str, torch.Tensor] = {}
+    factors = {name for name in state if ".lora_" in name}
     for name, tensor in state.items():
         if not in_merged_model(name):
             continue
         layer = name.removesuffix(_BASE)
-        if layer != name and layer + _LORA_A in state:
-            delta = scaling * (state[layer + _LORA_B].float() @ state[layer + _LORA_A].float())
-            tensor = (tensor.float() + delta).to(tensor.dtype)
+        if layer != name and layer + _LORA_A in factors and tensor.dim() == 2:
+            live: Any = model.get_submodule(layer)
+            delta = live.scaling["default"] * (state[layer + _LORA_B].float() @ state[layer + _LORA_A].float())
+            tensor = (tensor.float() + (delta.T if live.fan_in_fan_out else delta)).to(tensor.dtype)
+            factors -= {layer + _LORA_A, layer + _LORA_B}
         merged[merged_name(name)] = tensor
+    if factors:
+        raise UserError(f"{listing(sorted(factors), 2)} cannot be merged for model/: use LoRA of linear layers")
     return merged
-
-
-def write_adapter(model: torch.nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes the adapter for `PeftModel.from_pretrained(base_model, folder)`."""
-    adapter = {saved_name(name): tensor.contiguous() for name, tensor in state.items() if in_adapter(name)}
-    save_file(adapter, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    write_adapter_config(model, folder)
 
 
 def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
@@ -186,6 +193,8 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
             with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
                 if accelerator.is_main_process:
                     targets[name].copy_(tensors[name]())
+            if not hasattr(targets[name], "ds_id"):  # a buffer
+                torch.distributed.broadcast(targets[name].data, 0)
     accelerator.wait_for_everyone()
 
 

@@ -19,7 +19,7 @@ from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorInde
 from toolkit.errors import Faults, UserError, listing
 
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
-# Other implementations of an optimizer, with the same state.
+# DeepSpeed's implementations of an optimizer, with the same state; but their `step` is a number, and torch's a tensor.
 _EQUIVALENT = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW"}
 
 
@@ -103,7 +103,7 @@ def _check_optimizer(state: LiveState, reader: CheckpointReader) -> None:
         )
     if (reader.strategy, reader.world) != (state.strategy, state.world):
         _check_strategy_dependent_state(state, reader)
-    groups = _optimizer_facts(reader).get("groups", [])
+    groups = _optimizer_facts(state, reader).get("groups", [])
     keys = ", ".join(dict.fromkeys(key for group in groups for key in group if key != "lr"))  # the schedule sets lr
     if keys and len(groups) != len(state.optimizer.param_groups):
         raise UserError(
@@ -155,14 +155,10 @@ def _check_equal_steps(reader: CheckpointReader, names: list[str]) -> None:
                 )
 
 
-def _optimizer_facts(reader: CheckpointReader) -> Mapping[str, Any]:
+def _optimizer_facts(state: LiveState, reader: CheckpointReader) -> Mapping[str, Any]:
     """This rank's entry of `save.optimizer_facts`."""
     ranks = reader.optimizer.get("ranks")
-    return ranks[_rank()] if ranks else reader.optimizer
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return ranks[state.rank] if ranks else reader.optimizer
 
 
 def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
@@ -175,8 +171,10 @@ def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
                 existing = restored.get(key, current.get(key))
                 restored[key] = _state_tensor(existing, parameter, reader.weights[name], tensor)
             for key, scalar in reader.optimizer_scalars.get(name, {}).items():
+                if key == "step" and reader.optimizer.get("class") in _EQUIVALENT:
+                    scalar = Scalar(float(scalar.value), "F32")
                 existing = restored.get(key, current.get(key))
-                restored[key] = _state_scalar(existing, key, scalar, parameter, state.optimizer)
+                restored[key] = _state_scalar(existing, key, scalar, parameter, state)
         if restored:
             state.optimizer.state[parameter] = restored
 
@@ -194,21 +192,23 @@ def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, t
     return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
-def _state_scalar(existing: Any, key: str, scalar: Scalar, parameter: torch.Tensor, optimizer: Any) -> Any:
+def _state_scalar(existing: Any, key: str, scalar: Scalar, parameter: torch.Tensor, state: LiveState) -> Any:
     """The saved value, in the existing tensor where there is one."""
-    value = scalar.value[_rank()] if isinstance(scalar.value, tuple) else scalar.value
+    value = scalar.value[state.rank] if isinstance(scalar.value, tuple) else scalar.value
+    if key == "step" and type(state.optimizer).__name__ in _EQUIVALENT:
+        return int(value)
     if isinstance(existing, torch.Tensor) and existing.numel() == 1 and value is not None:
         return existing.fill_(value)
     if not scalar.dtype:
         return value
     # as PyTorch does: fused kernels read the step on the parameter's device
-    on_device = key != "step" or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+    on_device = key != "step" or any(g.get("fused") or g.get("capturable") for g in state.optimizer.param_groups)
     return torch.tensor(value, dtype=TORCH_DTYPES[scalar.dtype], device=parameter.device if on_device else "cpu")
 
 
 def _load_groups(state: LiveState, reader: CheckpointReader) -> None:
     """Restores the hyperparameters that the optimizer had changed, and its state that belongs to no parameter."""
-    facts = _optimizer_facts(reader)
+    facts = _optimizer_facts(state, reader)
     targets = [*zip(state.optimizer.param_groups, facts.get("groups", []), strict=False)]
     for target, values in [*targets, (state.optimizer.state, facts.get("state", {}))]:
         for key, value in values.items():

@@ -35,7 +35,8 @@ def clean(path: Path) -> str:
             raise UserError(f"{path} {why}: the same command resumes it from its checkpoints")
         checkpoints = path / "checkpoints"
         folders = list_newest_first(checkpoints)
-        size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+        stored = [folder for folder in folders if not folder.is_symlink()]  # of a link only the link is removed
+        size = sum(file.stat().st_size for folder in stored for file in folder.rglob("*") if file.is_file())
         try:
             for folder in folders:
                 remove(folder)

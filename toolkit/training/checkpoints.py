@@ -202,10 +202,10 @@ class Checkpoints:
         flush_path(self.path.parent)
         return {path.name: path.read_bytes().count(b"\n") if path in files else 0 for path in lines}
 
-    def set_best_link(self) -> None:
-        """Points the link `best` to the checkpoint of the best step."""
+    def set_links(self) -> None:
+        """Points the links `best` and `last` to the checkpoints of the best and the last step."""
         if self.accelerator.is_main_process:
-            folders.set_best_link(self.path, self.best.step)
+            folders.set_links(self.path, self.best.step)
 
     def notes(self) -> list[str]:
         """Lines for the log: settings without effect, the size of checkpoints, nodes without a shared disk. Raises
@@ -252,7 +252,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where a checkpoint cannot be written, after removing the incomplete one."""
+    """Raises UserError where a checkpoint cannot be written, after removing it unless only its links failed."""
     remedy = (
         "earlier checkpoints are untouched. Free some space (is the disk full?) or lower --keep_checkpoints, and run "
         "the same command again"
@@ -261,5 +261,6 @@ def _writing(folder: Path) -> Iterator[None]:
         with explain_write_errors(folder, remedy):
             yield
     except UserError:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / folders.MANIFEST).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
         raise

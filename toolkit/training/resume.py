@@ -196,8 +196,11 @@ def _verified_copy(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Pat
         yield folder, fault
         return
     with local_copy(accelerator, folder, checkpoints.path) as copy:
-        # each rank verifies some of the files, which also loads them into the page cache
-        names = sorted(folders.read_manifest(copy)["files"])[accelerator.process_index :: accelerator.num_processes]
+        # the ranks that share a disk verify some of its files each, which also loads them into the page cache
+        manifest = (copy / folders.MANIFEST).stat()
+        disks: list[tuple[int, int]] = gather_object([(manifest.st_ino, manifest.st_mtime_ns)])
+        ranks = [rank for rank, disk in enumerate(disks) if disk == disks[accelerator.process_index]]
+        names = sorted(folders.read_manifest(copy)["files"])[ranks.index(accelerator.process_index) :: len(ranks)]
         faults = gather_object([folders.find_damage(copy, names)])
         yield copy, next(filter(None, faults), "")
 
@@ -218,7 +221,7 @@ def _resume_from(
     lines = [*skipped, *_restore_best_model(checkpoints, folder)]
     restore(checkpoints.live(), open_checkpoint(copy), step)
     if same_run := folder.parent.resolve() == checkpoints.path.resolve():
-        checkpoints.set_best_link()
+        checkpoints.set_links()
     set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, manifest["loss_scale"])
     steps.done = step

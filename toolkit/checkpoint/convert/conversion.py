@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint import lora
 from toolkit.checkpoint.convert.model_files import (
     CONFIG,
+    DECISIONS,
     MODULE_ATTRIBUTES,
     check_config,
     copied_files,
@@ -23,7 +25,7 @@ from toolkit.checkpoint.convert.model_files import (
     write_files,
 )
 from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
-from toolkit.checkpoint.folder import MANIFEST
+from toolkit.checkpoint.folder import step_number
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.weights import first_with
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
@@ -36,7 +38,8 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # The names that conversions write: --overwrite removes nothing else.
 _WRITTEN = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
-    r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
+    r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|(.*spiece|spm)\.model|sentencepiece.*"
+    r"|chat_template.*|modules\.json|(config_)?sentence_\w+\.json|(pre)?processor_config\.json"
 )
 # Of torch.compile, FSDP, activation checkpointing and Lightning's strategies.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
@@ -89,6 +92,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     tied = {other: name for other, name in names.items() if name in tensors and other not in tensors}
     head = None if is_adapter or adapter is None else tensors.get(adapter.head(tensors) or "")
     config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
+    if folder not in (reader.model_folder, reader.path):
+        files.pop(DECISIONS, None)  # of that folder's own weights
     files |= decisions_of_run(reader.model_folder, reader.step) if files else {}
     with_tied = tensors | {other: tensors[name] for other, name in tied.items()}
     if config is not None and folder is not None:
@@ -128,8 +133,7 @@ def _check_output(settings: ConvertSettings) -> None:
     out = settings.out
     if not out.name or out.name == "..":
         raise UserError(f"the output {str(out)!r} is not a name for a new folder: toolkit convert CHECKPOINT OUT")
-    inside = next((folder for folder in out.absolute().parents if (folder / MANIFEST).is_file()), None)
-    if inside is not None:
+    if inside := next((folder for folder in out.resolve().parents if step_number(folder) is not None), None):
         raise UserError(f"{out} is in the checkpoint {inside}, and would be removed with it: name another folder")
     for path in (settings.checkpoint, settings.config_from, settings.base_model):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
@@ -232,11 +236,12 @@ def _strip_attribute(reader: CheckpointReader, folder: Path | None) -> Checkpoin
 
 def _rename(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
     """Renames tensors, and drops those that `names` lacks. Raises UserError for two tensors of one name."""
-    weights, tied = dict(reader.weights), dict(reader.tied)
+    weights, excluded, tied = dict(reader.weights), dict(reader.excluded), dict(reader.tied)
     for other, name in reader.tied.items():
         if other in names and name not in names:  # only the other name of a tied weight is selected
-            weights[other] = weights[tied.pop(other)]
-    stored = [name for name in (*weights, *reader.buffers, *reader.excluded) if name in names]
+            table: dict[str, Any] = weights if name in weights else excluded
+            table[other] = table[tied.pop(other)]
+    stored = [name for name in (*weights, *reader.buffers, *excluded) if name in names]
     repeated = sorted(name for name, count in Counter(names[name] for name in stored).items() if count > 1)
     if repeated:
         raise UserError(f"{reader.path} has several tensors of one name: {listing(repeated)}")
@@ -244,7 +249,7 @@ def _rename(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRea
         reader,
         weights={names[name]: tensor for name, tensor in weights.items() if name in names},
         buffers={names[name]: tensor for name, tensor in reader.buffers.items() if name in names},
-        excluded={names[name]: shape for name, shape in reader.excluded.items() if name in names},
+        excluded={names[name]: shape for name, shape in excluded.items() if name in names},
         tied={names[other]: names[name] for other, name in tied.items() if {other, name} <= names.keys()},
         frozen=frozenset(names[name] for name in reader.frozen if name in names),
         optimizer_state={names[name]: state for name, state in reader.optimizer_state.items() if name in names},

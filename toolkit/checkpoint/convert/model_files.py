@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
-from toolkit.utils.files import read_table, refuse_link_out
+from toolkit.utils.files import read_table, refuse_link_out, write_new
 from toolkit.utils.model_config import check_model_config
 
 CONFIG = "config.json"
@@ -80,12 +80,10 @@ def decisions_of_run(model_folder: Path | None, step: int | None) -> dict[str, P
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
-        with (folder / name).open("xb") as file:
-            if isinstance(content, str):
-                file.write(content.encode())
-            else:
-                with content.open("rb") as source:
-                    shutil.copyfileobj(source, file)
+        if isinstance(content, str):
+            write_new(folder / name, content)
+        else:
+            shutil.copyfile(content, folder / name)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def find_tag_folder(root: Path) -> Path | None:
         if not tags:
             return None
         raise UserError(f"{root} has no file `latest` with the name of the newest checkpoint; name one: {choices}")
+    if {"pytorch_model", "pytorch_model_1"} <= set(tags):  # accelerate's, where `latest` names the last model
+        raise UserError(f"{root} has several models; name one: {choices}")
     tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
     if tag not in tags:
         hint = f"name an existing one: {choices}" if tags else "and there is no other"
@@ -76,11 +78,8 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     module = model.tensors(content["module"])
     buffers = {name: module.pop(name) for name in content.get("buffer_names") or () if name in module}
     tied = _tied_names(model, module, masters)
-    frozen, excluded = _frozen_parameters(models, module, {*masters, *tied})
+    frozen = _frozen_parameters(models, module, {*masters, *tied})
     weights = {**masters, **frozen}
-    for other, name in tied.items():
-        if name not in weights and name not in excluded:
-            raise UserError(f"{model.file}: {other} is tied to {name}, which is missing: damaged?")
     dtypes = [module[name].dtype for name in masters or weights if name in module]
     return CheckpointReader(
         path=path,
@@ -91,9 +90,9 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         # in the model's order
         weights={name: weights[name] for name in (*module, *weights) if name in weights},
         buffers={name: model.index(name, tensor) for name, tensor in buffers.items()},
-        tied=tied,
+        # a frozen parameter may be left out, and DeepSpeed then saves its other names all the same
+        tied={other: name for other, name in tied.items() if name in weights},
         frozen=frozenset(frozen if stage else ()),
-        excluded=excluded,
         optimizer_state={name: state for name, state in tensors.items() if state},
         optimizer_scalars=scalars,
         engine_dtype=max(("F32", "BF16", "F16"), key=dtypes.count),
@@ -369,17 +368,15 @@ def _tied_names(model: TorchArchive, module: Mapping[str, Tensor], trained: Coll
 
 def _frozen_parameters(
     models: list[TorchArchive], module: Mapping[str, Tensor], others: Collection[str]
-) -> tuple[dict[str, TensorIndex], dict[str, tuple[int, ...]]]:
-    """(parameters that are not in `others`, the shapes of excluded ones)."""
+) -> dict[str, TensorIndex]:
+    """The parameters that are not in `others`."""
     shapes: Shapes = models[0].content.get("frozen_param_shapes") or {}
-    fragments = [model.content.get("frozen_param_fragments") for model in models]
-    excluded = dict(shapes) if fragments[0] is None else {}
     frozen: dict[str, TensorIndex] = {}
-    for name, shape in shapes.items() if not excluded else ():
+    for name, shape in shapes.items():
         # stage 2 has the full parameter, stage 3 a shard in each rank's file, the last ones padded
         shards, start = [], 0
-        for model, parts in zip(models, fragments, strict=True):
-            shard = model.index(name, parts.get(name)).cut(0, math.prod(shape) - start)
+        for model in models:
+            shard = model.index(name, model.content["frozen_param_fragments"][name]).cut(0, math.prod(shape) - start)
             shards.append((start, shard))
             start += shard.count
         frozen[name] = join_shards(models[0].file.parent, name, shape, shards)
@@ -388,4 +385,4 @@ def _frozen_parameters(
             if len(models) > 1 and tensor.shape == (0,):
                 raise UserError(f"{models[0].file}: {name} is a placeholder, and no file has its shard")
             frozen[name] = models[0].index(name, tensor)
-    return frozen, excluded
+    return frozen

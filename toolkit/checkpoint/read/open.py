@@ -135,7 +135,7 @@ def _check(reader: CheckpointReader, folder: Path) -> None:
 def _check_files(reader: CheckpointReader, folder: Path) -> None:
     """Raises UserError for a file with another CRC32 than in the manifest: it may be intact, and of another save.
 
-    A file's CRC32 is combined from those of its members: only the bytes between them are read.
+    A file's CRC32 is combined from those of its members: only the bytes between them, and files without any, are read.
     """
     by_file: dict[Path, dict[int, Member]] = defaultdict(dict)
     for member in reader.members:
@@ -143,7 +143,7 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
     for name, entry in read_manifest(folder)["files"].items():
         file, value, end = folder / name, 0, 0
         members = [member for _, member in sorted(by_file[file].items()) if member.size]
-        if not members or any(member.crc32 is None for member in members):
+        if any(member.crc32 is None for member in members):
             continue
         for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
             between = member.offset - end
@@ -170,7 +170,6 @@ def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     else:
         count = f"{folder} has {len(slices)} slices-rank-* files of {world} processes (state {state!r})"
         raise UserError(f"{count}: files are missing; copy the checkpoint again")
-    excluded = {name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()}
     return dataclasses.replace(
         reader,
         strategy=str(manifest.get("strategy", reader.strategy)),
@@ -178,7 +177,7 @@ def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
         step=manifest.get("step", reader.step),
         tied={**reader.tied, **(manifest.get("tied") or {})},
         frozen=reader.frozen | {name for name in manifest.get("frozen") or () if name in reader.weights},
-        excluded={**reader.excluded, **excluded},
+        excluded={name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()},
         optimizer=manifest.get("optimizer") or {},
         model_folder=model if model.is_dir() else None,
         details={**reader.details, **{key: manifest[key] for key in _DETAILS if key in manifest}},

@@ -285,10 +285,10 @@ _LIGHTNING = (
 _DCP = "torch.distributed.checkpoint.metadata."
 _INERT = (
     "torch.device",
-    # numpy scalars in a training state
+    # numpy's scalars and arrays in a training state
     "numpy.dtype",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray.scalar",
+    "numpy.ndarray",
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
     # in the files of DeepSpeed's save_checkpoint
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

@@ -168,6 +168,8 @@ def _details(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_of_fsdp(folder: Path) -> State | None:
     """Of FULL_STATE_DICT or SHARDED_STATE_DICT, or any folder of torch.distributed.checkpoint; None for others."""
+    if others := sorted(path.name for path in folder.glob("pytorch_model_fsdp_[1-9]*")):
+        raise UserError(f"{folder} has several models (also {others[0]}): put each in its own folder")
     if (folder / FSDP_SHARDED).is_dir():
         return _state_of_shards(folder / FSDP_SHARDED)
     if (folder / DCP_METADATA).is_file() or any(folder.glob("*.distcp")):
