@@ -57,7 +57,7 @@ _collectives = Collectives()
 def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
     metrics = _log(run, step, grad_norm)
     if step.number == 1:
-        _collectives.__enter__()  # to the end
+        _collectives.__enter__()  # to the end of the run
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         sent = sum(one.bytes_sent for one in psutil.net_io_counters(pernic=True).values())
         line = {"step": step.number, "asked": dict(_collectives.bytes), "sent": sent}
@@ -70,7 +70,13 @@ def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
     return metrics
 
 
+def main() -> None:
+    os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))
+    Run.log = log_and_count  # type: ignore[method-assign]
+    cls.main()
+    _collectives.__exit__(None, None, None)
+
+
 if __name__ == "__main__":
     os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))  # for its child processes
-    Run.log = log_and_count  # type: ignore[method-assign]
-    launch.run(cls.main)
+    launch.run(main)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs import WAYS, losses_of, recipe
+from tests.jobs_worker import run_named_jobs
+from tests.runs import WAYS, losses_of
 
 REDUCTIONS = {"ddp x2": "allreduce", "zero1 x2": "allreduce", "zero2 x2": "allreduce",
               "zero3 x2": "reduce_scatter_base", "fsdp2 x2": "reduce_scatter_base"}  # fmt: skip
@@ -50,10 +51,9 @@ def losses_and_bytes(
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """The losses of a run of each kind, and the bytes of its reductions in a step."""
     losses, reduced = {}, {}
-    for kind, words in kinds.items():
-        run = folder / kind
-        recipe("--model_name_or_path", model, "--train_file", rows, *COMMON, *settings, *words, *WAYS[way],
-               "--output_dir", run, script="tests/ranks_worker.py").succeeded()  # fmt: skip
+    job = ["tests.ranks_worker", "--model_name_or_path", model, "--train_file", rows, *COMMON, *settings]
+    runs = run_named_jobs(folder, WAYS[way], {kind: [*job, *words] for kind, words in kinds.items()})
+    for kind, run in runs.items():
         (file,) = run.glob("sent-*.jsonl")
         losses[kind] = losses_of(run)
         reduced[kind] = json.loads(file.read_text().splitlines()[0])["asked"][REDUCTIONS[way]]

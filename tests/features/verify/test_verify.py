@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import ROOT, Finished, start
+from tests.runs import ROOT, Finished, slow_but, start
 from tests.test_your_own_recipe import PAGES, edited, edits_of
 
 CLS = "recipes/cls.py"
@@ -56,7 +56,7 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [*WRONG, "pairs"])
+@pytest.mark.parametrize("name", slow_but([*WRONG, "pairs"], "mean", "randomness", "unwrapped"))
 def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
     text = edited(edits_of(PAGES[0])["contrastive"])
     reason, shown = "depends on the other samples of its micro-batch", "other-micro-batches"
