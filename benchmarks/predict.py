@@ -253,11 +253,17 @@ def _row(who: str, rounds: list[dict[str, Any]], rows: int) -> str:
     def median(name: str) -> float:
         return statistics.median(each[name] for each in runs)
 
-    reference = next((each["torch fp32"]["answers"] for each in rounds if "torch fp32" in each), None)
-    same = statistics.fmean(a == b for a, b in zip(reference, runs[0]["answers"], strict=True)) if reference else 0
+    # of torch fp32, or of bf16 where that was left out
+    names = (name for name in ("torch fp32", "torch bf16") if any(name in each for each in rounds))
+    if reference := next(names, None):
+        answers = next(each[reference]["answers"] for each in rounds if reference in each)
+        same = f"{statistics.fmean(a == b for a, b in zip(answers, runs[0]['answers'], strict=True)):.1%}"
+        same += "" if reference == "torch fp32" else " of bf16's"
+    else:
+        same = "-"
     return (
         f"| {who} | {rows / median('seconds'):.0f} | {median('first'):.1f} | {median('resident') / 1e6:.0f} | "
-        f"{ratio('torch fp32')} | {ratio('torch bf16')} | {same:.1%} |"
+        f"{ratio('torch fp32')} | {ratio('torch bf16')} | {same} |"
     )
 
 
