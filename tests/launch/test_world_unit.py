@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.commands.config import config_args
+from accelerate.state import PartialState
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from toolkit.launch import require_equal, wait_for_all, world
-from toolkit.launch.environment import MARKER, Place
+from toolkit.launch import require_equal, set_group_timeouts, wait_for_all, world
+from toolkit.launch.environment import MARKER, TIMEOUTS, Place
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
@@ -90,6 +92,27 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
 def test_barrier_of_one_process(accelerator: Accelerator) -> None:
     wait_for_all("nothing")
     require_equal(accelerator, "nothing", "x")
+
+
+def test_every_group_has_the_timeout(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed creates groups without one."""
+    monkeypatch.setenv(TIMEOUTS["ddp_timeout"][0], "4000")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = torch.distributed.new_group([0])
+        set_group_timeouts()
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=4060)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs accelerate looks at the plugin where the type is MULTI_GPU, and then sets it to FSDP."""
+    state = PartialState()
+    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    world._undo_sharded_type()
+    assert state.distributed_type == DistributedType.MULTI_GPU
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ def save_model(
     state = _gather_state(accelerator, model, module)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
         tied = tied_names(module)
-        state = {
-            name: tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
+        state = {  # on the CPU: a GPU would merge LoRA in TF32
+            name: tensor.to("cpu", DTYPES[dtype]) if tensor.is_floating_point() else tensor
             for name, tensor in state.items()
             if name not in tied
         }
@@ -186,6 +186,8 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
             with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
                 if accelerator.is_main_process:
                     targets[name].copy_(tensors[name]())
+            if not hasattr(targets[name], "ds_id"):  # a buffer, which DeepSpeed ignores
+                torch.distributed.broadcast(targets[name], 0)
     accelerator.wait_for_everyone()
 
 

@@ -6,7 +6,14 @@ from toolkit.launch import interrupted  # first: it handles Ctrl-C from here on
 from toolkit.launch.exit_state import close_on_failure
 from toolkit.launch.failure import explain_failures, request_rerun, run, set_exit_signal, start
 from toolkit.launch.rendezvous import list_machines
-from toolkit.launch.world import launch_info, log_on_main, make_accelerator, require_equal, wait_for_all
+from toolkit.launch.world import (
+    launch_info,
+    log_on_main,
+    make_accelerator,
+    require_equal,
+    set_group_timeouts,
+    wait_for_all,
+)
 from toolkit.utils import log
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
     "require_equal",
     "run",
     "set_exit_signal",
+    "set_group_timeouts",
     "start",
     "wait_for_all",
 ]

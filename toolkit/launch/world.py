@@ -84,7 +84,7 @@ def make_accelerator(
     handlers = [
         InitProcessGroupKwargs(
             backend="gloo" if on_cpu and deepspeed else None,
-            timeout=timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS),
+            timeout=_group_timeout(),
         ),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
@@ -93,6 +93,8 @@ def make_accelerator(
     if plugin is not None:
         options["deepspeed_plugin"] = plugin
     _quiet_libraries()
+    if sharded and not on_cpu:
+        _undo_sharded_type()
     setting, why = mixed_precision, ""
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
@@ -129,6 +131,29 @@ def make_accelerator(
             accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
         )
     return accelerator
+
+
+def _group_timeout() -> timedelta:
+    return timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS)
+
+
+def set_group_timeouts() -> None:
+    """Gives every process group the timeout of the first: those that DeepSpeed creates have NCCL's default, 600 s."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        group.set_timeout(_group_timeout())
+
+
+def _undo_sharded_type() -> None:
+    """A process's first accelerator turns the type of its `PartialState` from MULTI_GPU into FSDP; the next one (of
+    another fold, say) would then ignore the FSDP plugin (accelerate 1.15)."""
+    import torch
+    from accelerate import DistributedType
+    from accelerate.state import PartialState
+
+    if torch.distributed.is_initialized() and PartialState().distributed_type == DistributedType.FSDP:
+        PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:

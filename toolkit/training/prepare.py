@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
+from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
@@ -33,6 +34,8 @@ def prepare(
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.state.deepspeed_plugin is not None:
+        launch.set_group_timeouts()
     coalesce_reductions(accelerator, settings)
     return model, optimizer, make_scheduler(optimizer, settings, steps.schedule.total_steps), steps
 
