@@ -123,6 +123,11 @@ def test_every_deepspeed_file_is_used() -> None:
     assert {f"ds_configs/{path.name}" for path in DEEPSPEED_FILES} == pointed - {None}
 
 
+def test_no_file_chooses_the_precision() -> None:
+    """`--mixed_precision auto` would take it, instead of what the hardware computes fast."""
+    assert [path.name for path in CONFIGS if "mixed_precision" in yaml.safe_load(path.read_text())] == []
+
+
 # --- what is started
 
 
