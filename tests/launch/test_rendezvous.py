@@ -36,6 +36,10 @@ NEWER = """
 real = versions.comparable_versions
 versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1", "code": "x"}
 """
+ON_DEVICE = """
+join = rendezvous.join_ranks
+rendezvous.join_ranks = lambda *arguments: join(*arguments, device={device!r})
+"""
 # fault -> options of `group`, exit codes, parts of the one line of each failed rank
 FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "a rank does not come": (
@@ -60,6 +64,10 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
         {"hosts": "AB", "before": {1: NEWER}}, [1, 1],
         [f"torch is {version('torch')} on A and 0.0.1 on B", "code is 0123456789ab on A and x on B",
          "pip install torch==", "git pull", "nothing was read or trained"],
+    ),
+    "a machine whose GPUs torch does not see": (
+        {"hosts": "AB", "before": {rank: ON_DEVICE.format(device=name) for rank, name in enumerate(("gpu", "cpu"))}},
+        [1, 1], ["device is gpu on A and cpu on B", "toolkit doctor", "nothing was read or trained"],
     ),
 }  # fmt: skip
 

@@ -285,11 +285,11 @@ def _difference(peers: Sequence[Peer]) -> str:
 current: Rendezvous | None = None
 
 
-def join_ranks(place: Place, script: str, seconds: float, failure: str = "") -> Rendezvous | None:
+def join_ranks(place: Place, script: str, seconds: float, failure: str = "", device: str = "") -> Rendezvous | None:
     """Joins the rendezvous; None for a single process.
 
     Raises RendezvousError, naming the missing ranks or what differs between them. `failure` is why this process cannot
-    join: all others raise it.
+    join: all others raise it. `device`: gpu or cpu; NCCL and gloo would wait for each other.
     """
     global current
     is_single = place.world_size == 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -302,7 +302,7 @@ def join_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
         pid=os.getpid(),
         number=secrets.token_hex(8),
         address=network.source_address_for(os.environ["MASTER_ADDR"]),
-        versions=versions.comparable_versions(script),
+        versions={**versions.comparable_versions(script), "device": device},
         failure=failure,
         failure_detector=os.environ.get(FAILURE_DETECTOR, "on"),
         attempt=attempt(),

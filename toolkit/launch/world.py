@@ -75,7 +75,8 @@ def make_accelerator(
     plugin = _deepspeed_plugin(place)
     for name in TIMEOUTS:
         timeout_seconds(name)  # raises here: the threads that read it later could not report it
-    ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"))
+    seconds, kind = timeout_seconds("rendezvous_timeout"), "cpu" if on_cpu else "gpu"
+    ranks = rendezvous.join_ranks(place, sys.argv[0], seconds, device=kind)
     failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":

@@ -77,4 +77,6 @@ def remedy(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         lines.append("copy the same code to all machines (`git pull`, or rsync the folder)")
     if "python" in names:
         lines.append("use the same Python on all machines")
+    if "device" in names:
+        lines.append("run `toolkit doctor` where torch sees no GPU (or compute on the CPU everywhere: use_cpu: true)")
     return ", and ".join(lines)
