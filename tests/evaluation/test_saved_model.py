@@ -1,4 +1,4 @@
-"""toolkit/evaluation/saved_model.py: the tokens that several processes share."""
+"""toolkit/evaluation/saved_model.py: the tokens that several processes share, and the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from toolkit.data.tokens import encode_texts
@@ -28,3 +29,14 @@ def test_models_share_no_tokens_of_the_same_texts(tiny_model: Path, tmp_path: Pa
         assert split.input_ids.tolist() == encode_texts(saved.tokenizer, TEXTS, max_length)["input_ids"].tolist()
         shared.add(split.folder)
     assert len(shared) == 3
+
+
+def test_the_model_is_on_the_device() -> None:
+    """Under FSDP `prepare_model` leaves it on the CPU."""
+    module: Any = torch.nn.Linear(3, 2)
+    module.config = None
+    saved: Any = object.__new__(SavedModel)
+    saved.settings, saved.answers = None, SimpleNamespace(load=lambda _: module)
+    accelerator = SimpleNamespace(device=torch.device("meta"), prepare_model=lambda model, evaluation_mode: model)
+    saved.load(accelerator, 8, 4, None)
+    assert saved.model.weight.is_meta

@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import pytest
-from accelerate.state import PartialState
 
 from tests.runs import Finished, start
 from toolkit import launch
@@ -62,18 +61,6 @@ def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")) == "error: the batch is too large"
     launch.explain_failures()
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
-
-
-def test_next_model_of_a_process_starts_without_accelerates_state(accelerator: Any) -> None:
-    states = []
-
-    def main() -> None:
-        states.append(dict(PartialState._shared_state))
-        if len(states) == 1:
-            launch.request_rerun()
-
-    failure._call(main)
-    assert [bool(state) for state in states] == [True, False]
 
 
 CLOSE_STDOUT = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)"

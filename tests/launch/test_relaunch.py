@@ -120,6 +120,11 @@ def test_deepspeed_files(path: Path) -> None:
     assert any(f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text() for config in CONFIGS)
 
 
+def test_no_file_chooses_the_precision() -> None:
+    """`--mixed_precision auto` would take it, instead of what the hardware computes fast."""
+    assert [path.name for path in CONFIGS if "mixed_precision" in yaml.safe_load(path.read_text())] == []
+
+
 # --- what is started
 
 

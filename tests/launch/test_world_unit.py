@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.commands.config import config_args
+from accelerate.state import PartialState
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
@@ -123,6 +124,15 @@ def test_groups_of_other_libraries_have_our_timeout(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with fork([tmp_path / "script.py", "--ddp_timeout", "77"]) as process:
         assert process.finish().succeeded().out.splitlines()[-1] == "137.0 137.0"
+
+
+def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs accelerate looks at the plugin where the type is MULTI_GPU, and then sets it to FSDP."""
+    state = PartialState()
+    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    world._undo_sharded_type()
+    assert state.distributed_type == DistributedType.MULTI_GPU
 
 
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class SavedModel:
     def load(
         self, accelerator: Accelerator, max_length: int, per_device_batch_size: int, max_tokens: int | None
     ) -> None:
-        model = self.answers.load(self.settings)
+        model = self.answers.load(self.settings).to(accelerator.device)  # under FSDP accelerate does not move it
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
         self._sizes = per_device_batch_size, max_tokens
         self.model = accelerator.prepare_model(model, evaluation_mode=True)

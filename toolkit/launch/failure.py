@@ -59,7 +59,7 @@ def request_rerun() -> None:
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Calls `main`, and again after `request_rerun`, without accelerate's state but in torch's process group."""
+    """Calls `main`, and again after `request_rerun`; of accelerate's state only the process group stays."""
     while True:
         exit_state.rerun = False
         try:
@@ -72,8 +72,7 @@ def _call(main: Callable[[], None]) -> None:
         from accelerate.state import AcceleratorState, GradientState
 
         gc.collect()  # the model, and the lock on its folder
-        # all of it: on GPUs PartialState remembers FSDP, for which the next accelerator would have no plugin
-        AcceleratorState._reset_state(reset_partial_state=True)
+        AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
 
 

@@ -109,9 +109,10 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        # torch records whole seconds: a kill comes before the failures that it causes
-        killed = ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0)
-        rank, failure = next(killed, error.get_first_failure())
+        # torch records whole seconds: a kill comes before the failures that it causes, NCCL's aborts among them
+        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+        killed.sort(key=lambda item: item[1].exitcode == -signal.SIGABRT)
+        rank, failure = killed[0] if killed else error.get_first_failure()
         if nodes := requested_nodes():  # torchrun counts within this node
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _report_exit(failure.exitcode, f"rank {rank}", oom_kills)

@@ -93,6 +93,8 @@ def make_accelerator(
     if on_cpu and deepspeed:
         _skip_shared_memory_kernel()
     _quiet_libraries()
+    if sharded and not on_cpu:
+        _undo_sharded_type()
     setting, why = mixed_precision, ""
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
@@ -134,6 +136,17 @@ def make_accelerator(
             accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
         )
     return accelerator
+
+
+def _undo_sharded_type() -> None:
+    """A process's first accelerator turns the type of its `PartialState` from MULTI_GPU into FSDP; the next one (of
+    another fold, say) would then ignore the FSDP plugin (accelerate 1.15)."""
+    import torch
+    from accelerate import DistributedType
+    from accelerate.state import PartialState
+
+    if torch.distributed.is_initialized() and PartialState().distributed_type == DistributedType.FSDP:
+        PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
