@@ -81,12 +81,13 @@ def main() -> None:
     options.end = time.monotonic() + 60 * options.minutes
     file = "-".join(["gpu", name, *([] if options.parts == list(PARTS) else options.parts)])
     target = ROOT / "benchmarks" / "results" / f"{re.sub('[^a-z0-9]+', '-', file.lower()).strip('-')}.md"
-    lines = introduction(name)
-    for part in options.parts:
-        lines += lines_of(part, options, name)
+    page = ""
+    for part in (None, *options.parts):
+        lines = lines_of(part, options, name) if part else introduction(name)
+        page += "\n".join([*lines, ""])
+        print(*lines, sep="\n", flush=True)
         if options.write:
-            target.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    print("\n".join(lines))
+            target.write_text(page, encoding="utf-8")
 
 
 def lines_of(part: str, options: Namespace, name: str) -> list[str]:
