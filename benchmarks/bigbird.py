@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import platform
 import subprocess
@@ -71,11 +72,14 @@ def measure_table(options: argparse.Namespace, what: str) -> list[str]:
     for _ in range(options.rounds):
         for how, each in seconds.items():
             each.extend(spawn(options, what, how, "no"))
-    peaks = {how: spawn(options, what, how, "yes")[0] for how in names(options)}
+    peaks = {how: min(spawn(options, what, how, "yes"), default=math.nan) for how in names(options)}
     lines = ["| attention | minimum, ms | median, ms | faster (minimum) | faster (median) | peak, MB | of the memory |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
-    first, middle = min(seconds[THEIRS]), median(seconds[THEIRS])
+    first, middle = (measure(seconds[THEIRS] or [math.nan]) for measure in (min, median))
     for how, each in seconds.items():
+        if not each:
+            lines.append(f"| {how} | failed | | | | | |")
+            continue
         speed = f"{first / min(each):.2f}x | {middle / median(each):.2f}x"
         memory = f"{peaks[how] / 1e6:.0f} | {peaks[how] / peaks[THEIRS]:.2f}"
         lines.append(f"| {how} | {min(each) * 1e3:.0f} | {median(each) * 1e3:.0f} | {speed} | {memory} |")
@@ -143,11 +147,15 @@ def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[fl
 
 
 def spawn(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
-    """`work` in a new process."""
+    """`work` in a new process; nothing where it fails, for example out of memory."""
     command = [sys.executable, __file__, "--device", options.device, "--tokens", str(options.tokens), "--layers",
                str(options.layers), "--repeats", str(options.repeats), "--worker", what, how, peak]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True, check=True)  # fmt: skip
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+                          check=False, timeout=900)  # fmt: skip
+    if done.returncode:
+        print(f"{what} {how}: {done.stderr[-2000:]}", file=sys.stderr, flush=True)
+        return []
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 

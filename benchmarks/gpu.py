@@ -1,6 +1,7 @@
-"""This toolkit against `transformers.Trainer` on a GPU: one command, about half an hour on an H100.
+"""This toolkit against `transformers.Trainer` on a GPU: all parts take about half an hour on an H100 (calculated).
 
-    python benchmarks/gpu.py --write                writes benchmarks/results/gpu-NAME.md
+    python benchmarks/gpu.py --write                writes benchmarks/results/gpu-NAME.md, again after each part
+    python benchmarks/gpu.py --parts epoch bigbird  these only; --minutes 8 starts no run after that time
     python benchmarks/gpu.py --tiny --device cpu    all of it at toy size, in minutes, with meaningless figures
 
 Needs torch, transformers, accelerate and this package, and no network: weights are random, texts are random words with
@@ -13,8 +14,8 @@ the lengths of real reviews. bf16 unless stated otherwise.
     tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging
     plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
-Each run is a new process, and the contestants take turns. The second epoch of training is timed. MFU counts real tokens
-only (docs/run-folder.md), not padding.
+Each run is a new process, and the contestants take turns. The second epoch of training is timed (of `plain`, whose
+batches all have one shape, the steps after the fifth). MFU counts real tokens only (docs/run-folder.md), not padding.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from argparse import Namespace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import bigbird
 import trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +48,11 @@ VOCABULARY = 30522
 # Tokens of 1,500 film reviews (demo:imdb, the uncased vocabulary of BERT): the percentiles 0, 5, ..., 100
 REVIEWS = (41, 81, 112, 137, 148, 158, 166, 177, 190, 206, 222, 240, 261, 294, 330, 369, 425, 482, 579, 761, 1974)
 TOKENS_PER_STEP = 32768
+# the most important first: part -> (model, texts) of its tables of training and evaluation
+PARTS = {"epoch": None, "base-reviews": ("BERT-base", "real reviews"), "bigbird": None,
+         "base-512": ("BERT-base", "512 tokens"), "large-reviews": ("BERT-large", "real reviews"),
+         "large-512": ("BERT-large", "512 tokens")}  # fmt: skip
+MOST_SECONDS = 900  # of one run
 TASKS = (("train", ["ours", "compiled", "rows", "ours0", "rows0", "tuned", "plain"]),
          ("evaluate", ["ours", "rows", "tuned"]))  # fmt: skip
 
@@ -54,8 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy models, few texts, one round")
-    parser.add_argument("--samples", type=int, default=8192, help="of an epoch [8192]")
-    parser.add_argument("--rounds", type=int, default=3, help="of each contestant [3]")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="[all]")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no further run starts")
+    parser.add_argument("--samples", type=int, default=4096, help="of an epoch [4096]")
+    parser.add_argument("--rounds", type=int, default=1, help="of each contestant [1]")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-NAME.md")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -67,11 +76,29 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no GPU: run this on a GPU machine, or pass --tiny --device cpu for a test")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    page = "\n".join([*introduction(name), *trained(options, name), *an_epoch(options, name), *long_texts(options), ""])
-    if options.write:
-        target = ROOT / "benchmarks" / "results" / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
-        target.write_text(page, encoding="utf-8")
-    print(page)
+    if options.tiny:
+        options.parts, options.rounds = [part for part in options.parts if "large" not in part], 1
+    options.end = time.monotonic() + 60 * options.minutes
+    file = "-".join(["gpu", name, *([] if options.parts == list(PARTS) else options.parts)])
+    target = ROOT / "benchmarks" / "results" / f"{re.sub('[^a-z0-9]+', '-', file.lower()).strip('-')}.md"
+    page = ""
+    for part in (None, *options.parts):
+        lines = lines_of(part, options, name) if part else introduction(name)
+        page += "\n".join([*lines, ""])
+        print(*lines, sep="\n", flush=True)
+        if options.write:
+            target.write_text(page, encoding="utf-8")
+
+
+def lines_of(part: str, options: Namespace, name: str) -> list[str]:
+    """A part of the page; where it fails, why: the other parts still run."""
+    try:
+        if tables := PARTS[part]:
+            return trained(options, name, *tables)
+        return an_epoch(options, name) if part == "epoch" else long_texts(options)
+    except Exception as error:
+        traceback.print_exc()
+        return ["", f"## {part}", "", f"failed: {type(error).__name__}: {error}"]
 
 
 def introduction(name: str) -> list[str]:
@@ -84,15 +111,13 @@ def introduction(name: str) -> list[str]:
 # ---- the parts of the page
 
 
-def trained(options: Namespace, name: str) -> list[str]:
-    """Training and evaluation, for all models and lengths."""
-    lines = []
-    for model in ("toy",) if options.tiny else ("BERT-base", "BERT-large"):
-        for texts in ("real reviews", "512 tokens"):
-            for task, who in TASKS:
-                who = [each for each in who if each != "compiled" or not options.tiny]  # too slow
-                lines += ["", f"## {model}, {texts}: {'training' if task == 'train' else 'evaluation'}", ""]
-                lines += table(options, name, who, {"model": model, "texts": texts, "task": task})
+def trained(options: Namespace, name: str, model: str, texts: str) -> list[str]:
+    """Training and evaluation of a model."""
+    lines, model = [], "toy" if options.tiny else model
+    for task, who in TASKS:
+        who = [each for each in who if each != "compiled" or not options.tiny]  # too slow
+        lines += ["", f"## {model}, {texts}: {'training' if task == 'train' else 'evaluation'}", ""]
+        lines += table(options, name, who, {"model": model, "texts": texts, "task": task})
     return lines
 
 
@@ -106,9 +131,13 @@ def an_epoch(options: Namespace, name: str) -> list[str]:
 
 def long_texts(options: Namespace) -> list[str]:
     """Our BigBird against transformers' and full attention."""
+    import bigbird
+
     tokens, layers, repeats = (1024, 1, 1) if options.tiny else (4096, 12, 5)
-    options = Namespace(device=options.device, tokens=tokens, layers=layers, repeats=repeats)
     title = f"## BigBird of {layers} layers: a training step on {tokens} tokens"
+    if time.monotonic() > options.end:
+        return ["", title, "", "not run"]
+    options = Namespace(device=options.device, tokens=tokens, layers=layers, repeats=repeats, rounds=options.rounds)
     note = "`full` is full attention by SDPA, torch's flash kernel, with other numbers."
     return ["", title, "", note, "", *bigbird.measure_table(options, "model")]
 
@@ -117,9 +146,9 @@ def table(options: Namespace, name: str, contestants: list[str], spec: dict[str,
     samples = spec.get("samples") or (32 if options.tiny else options.samples)
     results: dict[str, list[dict[str, float]]] = {who: [] for who in contestants}
     failed: dict[str, str] = {}
-    for number in range(1 if options.tiny else options.rounds):
+    for number in range(options.rounds):
         for who in contestants:
-            if who in failed:
+            if who in failed or time.monotonic() > options.end:
                 continue
             measured = spawn({**spec, "who": who, "samples": samples, "device": options.device, "tiny": options.tiny})
             if isinstance(measured, str):
@@ -133,8 +162,8 @@ def table(options: Namespace, name: str, contestants: list[str], spec: dict[str,
                 flush=True,
             )
     lines = ["| | seconds | samples/s | real tokens/s | MFU | peak GB | time / ours |", "|---|---|---|---|---|---|---|"]
-    return lines + [row(who, runs, results["ours"], name) if runs else f"| {who} | {failed[who]} | | | | | |"
-                    for who, runs in results.items()]  # fmt: skip
+    return lines + [row(who, runs, results["ours"], name) if runs else
+                    f"| {who} | {failed.get(who, 'not run')} | | | | | |" for who, runs in results.items()]  # fmt: skip
 
 
 def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], name: str) -> str:
@@ -144,24 +173,29 @@ def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], na
     seconds = statistics.median(run["seconds"] for run in runs)
     peak, run = peak_flops(name, "bf16"), runs[0]
     mfu = f"{run['flops'] / seconds / peak:.1%}" if peak else "-"
-    ratio = statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in zip(runs, ours, strict=False))
+    ratios = [mine["seconds"] / theirs["seconds"] for mine, theirs in zip(runs, ours, strict=False)]
+    ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
     memory = max(run["peak"] for run in runs) / 1e9
     return (
         f"| {who} | {seconds:.2f} | {run['samples'] / seconds:.0f} | {run['tokens'] / seconds:.0f} | {mfu} | "
-        f"{memory:.1f} | {ratio:.2f} |"
+        f"{memory:.1f} | {ratio} |"
     )
 
 
 def spawn(spec: dict[str, Any]) -> dict[str, float] | str:
-    """`work` in a new process; its last line of stderr if it failed, for example out of memory."""
+    """`work` in a new process on one GPU; its last line of stderr if it failed, for example out of memory."""
     if spec["tiny"] and spec["who"] != "plain":  # in this process: imports take longer than a toy model
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
         return work(spec)
-    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if spec["device"] == "cpu" else {})}
+    visible = "" if spec["device"] == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     command = [sys.executable, __file__, "--worker", json.dumps(spec)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS,
+                              env={**os.environ, "CUDA_VISIBLE_DEVICES": visible})  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no end after {MOST_SECONDS} s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -198,7 +232,7 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
 
 
 def job_of(spec: dict[str, Any], folder: str) -> Any:
-    """A random model, random texts, and settings of two epochs, the second of which is timed."""
+    """A random model, random texts, and settings of the steps before the clock starts and of a timed epoch."""
     import dataclasses
 
     from toolkit.config import TaskSettings, build
@@ -210,8 +244,10 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
     batch = 16 if spec["tiny"] else TOKENS_PER_STEP // longest
     samples = spec["samples"] // batch * batch
     steps = samples // batch
+    warm_steps = min(steps, 5) if spec["who"] == "plain" else steps
     settings = build(TaskSettings, {
-        "model_name_or_path": "random", "max_length": longest, "output_dir": f"{folder}/run", "max_steps": 2 * steps,
+        "model_name_or_path": "random", "max_length": longest, "output_dir": f"{folder}/run",
+        "max_steps": warm_steps + steps,
         "global_batch_size": batch, "per_device_batch_size": batch, "per_device_eval_batch_size": batch,
         "learning_rate": 1e-5, "warmup_ratio": 0.1, "mixed_precision": "bf16", "seed": trainer.SEED,
         "report_to": "none", "eval_every": 10**6, "torch_compile": spec["who"] == "compiled",
@@ -224,7 +260,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
     data = add_collator(
         settings, Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
     )
-    job = trainer.Job(settings, tokenizer_of(), data, model_of(spec), steps)
+    job = trainer.Job(settings, tokenizer_of(), data, model_of(spec), warm_steps)
     return job if spec["task"] == "train" else dataclasses.replace(job, warm_steps=0)
 
 

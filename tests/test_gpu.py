@@ -17,15 +17,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BertConfig, BertModel
 
 from tests import test_fp16
 from tests import test_half_precision as half
 from tests.jobs_worker import write_jobs
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
+from toolkit.checkpoint.model_folder import merge_lora
+from toolkit.config import ModelSettings
+from toolkit.data.labels import Labels
 from toolkit.features.padding_free import model as packing
 from toolkit.features.padding_free.model import Packed
 from toolkit.models.bigbird import attention as ways
+from toolkit.models.classifier import load_classifier
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
@@ -58,7 +63,7 @@ def run(folder: Path, way: str, jobs: list[list[Any]]) -> str:
 
 def assert_on_devices(folder: Path) -> dict[str, Any]:
     world: dict[str, Any] = json.loads((folder / "config.json").read_text())["world"]
-    assert REHEARSAL or world["device"] != "cpu"
+    assert REHEARSAL or not world["device"].startswith("cpu")  # "cpu (x86_64)"
     return world
 
 
@@ -231,7 +236,8 @@ def test_a_killed_run_resumes(cls: list[Any], tmp_path: Path) -> None:
     process.kill_session()
     assert len(losses_of(killed)) < 60
     start([*command, killed]).succeeded()
-    assert losses_of(killed) == pytest.approx(losses_of(uninterrupted), rel=1e-5)
+    # kernels of attention's backward pass add in any order, which 60 steps magnify
+    assert losses_of(killed) == pytest.approx(losses_of(uninterrupted), rel=1e-3)
 
 
 def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
@@ -244,6 +250,56 @@ def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
     assert len(answers) == 211
     for line in lines_of(single / "full" / "predictions.jsonl"):
         assert answers[line["id"]]["probabilities"] == pytest.approx(line["probabilities"], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_model`, whose heads of size 11 have no fused kernel of any attention, with heads of 32."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    shutil.copytree(tiny_model, folder)
+    config = BertConfig.from_pretrained(folder, hidden_size=64, num_attention_heads=2, intermediate_size=128)
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_techniques(wide_model: Path, reviews: Path, long_reviews: Path, tmp_path: Path) -> None:
+    """In the precision of this hardware, with fused kernels of attention."""
+    cls = ["recipes.cls", "--model_name_or_path", wide_model, "--train_file", reviews, *SETTINGS]
+    sparse = ["recipes.bigbird", *cls[1:], "--train_file", long_reviews, "--max_length", 1536]
+    jobs: dict[str, list[Any]] = {
+        "packed": [*cls, "--padding_free"],
+        "terms": [*cls, "--r_drop_alpha", 1, "--fgm_epsilon", 0.5, "--ema_decay", 0.9],
+        "lora": [*cls, "--lora_r", 4, "--gradient_checkpointing"],
+        "sparse": [*sparse, "--fgm_epsilon", 0.5],
+        "sparse-recomputed": [*sparse, "--gradient_checkpointing"],
+        **{name: [*cls, "--optimizer", name] for name in ("lion", "adafactor", "muon")},
+    }
+    if not REHEARSAL:  # minutes of a C++ compiler
+        jobs["compiled"] = [*cls, "--torch_compile", "--fgm_epsilon", 0.5]
+    stop = ["--max_steps", 4, "--eval_every", 4]
+    log = run(tmp_path, "single", [[*job, *stop, "--output_dir", tmp_path / name] for name, job in jobs.items()])
+    assert "flex_attention has no kernel" not in log
+    for name in jobs:
+        assert_on_devices(tmp_path / name)
+        assert all(torch.tensor(losses_of(tmp_path / name)).isfinite())
+        assert lines_of(tmp_path / name / "eval.jsonl")
+
+
+@pytest.mark.skipif(not DEVICES, reason="a CPU has no TF32")
+def test_lora_is_merged_in_float32(wide_model: Path) -> None:
+    labels = Labels("single_label_classification", ("a", "b"), ())
+    settings = ModelSettings(model_name_or_path=str(wide_model), lora_r=4)
+    model = load_classifier(settings, labels, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_()
+    expected = merge_lora(model, model.state_dict())
+    torch.set_float32_matmul_precision("high")
+    merged = merge_lora(model, model.cuda().state_dict())
+    torch.set_float32_matmul_precision("highest")
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor.cpu(), expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:

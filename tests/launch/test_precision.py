@@ -87,8 +87,10 @@ def test_tf32_follows_the_final_precision(device: str, setting: str, matmul: str
     try:
         choose_matmul_precision(accelerator)
         assert torch.get_float32_matmul_precision() == matmul
+        assert device == "cpu" or torch.backends.cudnn.allow_tf32 is (matmul == "high")
     finally:
         torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
 
 
 # --- the trial on a CPU

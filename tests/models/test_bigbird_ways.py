@@ -164,6 +164,15 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+def test_tables_of_a_mask_are_contiguous() -> None:
+    """The kernels on CUDA read rows of them by address; those of other strides gave wrong gradients."""
+    pattern = plan.Pattern(0, 2, 64, 3, 4096, 1088, True)
+    blocks = ways.mask_of(pattern, torch.device("cpu"), torch.float32).blocks
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for table in ("num_blocks", "indices"):
+            assert getattr(blocks, f"{name}_{table}").is_contiguous(), (name, table)
+
+
 def test_within_a_compiled_model(compiled: list[Any]) -> None:
     """Gathered, with any length in one graph: the graph would have to build the masks."""
     reference = small()

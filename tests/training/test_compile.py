@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from safetensors import safe_open
 from transformers import BertConfig, BertModel, BigBirdConfig, BigBirdModel
 
@@ -19,6 +22,9 @@ from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.models.classifier import load_classifier
+from toolkit.objective import Objective
+from toolkit.objective.adversarial import Adversarial
+from toolkit.objective.losses import sample_losses
 from toolkit.training.strategy import compile_layers
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -30,16 +36,24 @@ def accelerator(stage: int | None = None) -> Any:
                            is_main_process=True)  # fmt: skip
 
 
-@pytest.mark.slow
-def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def models(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Two equal classifiers, the second of which is compiled."""
     compile_it = torch.nn.Module.compile  # a C++ compiler takes minutes
     monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     labels = Labels("single_label_classification", ("a", "b"), ())
-    plain, compiled = (load_classifier(ModelSettings(model_name_or_path=str(tiny_model), dropout=0), labels, 1)
-                       for _ in range(2))  # fmt: skip
+    settings = ModelSettings(model_name_or_path=str(tiny_model), dropout=0)
+    plain, compiled = (load_classifier(settings, labels, 1).train() for _ in range(2))
     compile_layers(accelerator(), compiled)
+    yield [plain, compiled]
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_layers_are_compiled_in_place_for_any_length(models: list[Any]) -> None:
+    plain, compiled = models
     assert list(compiled.state_dict()) == list(plain.state_dict())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, compiled)]
     for step, (texts, width) in enumerate([(3, 9), (4, 17), (2, 40), (1, 9), (5, 131), (3, 8), (3, 33), (7, 21)]):
@@ -57,7 +71,22 @@ def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypat
             torch.testing.assert_close(compiled.eval()(**inputs).logits, plain.eval()(**inputs).logits)
     # two kinds of layers x training or not x a mask or none x several texts or one
     assert 2 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 16
-    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_two_gradients_of_a_compiled_graph(models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--fgm_epsilon`: torch compiles for one by default, and raises at the other."""
+    monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+    losses = partial(sample_losses, problem_type="single_label_classification")
+    inputs = {"input_ids": torch.randint(5, 127, (3, 9), generator=torch.Generator().manual_seed(0))}
+    batch = SimpleNamespace(inputs=inputs, labels=torch.tensor([0, 1, 0]), token_samples=None)
+    results = []
+    for model in models:
+        objective = Adversarial(Objective(losses), model, 0.5)
+        loss = objective(batch, model(**inputs).logits).mean()
+        loss.backward()
+        results.append([loss.detach(), *(each.grad for each in model.parameters() if each.requires_grad)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_unsuitable_models_and_strategies() -> None:

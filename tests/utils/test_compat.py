@@ -22,7 +22,7 @@ NAMES = {
         "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
         "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
-    "torch._functorch.config": ("force_non_lazy_backward_lowering",),
+    "torch._functorch.config": ("force_non_lazy_backward_lowering", "donated_buffer"),
     "torch._inductor.choices": ("get_flex_attention_bwd_configs",),
     "torch._inductor.virtualized": ("set_choices_handler",),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),

@@ -157,7 +157,9 @@ def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dic
         layer = name.removesuffix(_BASE)
         if layer != name and layer + _LORA_A in factors and tensor.dim() == 2:
             live: Any = model.get_submodule(layer)
-            delta = live.scaling["default"] * (state[layer + _LORA_B].float() @ state[layer + _LORA_A].float())
+            # on a GPU this product would be in TF32
+            left, right = (state[layer + factor].float().cpu() for factor in (_LORA_B, _LORA_A))
+            delta = (live.scaling["default"] * (left @ right)).to(tensor.device)
             tensor = (tensor.float() + (delta.T if live.fan_in_fan_out else delta)).to(tensor.dtype)
             factors -= {layer + _LORA_A, layer + _LORA_B}
         merged[merged_name(name)] = tensor

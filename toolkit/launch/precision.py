@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,11 +84,15 @@ def _of_gpu(device: int) -> tuple[str, str]:
 
 
 def choose_matmul_precision(accelerator: Accelerator) -> None:
-    """TF32 for the fp32 products of a bf16 or fp16 run on a GPU; nowhere else."""
+    """TF32 for the fp32 products and convolutions of a bf16 or fp16 run on a GPU; nowhere else."""
     import torch
 
-    coarse = accelerator.device.type == "cuda" and accelerator.mixed_precision != "no"
+    on_gpu = accelerator.device.type == "cuda"
+    coarse = on_gpu and accelerator.mixed_precision != "no"
     torch.set_float32_matmul_precision("high" if coarse else "highest")
+    if on_gpu:  # by default convolutions (ConvBERT's) are TF32 in fp32 runs, too
+        with warnings.catch_warnings(action="ignore"):  # there is a newer name, which torch's compiler does not accept
+            torch.backends.cudnn.allow_tf32 = coarse
 
 
 # --- the trial on a CPU

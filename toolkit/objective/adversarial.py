@@ -9,6 +9,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.objective.base import Batch, Objective
+from toolkit.utils.compat import require
 from toolkit.utils.modules import unwrapped
 
 # The gradient's length does not count, but on its way through fp16 that of a small loss would become 0. A power of two
@@ -33,6 +34,7 @@ class Adversarial(Objective):
         if not hasattr(module, "get_input_embeddings"):
             raise UserError(f"--fgm_epsilon {epsilon}: {type(module).__name__} has no input embeddings")
         module.get_input_embeddings().register_forward_hook(self._hook)
+        _keep_buffers()
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
         adversarial = self._adversarial_losses(batch, logits)  # first: the hook keeps the last pass's embeddings
@@ -60,6 +62,15 @@ class Adversarial(Objective):
             # frozen embeddings' output does not require a gradient
             self._embedded = embedded = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
         return embedded
+
+
+def _keep_buffers() -> None:
+    """For code compiled from now on (`--torch_compile`, BigBird's fused kernel): by default its backward pass may
+    overwrite what it reads, and raises for `retain_graph`."""
+    from torch._functorch import config
+
+    require(config, "donated_buffer", "torch")
+    config.donated_buffer = False
 
 
 def _norms(gradient: Tensor, token_samples: Tensor | None) -> Tensor:

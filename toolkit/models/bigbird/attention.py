@@ -120,7 +120,8 @@ def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tu
 
 def _ordered(read: Tensor) -> tuple[Tensor, Tensor]:
     """(nh, N, N) -> (1, nh, N), the number of blocks that each block reads, and (1, nh, N, N), their indices first."""
-    order = read.int().argsort(dim=-1, descending=True, stable=True).int()
+    read = read.int().contiguous()  # kernels read rows by address, and sorting keeps the strides of a transposed tensor
+    order = read.argsort(dim=-1, descending=True, stable=True).int()
     return read.sum(-1, dtype=torch.int32).unsqueeze(0), order.unsqueeze(0)
 
 
