@@ -163,7 +163,6 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     assert next(iter(ways._masks))[0] != made[0]
 
 
-@pytest.mark.slow
 def test_tables_of_a_mask_are_contiguous() -> None:
     """The kernels on CUDA read rows of them by address; those of other strides gave wrong gradients."""
     pattern = plan.Pattern(0, 2, 64, 3, 4096, 1088, True)
@@ -173,6 +172,7 @@ def test_tables_of_a_mask_are_contiguous() -> None:
             assert getattr(blocks, f"{name}_{table}").is_contiguous(), (name, table)
 
 
+@pytest.mark.slow
 def test_within_a_compiled_model(compiled: list[Any]) -> None:
     """Gathered, with any length in one graph: the graph would have to build the masks."""
     reference = small()

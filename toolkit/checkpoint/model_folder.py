@@ -54,8 +54,6 @@ def save_model(
         state |= {other: state[name] for other, name in tied_names(module).items()}
         lora = lora_config(module)
         plain = module.get_base_model() if lora else module
-        if lora:  # a GPU would merge in TF32
-            state = {name: tensor.cpu() for name, tensor in state.items()}
         merged = merge_lora(module, state) if lora else state
         with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
             _save_weights(plain, _cast(merged, DTYPES[dtype]), draft)
