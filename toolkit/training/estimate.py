@@ -79,7 +79,17 @@ def count_activations(
             logits = torch.func.functional_call(model.train(), weights, kwargs={**inputs, **options}).logits
             classes = logits.float().flatten(0, -2)  # (B, C), of sequences (B T, V)
             torch.nn.functional.cross_entropy(classes, torch.zeros_like(classes[:, 0], dtype=torch.long)).backward()
-        return _total(tracker, "peak") - before
+        return _total(tracker, "peak") - before + (_mask_bytes(model, shapes, dtype) if device == "cuda" else 0)
+
+
+def _mask_bytes(model: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Of the padding mask (B, 1, S, S), which SDPA on a GPU converts to `dtype` in each layer and keeps for backward.
+    The model above runs without one."""
+    samples, length = shapes["input_ids"]
+    if samples == 1 or getattr(getattr(model, "config", None), "_attn_implementation", "") != "sdpa":
+        return 0
+    recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    return (1 if recomputes else len(outer_layers(model))) * samples * length**2 * dtype.itemsize
 
 
 def _total(tracker: Any, moment: str) -> int:

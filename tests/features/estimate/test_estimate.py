@@ -68,6 +68,14 @@ def test_half_precision_frozen_layers_and_recomputation_take_less(model: Any) ->
     assert all(weight.grad is None for weight in model.parameters())
 
 
+def test_padding_masks_on_a_gpu(model: Any) -> None:
+    shapes, layers = {"input_ids": (4, 100)}, len(model.bert.encoder.layer)
+    assert estimate._mask_bytes(model, shapes, torch.bfloat16) == layers * 4 * 100 * 100 * 2
+    assert estimate._mask_bytes(model, {"input_ids": (1, 100)}, torch.bfloat16) == 0  # a single text has none
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert estimate._mask_bytes(model, shapes, torch.float32) == 4 * 100 * 100 * 4
+
+
 def test_a_bigbird_runs_on_data_afterwards() -> None:
     """Its tables of blocks are cached."""
     config = BigBirdConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
