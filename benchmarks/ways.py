@@ -51,13 +51,13 @@ def main() -> None:
 def measure(command: str) -> str:
     """Runs one command line; returns its row of the table."""
     words = command.split()
-    if shutil.which(words[0]) is None:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    if shutil.which(words[0], path=env["PATH"]) is None:
         return f"| `{command}` | not installed here | | | |"
     if words[0] == "mpirun" and os.geteuid() == 0:
         words[1:1] = ["--allow-run-as-root", "--oversubscribe"]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
-        env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         started = time.monotonic()
         finished = subprocess.run(
             [*words, *STEPS, "--output_dir", str(output)], cwd=ROOT, env=env, capture_output=True, text=True
