@@ -126,11 +126,14 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     """Three steps on two processes that shard parameters, three more on one."""
-    run = single["resumed"]
+    assert_continued(single["resumed"], single["sparse"])
+
+
+def assert_continued(run: Path, expected: Path) -> None:
     resumed_from = json.loads((run / "config.json").read_text())["resumed_from"]
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert losses_of(run) == pytest.approx(losses_of(single["sparse"]), rel=1e-5)
+    assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
 
 
 def test_as_many_micro_batches_as_the_tokens_want(settings: list[str]) -> None:

@@ -29,5 +29,5 @@ def test_a_kill_is_reported_not_what_it_causes(
     reports: list[tuple[int, str]] = []
     monkeypatch.setattr(launcher, "launch_command", fail)
     monkeypatch.setattr(launcher, "_report_exit", lambda code, who, _: reports.append((code, who)))
-    launcher._launch(Namespace(), tmp_path / "exit_code", 0)
+    launcher._launch(Namespace(num_processes=len(codes)), tmp_path / "exit_code", 0)
     assert reports == [(codes[reported], f"rank {reported}")]

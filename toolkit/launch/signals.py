@@ -73,7 +73,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
             reader, self._socket = socket.socketpair()
             self._socket.setblocking(False)
-            signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+            self._wakeup_before = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(reader,), daemon=True, name="stop").start()
         return self
 
@@ -84,7 +84,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._socket is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._wakeup_before)  # an event loop's, in a notebook
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread
             self._socket.close()
 

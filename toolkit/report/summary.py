@@ -139,7 +139,7 @@ class RunSummary:
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
         else:
-            folder = f"{self.folder}-2" if training.output_dir else None
+            folder = f"{training.output_dir.rstrip('/')}-2" if training.output_dir else None
             again = self.command(seed=training.seed + 1, output_dir=folder)
             again += "  # another seed: differences are chance"
         return ["next:", f"  {again}"]

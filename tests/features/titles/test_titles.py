@@ -29,7 +29,7 @@ from transformers import (
 
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
-from tests.test_long import STEPS, STOPPED, assert_went_on, converted
+from tests.test_long import STEPS, STOPPED, assert_continued, converted
 from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import is_jieba
@@ -276,7 +276,7 @@ def test_predict_generates_the_same_titles(way: str, single: dict[str, Path], da
 
 @pytest.mark.multiprocess
 def test_a_resume_under_another_strategy(single: dict[str, Path]) -> None:
-    assert_went_on(single["resumed"], single["varied"])
+    assert_continued(single["resumed"], single["varied"])
 
 
 @pytest.mark.multiprocess

@@ -32,7 +32,6 @@ class FoldsFeature(Feature):
           for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
         *((name, "folds", "they are tuned for one model, and folds train several")
           for name in ("tune_thresholds", "calibrate", "abstain_below")),
-        ("push_to_hub", "folds", "each fold would upload a model of its own"),
     )  # fmt: skip
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
