@@ -19,23 +19,16 @@ from tests.faults import refusal
 from tests.report.made import classifier
 from tests.runs import ROOT, edit_json, fork, lines_of, losses_of, recipe, start
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError
 from toolkit.launch.network import free_port
 
-PAGES = [ROOT / "docs" / "api.md", ROOT / "docs" / "api.zh.md"]
 MORE = (
     'dropout=0.0, mixed_precision="no", report_to="none", global_batch_size=12, per_device_batch_size=6, '
     "checkpoint_every=3, max_steps=6"
 )
 
 
-def examples(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-
-
-def test_both_languages_show_the_same_examples() -> None:
-    assert examples(PAGES[0]) == examples(PAGES[1])
-    assert len(examples(PAGES[0])) == 5
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_all_names_exist_and_import_toolkit_is_light() -> None:
@@ -52,7 +45,7 @@ def test_all_names_exist_and_import_toolkit_is_light() -> None:
 def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs of the page's two calls of `train`."""
     folder = tmp_path_factory.mktemp("api")
-    _, train, plain, notebook, _ = examples(PAGES[0])
+    _, train, plain, notebook, _ = examples()
     for name, call in (("plain", plain), ("notebook", notebook)):
         call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
         call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
@@ -76,7 +69,7 @@ def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, t
     rows[101:].to_csv(tmp_path / "train.csv", index=False)
     rows[:101].to_csv(tmp_path / "valid.csv", index=False)
     script = tmp_path / "own_loop.py"
-    script.write_text(examples(PAGES[0])[-1].replace("Accelerator()", "Accelerator(cpu=True)"))
+    script.write_text(examples()[-1].replace("Accelerator()", "Accelerator(cpu=True)"))
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port"]
 
     def losses(folder: str, launcher: list[str], max_steps: int) -> list[float]:
@@ -108,7 +101,7 @@ def test_predict_evaluate_and_convert(
     runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = runs / "plain"
-    first = examples(PAGES[0])[0].replace("MODEL", f"{run}/model").replace("OUT", f"{tmp_path}/out")
+    first = examples()[0].replace("MODEL", f"{run}/model").replace("OUT", f"{tmp_path}/out")
     exec(first.replace("CHECKPOINT", f"{run}/checkpoints/best"), {})
     printed = capsys.readouterr().out.splitlines()
     assert re.match(r"\[\{'prediction': '(neg|pos)', 'probabilities': \[0\.\d+, 0\.\d+\]\}, \{", printed[0])
@@ -122,20 +115,16 @@ def test_predict_evaluate_and_convert(
     assert metrics.items() <= lines_of(run / "eval.jsonl")[-1].items()
     assert {"accuracy", "f1_macro", "per_class"} <= set(metrics)
     for count, truth in ((2, ["pos"]), (0, [])):
-        with pytest.raises(UserError, match=f"{count} texts and {len(truth)} labels"):
-            toolkit.evaluate(run / "model", texts[:count], truth)
-    with pytest.raises(
-        UserError, match="texts, row 1: label 'good' does not occur in training: the classes are neg, pos"
-    ):
-        toolkit.evaluate(run / "model", texts[:1], ["good"])
+        message = f"{count} texts and {len(truth)} labels"
+        refusal(toolkit.evaluate, run / "model", texts[:count], truth, match=message)
+    message = "texts, row 1: label 'good' does not occur in training: the classes are neg, pos"
+    refusal(toolkit.evaluate, run / "model", texts[:1], ["good"], match=message)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
     labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
-    folder = tmp_path_factory.mktemp("run") / "model"
-    folder.mkdir()
-    return classifier(sharp_model, folder, labels)
+    return classifier(sharp_model, tmp_path_factory.mktemp("run") / "model", labels)
 
 
 def test_texts_of_every_kind_are_predicted(model: Path, no_launcher: None) -> None:
@@ -155,8 +144,9 @@ def test_texts_of_every_kind_are_predicted(model: Path, no_launcher: None) -> No
         assert len(toolkit.predict(model, ["good", " ", ""])) == 3
 
 
-def test_anything_but_texts_is_refused(model: Path, no_launcher: None) -> None:
+def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launcher: None) -> None:
     """Not the characters of a string, the names of columns, or "None"."""
+    refusal(toolkit.predict, tiny_model, ["good"], match="no trained classification head")
     frame = pd.DataFrame({"text": ["good"], "label": ["a"]})
     for wrong, named in (("good", "str"), (b"good", "bytes"), (None, "NoneType"), (frame, "DataFrame"), (3, "int"),
                          ({"text": ["good"]}, "dict"), ({"good"}, "set"), (iter(["good"]), "list_iterator"),
@@ -170,9 +160,3 @@ def test_anything_but_texts_is_refused(model: Path, no_launcher: None) -> None:
     refusal(toolkit.predict, model, ["good"], says=["reply", "(str, str)"])
     assert len(toolkit.predict(model, [("good", "bad")])) == 1
     (model.parent / "config.json").unlink()
-
-
-def test_an_empty_text_on_the_command_line_causes_the_warning(model: Path) -> None:
-    done = start(["toolkit", "predict", model, "--text", "good", "--text", ""]).succeeded()
-    assert "1 of 2 rows have an empty text (rows 2)" in done.err
-    assert len(done.out.splitlines()) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -20,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.architectures import ARCHITECTURES, make_architecture
+from tests.faults import refusal
 from tests.jobs_worker import run_jobs
-from tests.runs import ROOT, WAYS, lines_of, losses_of
+from tests.runs import ROOT, WAYS, edit_json, lines_of, losses_of
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.cli import build_parser
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
-from toolkit.errors import UserError
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
@@ -41,6 +40,7 @@ COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "ot
 # resumed runs use gradient checkpointing, too
 PLAIN, RESUMED, BF16 = "plain", "resumed", "bf16"
 NO_RECOMPUTATION = {"ALBERT"}
+TEXTS = ("a fine film", "the story, dull as it is, goes on and on")
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 Runs = Callable[..., Path]
 
@@ -201,8 +201,7 @@ def test_saving_and_loading_weights(name: str, model_of: Callable[[str], Path], 
     saved = load_file(tmp_path / "model" / "model.safetensors")
     saved.popitem()
     save_file(saved, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="model lacks"):
-        load_weights(accelerator, model, tmp_path / "model")
+    refusal(load_weights, accelerator, model, tmp_path / "model", match="model lacks")
 
 
 def _loaded(folder: Path, **settings: Any) -> tuple[Any, Any]:
@@ -211,18 +210,39 @@ def _loaded(folder: Path, **settings: Any) -> tuple[Any, Any]:
     return load_classifier(model_settings, labels, seed=1), load_tokenizer(model_settings)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "LoRA" not in name])
+def test_hidden_states_and_attentions_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    options = ["output_hidden_states", "output_attentions"]
+    make_architecture(name, tmp_path, TEXTS * 20)
+    attention = None if name == "BigBird" else "eager"  # which computes attention weights
+    mine = _loaded(tmp_path, attn_implementation=attention)[0].eval()
+    theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs.config.pad_token_id = mine.config.pad_token_id
+    theirs.load_state_dict(mine.state_dict())
+    ids = torch.arange(2 * 61).view(2, 61) % 15 + 5
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(61) < torch.tensor([[61], [40]])).long()}
+    if name == "BigBird":
+        refusal(mine, **inputs, output_attentions=True, match="computes no attention weights")
+        options = ["output_hidden_states"]
+    for option in options:
+        outputs, expected = (model(**inputs, **{option: True}) for model in (mine, theirs))
+        key = option.removeprefix("output_")
+        assert len(outputs[key]) == len(expected[key]) > 0
+        torch.testing.assert_close(outputs[key], expected[key], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    # the input of a custom head
+    states = [model.base_model(**inputs).last_hidden_state for model in (mine, theirs)]
+    assert states[0].shape[:2] == ids.shape
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
 def test_unsupported_models(model_of: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not support --gradient_checkpointing"):
-        _loaded(model_of("ALBERT"), gradient_checkpointing=True)
+    refusal(_loaded, model_of("ALBERT"), gradient_checkpointing=True, match="does not support --gradient_checkpointing")
     folder = shutil.copytree(model_of("GTE"), tmp_path / "new")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     auto_map = {"AutoConfig": "configuration.NewConfig", "AutoModelForSequenceClassification": "modeling.NewModel"}
-    (folder / "config.json").write_text(
-        json.dumps(config | {"model_type": "new", "auto_map": auto_map}), encoding="utf-8"
-    )
-    with pytest.raises(UserError, match="needs its own Python code, which is not executed") as caught:
-        _loaded(folder)
-    assert "\n" not in str(caught.value)
+    edit_json(folder / "config.json", model_type="new", auto_map=auto_map)
+    refusal(_loaded, folder, match="needs its own Python code, which is not executed")
 
 
 def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -230,9 +250,8 @@ def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path
     model, tokenizer = _loaded(model_of("Qwen3"))
     assert AutoConfig.from_pretrained(model_of("Qwen3")).pad_token_id is None
     assert model.config.pad_token_id == tokenizer.pad_token_id
-    texts = ["a fine film", "the story, dull as it is, goes on and on"]
-    both = tokenizer(texts, return_tensors="pt", padding=True)
-    alone = [tokenizer([text], return_tensors="pt") for text in texts]
+    both = tokenizer([*TEXTS], return_tensors="pt", padding=True)
+    alone = [tokenizer([text], return_tensors="pt") for text in TEXTS]
     with torch.no_grad():
         together = model.eval()(**both).logits
         apart = torch.cat([model(**each).logits for each in alone])

@@ -160,9 +160,6 @@ def test_each_task_of_a_slurm_job_knows_its_rank(tmp_path: Path) -> None:
     assert env["MASTER_ADDR"] == "gpu03"
 
 
-# --- pods
-
-
 def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """(container, pod) of a job."""
     spec = yaml.safe_load(text_of(name))["spec"]

@@ -51,7 +51,7 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name", "value"),
+    ("given", "name", "value"),
     [
         (["--seed=7"], "seed", 7),
         (["--learning_rate", "3e-5"], "learning_rate", 3e-5),
@@ -62,15 +62,6 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
         (["--label_column", "a,b,c"], "label_column", "a,b,c"),
         (["--text_column", "内容"], "text_column", "内容"),
         (["--seed", "1", "--seed", "2"], "seed", 2),
-    ],
-)
-def test_command_line_forms(arguments: list[str], name: str, value: object) -> None:
-    assert flat(parse(TaskSettings, arguments))[name] == value
-
-
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
         ("gradient_checkpointing: yes", "gradient_checkpointing", True),
         ("max_length: null", "max_length", None),
@@ -78,12 +69,14 @@ def test_command_line_forms(arguments: list[str], name: str, value: object) -> N
         ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
     ],
 )
-def test_yaml_forms(yaml_file: Callable[..., str], line: str, name: str, value: object) -> None:
-    assert flat(parse(TaskSettings, [yaml_file(line + "\n")]))[name] == value
+def test_forms_of_the_command_line_and_of_yaml(
+    yaml_file: Callable[..., str], given: list[str] | str, name: str, value: object
+) -> None:
+    arguments = [yaml_file(given + "\n")] if isinstance(given, str) else given
+    assert flat(parse(TaskSettings, arguments))[name] == value
 
 
 def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file: Callable[..., str]) -> None:
-    """All at once, with every other kind of fault."""
     path = yaml_file("sead: 1\nlearnin_rate: 1\nlr_scheduler_type: linnear\n")
     wrong = ["--seed", "x", "--max_length", "1", "--dropout", "1.0", "--test_file"]
     fault = fault_of([path, "--max-length", "5", "--batchsize=3", "--zzz", "9", "stray", *NAMED, *wrong])
@@ -120,17 +113,16 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         ("mixed_precision", "fp32"),
         ("problem_type", "classification"),
         ("drop_empty_text", "maybe"),
+        # in the file
+        *(("seed", f"seed: {value}") for value in ("x", "[1]", "null")),
+        ("train_file", "train_file: 5"),
+        ("global_batch_size", "global_batch_size: true"),
     ],
 )
-def test_wrong_values_name_the_setting_and_the_value(name: str, value: str) -> None:
-    fault = fault_of([f"--{name}", value])
+def test_wrong_values_name_the_setting(yaml_file: Callable[..., str], name: str, value: str) -> None:
+    fault = fault_of([yaml_file(value)] if ": " in value else [f"--{name}", value])
     assert f"--{name}" in fault
-    assert fault.count("\n") == 0
-
-
-@pytest.mark.parametrize("line", ["seed: x", "train_file: 5", "seed: [1]", "seed: null", "global_batch_size: true"])
-def test_wrong_values_in_the_file(yaml_file: Callable[..., str], line: str) -> None:
-    assert f"--{line.split(':')[0]}" in fault_of([yaml_file(line)])
+    assert "\n" not in fault or ": " in value
 
 
 @pytest.mark.parametrize("value", [r"a\0b", r"\ud800"])

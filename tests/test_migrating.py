@@ -20,17 +20,12 @@ PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
 VALIDATION = 101
 
 
-def scripts_of(page: Path) -> dict[str, str]:
-    return dict(
-        re.findall(r"<!-- file: (\w+\.py) -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
     """The scripts of the page, and reviews for them, with an odd number of validation rows."""
     folder = tmp_path_factory.mktemp("migrating")
-    for name, text in scripts_of(PAGES[0]).items():
+    page = PAGES[0].read_text(encoding="utf-8")
+    for name, text in re.findall(r"<!-- file: (\w+\.py) -->\n```python\n(.*?)```", page, re.DOTALL):
         (folder / name).write_text(text, encoding="utf-8")
     rows = pd.read_csv(reviews)
     rows[VALIDATION:].to_csv(folder / "train.csv", index=False)
@@ -42,15 +37,6 @@ def run(folder: Path, *words: str | Path) -> Finished:
     """In the folder where the scripts write their files."""
     with fork(words, cwd=folder) as process:
         return process.finish(240).succeeded()
-
-
-def test_both_languages_show_the_same_scripts() -> None:
-    english, chinese = map(scripts_of, PAGES)
-    # comments are translated
-    assert [re.sub(r"#.*", "", text) for text in english.values()] == [
-        re.sub(r"#.*", "", text) for text in chinese.values()
-    ]
-    assert list(english) == ["old_ddp.py", "to_folder.py", "old_spawn.py", "old_trainer.py"]
 
 
 def first_columns(page: Path, title: str) -> list[list[set[str]]]:

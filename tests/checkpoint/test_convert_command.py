@@ -66,7 +66,6 @@ def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, m
 
 
 def test_no_torch_and_little_memory(tmp_path: Path) -> None:
-    """160 MB of fp32 in one tensor and many small ones."""
     tensors = {"large": torch.randn(32_000_001), **{f"small.{number}": torch.randn(4_001) for number in range(2000)}}
     run = write_run(tmp_path / "run", tensors)
     program = (
@@ -94,11 +93,8 @@ def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> 
     assert names_in(out) == ["model.safetensors"]
     assert read_folder(out)["b.bias"].dtype == torch.bfloat16
     assert names_in(tmp_path) == ["out", "run"]
-
-
-def test_overwrite_does_not_replace_other_folders(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    convert(run, tmp_path / "out", overwrite=True)  # an empty folder
+    (tmp_path / "empty").mkdir()
+    convert(run, tmp_path / "empty", overwrite=True)
     checkpoint = write_run(tmp_path / "step-00000007", TENSORS)
     (tmp_path / "best").symlink_to(checkpoint)
     refusal(convert, run, checkpoint, overwrite=True, match=r"contains manifest.json, ")
@@ -220,8 +216,7 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["zero1-bert x2", "zero3-subgroups x2"])
-def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
-    """Of CPU time."""
+def test_inspect_takes_less_than_a_second_of_a_cpu(name: str, made: Made) -> None:
     began = os.times()
     done = command("convert", "--inspect", made.folder)
     assert done.code == 0, done.err

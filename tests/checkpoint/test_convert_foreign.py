@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from tests.checkpoint.handmade import read_folder
 from tests.checkpoint.test_convert import assert_same, convert
 from tests.faults import Fault, refusal
+from tests.runs import edit_json
 from toolkit.config import PretrainedSettings
 from toolkit.pretrained import load_config
 
@@ -41,8 +41,7 @@ def trained(tiny_model: Path) -> Any:
 def config(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config")
     trained[0].config.save_pretrained(folder)
-    edited = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertForSequenceClassification"]}
-    (folder / "config.json").write_text(json.dumps(edited))
+    edit_json(folder / "config.json", architectures=["BertForSequenceClassification"])
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Which tensors are written under which names, from handmade checkpoints."""
+"""Which tensors are written under which names, from handmade checkpoints; casts give torch's bits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
+from toolkit.checkpoint.convert.casts import narrow, widen
 from toolkit.checkpoint.convert.model_files import check_config
 from toolkit.commands.convert import parse_size
 from toolkit.errors import UserError
@@ -85,14 +87,12 @@ def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "config.json", "model.safetensors"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "new", "torch_dtype": "float16", "dtype": "float16"}
-
-
-def test_decisions_of_other_weights_are_not_copied(tmp_path: Path) -> None:
+    # decisions of other weights are not copied
     (other := tmp_path / "other").mkdir()
     for name in ("config.json", "decisions.json"):
         (other / name).write_text('{"model_type": "new"}')
-    convert(write_run(tmp_path / "run", HEAD), tmp_path / "out", config_from=other)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    convert(write_run(tmp_path / "bare", HEAD), tmp_path / "new", config_from=other)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_sizes() -> None:
@@ -158,3 +158,37 @@ def test_integers_and_buffers_stay(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         expected = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
         assert same_bits(actual[name], expected), name
+
+
+ALL_HALVES = np.arange(1 << 16, dtype=np.uint16)
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def patterns() -> np.ndarray:
+    """fp32 bit patterns: all bf16 ones with every interesting tail, ties on both sides, and random ones."""
+    tails = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    exact = (ALL_HALVES.astype(np.uint32) << 16)[None] | np.array(tails, np.uint32)[:, None]
+    return np.concatenate([exact.ravel(), np.random.default_rng(0).integers(0, 1 << 32, 100_003, dtype=np.uint32)])
+
+
+def tensor_of(bits: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int16 if bits.itemsize == 2 else np.int32)).view(DTYPES[dtype])
+
+
+def cast(tensor: torch.Tensor, source: str, target: str) -> torch.Tensor:
+    done = narrow(widen(memoryview(tensor.view(torch.uint8).numpy().tobytes()), source), target)
+    return tensor_of(np.frombuffer(done, np.uint32 if target == "F32" else np.uint16).copy(), target)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "F32"), ("BF16", "F16")]
+)
+def test_casts_are_torchs_to_the_bit(source: str, target: str) -> None:
+    """Except a NaN's payload (the sign stays), and numbers that become infinite in fp16: they are refused."""
+    values = tensor_of(patterns() if source == "F32" else ALL_HALVES, source)
+    expected = values.to(DTYPES[target])
+    numbers = ~values.isnan() & ~(expected.isinf() & ~values.isinf() if target == "F16" else torch.zeros(1).bool())
+    assert torch.equal(cast(values[numbers], source, target).view(torch.uint8), expected[numbers].view(torch.uint8))
+    nans = cast(values[values.isnan()], source, target)
+    assert nans.isnan().all()
+    assert torch.equal(nans.signbit(), values[values.isnan()].signbit())

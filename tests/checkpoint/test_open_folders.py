@@ -1,8 +1,9 @@
-"""`open_checkpoint` of a run's checkpoints, and of accelerate's, FSDP's and Hugging Face's folders."""
+"""`open_checkpoint` of a run's checkpoints, and of DeepSpeed's, accelerate's, FSDP's and Hugging Face's files."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -13,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
+from tests.checkpoint.conftest import Made, names
 from tests.checkpoint.handmade import write_manifest, write_tensors
 from tests.checkpoint.test_damaged import fault_of
-from tests.checkpoint.test_open_deepspeed import tensor_of
 from tests.faults import refusal
 from tests.runs import groups
 from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
 
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
 
 
@@ -28,6 +31,60 @@ def accelerates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("accelerate")
     groups("tests.checkpoint.accelerate_worker", {2: [folder]})
     return folder
+
+
+def tensor_of(stored: TensorIndex) -> torch.Tensor:
+    content = stored.read()
+    empty = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    return torch.frombuffer(content, dtype=empty.dtype).view(stored.shape) if content else empty
+
+
+def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
+    """By the reference file's names."""
+    actual = {f"weight.{name}": stored for name, stored in reader.weights.items()}
+    actual |= {f"buffer.{name}": stored for name, stored in reader.buffers.items()}
+    for name, moments in reader.optimizer_state.items():
+        actual |= {f"{key}.{name}": stored for key, stored in moments.items()}
+    return actual
+
+
+def read_reference(made: Made) -> dict[str, torch.Tensor]:
+    truth = load_file(made.reference)
+    trained = {name.replace("exp_avg.", "weight.", 1) for name in truth if name.startswith("exp_avg.")}
+    frozen = {name for name in truth if name.startswith("weight.")} - trained - {"weight.nothing"}
+    return {name: tensor for name, tensor in truth.items() if not (made.kind.exclude and name in frozen)}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", names())
+def test_every_tensor_is_that_in_memory(made: Made) -> None:
+    reader = open_checkpoint(made.folder)
+    actual, expected = everything_of(reader), read_reference(made)
+    assert set(actual) == set(expected)
+    for key, tensor in expected.items():
+        read = tensor_of(actual[key])
+        assert read.dtype == tensor.dtype, key
+        assert torch.equal(read, tensor), key
+    assert (reader.world, reader.step) == (made.world, 2)
+    assert reader.strategy == (f"zero{made.kind.stage}" if made.kind.stage else "ddp" if made.world > 1 else "single")
+    assert reader.engine_dtype == {"bf16": "BF16", "fp16": "F16"}.get(made.kind.options[:4], "F32")
+    assert reader.tied == ({} if made.kind.bert or made.kind.exclude else {"head.weight": "embed.weight"})
+    if made.kind.stage:
+        trained = {name for name in reader.weights if name not in reader.frozen}
+        assert trained == set(reader.optimizer_state) == set(reader.step_counts())
+        assert set(reader.step_counts().values()) == {2.0}
+    for stored in actual.values():
+        assert sum(span.count for span in stored.spans) == math.prod(stored.shape)
+
+
+@pytest.mark.multiprocess
+def test_the_config_next_to_latest(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    shutil.copytree(deepspeed_checkpoints["zero2-bf16 x2"].folder, tmp_path / "saved")
+    assert open_checkpoint(tmp_path / "saved").model_folder is None
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    assert open_checkpoint(tmp_path / "saved").model_folder == tmp_path / "saved"
+    tag = open_checkpoint(tmp_path / "saved" / "global_step2")
+    assert (tag.model_folder, tag.weights) == (tmp_path / "saved", open_checkpoint(tmp_path / "saved").weights)
 
 
 def same(source_tensors: Mapping[str, Any], truth: Mapping[str, torch.Tensor]) -> None:
@@ -84,9 +141,7 @@ def test_slices_that_do_not_fit(tmp_path: Path) -> None:
     assert "of 2 processes" in fault_of(good)
     write_manifest(good, state="slices", world=1, step=4)
     assert str(good) in fault_of(good)
-
-
-def test_a_rank_of_another_step(tmp_path: Path) -> None:
+    # a rank of another step
     one, other = write_slices(tmp_path / "a", 4, (4.0, 3.0)), write_slices(tmp_path / "b", 4, (9.0, 9.0))
     fault_of(one, "slices-rank-00001.safetensors and ", "optimizer step (3.0 and 4.0)")
     fault_of(other, "of step 9")

@@ -30,6 +30,7 @@ def many() -> dict[str, torch.Tensor]:
 
 
 def test_the_library_has_the_same_layout(tmp_path: Path) -> None:
+    refusal(lay_out, {"__metadata__": ("F32", (2,))}, match="a tensor is named __metadata__")
     tensors = many()
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in reversed(tensors.items())}
@@ -113,10 +114,6 @@ def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) 
 def test_an_invalid_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", table)
     refusal(read_header, path, match=message, says=[str(path)])
-
-
-def test_the_reserved_name_is_refused() -> None:
-    refusal(lay_out, {"__metadata__": ("F32", (2,))}, match="a tensor is named __metadata__")
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:

@@ -47,9 +47,6 @@ def lines_of(ended: list[Finished], ranks: range | list[int]) -> list[str]:
     return [line for rank in ranks for line in ended[rank].err.splitlines()]
 
 
-# --- late ranks: detecting them takes a while, so these groups are started before all others
-
-
 @pytest.fixture(scope="module")
 def slow() -> Iterator[dict[str, Group]]:
     """Groups with a late rank, or with none, that run during the other tests."""
@@ -69,9 +66,6 @@ def slow() -> Iterator[dict[str, Group]]:
 
 def several_processes(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.multiprocess(pytest.mark.usefixtures("slow")(test))
-
-
-# --- one ends
 
 
 def kill_rank_1(*bodies: str, **options: Any) -> list[Finished]:
@@ -190,9 +184,6 @@ def test_first_cause_is_reported_though_rank_0_polls_late() -> None:
     assert f"rank 1 on {HOST} exited without an error message" in line
 
 
-# --- normal end
-
-
 @several_processes
 @pytest.mark.parametrize("kind", ["idle", "partly"])
 def test_long_work_without_collectives_is_no_failure(kind: str, slow: dict[str, Group]) -> None:
@@ -205,9 +196,6 @@ def test_long_work_without_collectives_is_no_failure(kind: str, slow: dict[str, 
     ended = started.end()
     assert codes(ended) == [0, 0, 0]
     assert (errors(ended) if kind == "partly" else lines_of(ended, range(3))) == []
-
-
-# --- late ranks
 
 
 @several_processes
@@ -237,9 +225,6 @@ def test_stopped_rank_0_is_named(slow: dict[str, Group]) -> None:
     (line,) = errors(ended)
     assert f"rank 0 on {HOST}" in line
     assert "does not answer" in line
-
-
-# --- in this process: who reports what
 
 
 def fake_rendezvous(machines: str, rank: int, restarts_left: int = 0) -> Any:

@@ -1,4 +1,5 @@
-"""toolkit/launch/nodes.py: options, config file and environment -> this machine's rank, the first one's address."""
+"""toolkit/launch/nodes.py: options, config file and environment -> this machine's rank, the first one's address.
+toolkit/launch/network.py: connection errors, TCP keep-alive, and a store on one address."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 import yaml
 
 from tests.faults import refusal
-from toolkit.launch.network import address_to_bind, is_this_machine
+from toolkit.launch import network
+from toolkit.launch.network import UnreachableError, address_to_bind, connect, free_port, is_this_machine
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT, Nodes, find_nodes
 
 FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
@@ -65,9 +67,6 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
         return find_nodes(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
 
     return find_in_file
-
-
-# --- the rank
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (ELSEWHERE, 1)])
@@ -128,9 +127,6 @@ def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, s
     refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
 
 
-# --- the first address
-
-
 def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
     message = refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
     number = (tmp_path / "mine.yaml").read_text().splitlines().index(f"main_process_ip: {PLACEHOLDER}") + 1
@@ -168,17 +164,11 @@ def test_loopback_address_needs_a_machine_rank(find: Find, address: str) -> None
     assert (machines.first, machines.rank) == (address, 1)
 
 
-# --- the list
-
-
 @pytest.mark.parametrize("listed", [[FIRST], [FIRST, SECOND, THIRD], [FIRST, FIRST]])
 def test_list_must_name_each_machine_once(find: Find, listed: list[str]) -> None:
     says = (", ".join(listed), "num_machines is 2")
     refusal(find, {"machines": ",".join(listed)}, match="^--machines names", says=says)
     refusal(find, {}, machines=listed, match=r"mine\.yaml: machines names", says=says)
-
-
-# --- numbers
 
 
 def test_source_of_the_port(find: Find) -> None:
@@ -193,9 +183,6 @@ def test_source_of_the_port(find: Find) -> None:
 def test_invalid_number_names_its_source(find: Find, name: str, garbage: str) -> None:
     options, env = ({}, {name: garbage}) if name.isupper() else ({name: garbage}, {})
     refusal(find, {"main_process_ip": FIRST, **options}, env, own=[FIRST], says=[name, repr(garbage)])
-
-
-# --- this machine's own addresses
 
 
 @pytest.mark.parametrize(
@@ -217,3 +204,31 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) 
 def test_address_to_bind(monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str) -> None:
     pretend_network(monkeypatch, [FIRST, "127.0.1.1"], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
     assert address_to_bind(name, local) == listens
+
+
+@pytest.mark.parametrize(("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")])
+def test_closed_port_and_unknown_name(name: str, kind: str) -> None:
+    with pytest.raises(UnreachableError) as error:
+        connect(name, free_port(), 2)
+    assert error.value.kind == kind
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize("seconds", [14, 120])
+def test_keep_alive_follows_the_timeout(seconds: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, connect(*server.getsockname()[:2], 5) as connection:
+        network.keep_alive(connection, seconds)
+        option = connection.getsockopt
+        assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * seconds
+        probes = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) * option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        assert option(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + probes == seconds
+
+
+def test_store_on_ipv6_only() -> None:
+    from torch.distributed import TCPStore
+
+    served = network.serve_store("::1", network.listen(port := free_port(), "::1"))
+    TCPStore("::1", port, None, False).set("a", "b")
+    assert served.get("a") == b"b"
+    with pytest.raises(UnreachableError):
+        connect("127.0.0.1", port, 2)

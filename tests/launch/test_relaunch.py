@@ -1,4 +1,5 @@
-"""toolkit/launch/relaunch.py: `--config_file X` after the script -> the launcher's arguments and the request."""
+"""toolkit/launch/relaunch.py: `--config_file X` after the script -> the launcher's arguments and the request.
+toolkit/launch/launcher.py: which of several failures is reported."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
@@ -105,9 +107,6 @@ def test_split_needs_a_value(argv: list[str]) -> None:
     refusal(split_arguments, argv, match=f"{argv[0]}.*expected one argument")
 
 
-# --- the files
-
-
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
 def test_deepspeed_files(path: Path) -> None:
     loaded = json.loads(path.read_text())
@@ -118,14 +117,6 @@ def test_deepspeed_files(path: Path) -> None:
     assert {loaded[name] for name in ours} == {"auto"}
     assert not {"optimizer", "scheduler"} & set(loaded)
     assert any(f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text() for config in CONFIGS)
-
-
-def test_no_file_chooses_the_precision() -> None:
-    """`--mixed_precision auto` would take it, instead of what the hardware computes fast."""
-    assert [path.name for path in CONFIGS if "mixed_precision" in yaml.safe_load(path.read_text())] == []
-
-
-# --- what is started
 
 
 @pytest.mark.parametrize("path", ONE_MACHINE, ids=by_name)
@@ -165,6 +156,26 @@ def test_out_of_memory_kills_are_told_apart(
     monkeypatch.setattr(launcher, "_count_oom_kills", lambda: now)
     assert launcher._report_exit(-9, "rank 3", 6) == 1
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "reported"),
+    [((-signal.SIGABRT, 1, -signal.SIGKILL), 2),  # NCCL aborts ranks whose peer is gone
+     ((1, -signal.SIGABRT), 1)],
+)  # fmt: skip
+def test_a_kill_is_reported_not_what_it_causes(
+    codes: tuple[int, ...], reported: int, no_launcher: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures = {rank: ProcessFailure(rank, 1, code, str(tmp_path / "none")) for rank, code in enumerate(codes)}
+
+    def fail(_: Any) -> None:
+        raise ChildFailedError("cls.py", failures)
+
+    reports: list[tuple[int, str]] = []
+    monkeypatch.setattr(launcher, "launch_command", fail)
+    monkeypatch.setattr(launcher, "_report_exit", lambda code, who, _: reports.append((code, who)))
+    launcher._launch(Namespace(num_processes=3), tmp_path / "exit_code", 0)
+    assert reports == [(codes[reported], f"rank {reported}")]
 
 
 def test_launcher_waits_for_its_ranks_though_each_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +284,6 @@ def test_clean_environment(outer: dict[str, str]) -> None:
     assert cleaned.items() >= OTHERS.items()
 
 
-# --- the process becomes the launcher
-
-
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[list[str], dict[str, str]]]:
     """(arguments, environment) of each launch, which does not take place."""
@@ -313,9 +321,15 @@ def test_only_local_rank_0_relaunches(launched: list[Any], monkeypatch: pytest.M
     assert launched == []
 
 
-@pytest.mark.parametrize("argument", ["--num_processes=2", "--machines=a,b", "--max_restarts=1", "--machine_rank=0"])
-def test_launch_options_without_a_config(launched: list[Any], argument: str) -> None:
-    refusal(relaunch_if_requested, [SCRIPT, argument], match=rf"{argument.partition('=')[0]} .* add --config_file")
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [("--failure_detector=no", "on or off"),
+     *((f"--{option}", "add --config_file")  # launch options without one
+       for option in ("num_processes=2", "machines=a,b", "max_restarts=1", "machine_rank=0")),
+     *((f"--{name}={seconds}", seconds) for name in TIMEOUTS for seconds in ("0", "x"))],
+)  # fmt: skip
+def test_refused_before_a_launch(launched: list[Any], argument: str, match: str) -> None:
+    refusal(relaunch_if_requested, [SCRIPT, argument], match=rf"{argument[2:].partition('=')[0]}.*{match}")
     assert launched == []
 
 
@@ -329,16 +343,9 @@ def test_timeouts_reach_the_processes(launched: list[Any], option: str, usual: i
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)
 
 
-def test_the_failure_detector_is_on_or_off(launched: list[Any]) -> None:
+def test_the_failure_detector_is_off(launched: list[Any]) -> None:
     assert relaunch_if_requested([SCRIPT, "--failure_detector", "off"])[0] == [SCRIPT]
     assert os.environ[FAILURE_DETECTOR] == "off"
-    refusal(relaunch_if_requested, [SCRIPT, "--failure_detector=no"], match="on or off")
-
-
-@pytest.mark.parametrize("name", TIMEOUTS)
-@pytest.mark.parametrize("seconds", ["0", "x"])
-def test_invalid_timeouts(launched: list[Any], name: str, seconds: str) -> None:
-    refusal(relaunch_if_requested, [SCRIPT, f"--{name}={seconds}"], match=rf"{name}.*{seconds}")
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,10 +100,9 @@ BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFI
 def test_deepspeed_config_after_the_script_is_used(
     env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each model of the process."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    for _ in range(2):
+    for _ in range(2):  # each model of the process
         assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
@@ -143,16 +141,11 @@ def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal(require_equal, several, "--mixed_precision", {"mixed precision": "bf16"}, match=words)
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def have(count: int) -> None:
+def test_more_processes_than_gpus(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpus(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    return have
-
-
-def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place("torchrun", 3, 4, 3, 4)
     for enough in (0, 4, 8):
         gpus(enough)
@@ -164,14 +157,10 @@ def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pyte
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
     _check_devices(place)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "no")
-    monkeypatch.setattr(rendezvous, "current", "joined for the first fold")
-    _check_devices(place)
-
-
-def test_scheduler_that_shows_each_process_one_gpu(
-    gpus: Callable[[int], None], no_launcher: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "current", "joined for the first fold")
+        _check_devices(place)
+    gpus(1)  # a scheduler shows each process one
     monkeypatch.setenv("LOCAL_RANK", "1")
     _check_devices(Place("srun", 1, 2, 1, 2))
     assert world.os.environ["LOCAL_RANK"] == "0"

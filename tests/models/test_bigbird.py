@@ -98,6 +98,8 @@ def test_same_numbers_by_operators_of_any_device(length: int, training: bool, mo
     monkeypatch.setattr(gathered, "_flash", None)
     reference = make(training=training).double()
     compare(fast(reference), reference, batch(length, "both"), 1e-12, 1e-12)
+    positions = torch.arange(length)[None]  # in one row
+    compare(fast(reference), reference, {**batch(length), "position_ids": positions}, 1e-12, 1e-12)
 
 
 def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +227,6 @@ def test_errors() -> None:
     refusal(narrow, **batch(999), match="--max_length 960")
 
 
-def test_embeddings_with_positions_in_one_row() -> None:
-    reference = make().double()
-    compare(fast(reference), reference, {**batch(1100), "position_ids": torch.arange(1100)[None]}, 1e-12, 1e-12)
-
-
 @pytest.mark.parametrize(("block", "length"), [(64, 1024), (64, 1088), (64, 3072), (64, 4096), (512, 4096)])
 @pytest.mark.parametrize("training", [True, False])
 def test_patterns_that_read_a_block_twice(block: int, length: int, training: bool) -> None:
@@ -254,9 +251,7 @@ def test_an_estimate_does_not_change_the_attention() -> None:
     plan.cached_tables.cache_clear()
     count_activations(model, {"input_ids": (2, 1024)}, "cpu", "no", autocast=True)
     compare(model, reference, batch(1024, "right"), 1e-12, 1e-12)
-
-
-def test_a_table_made_in_inference_mode_works_in_training() -> None:
+    # a table made in inference mode works in training
     plan.cached_tables.cache_clear()
     with torch.inference_mode():
         made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))

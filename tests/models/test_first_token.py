@@ -78,8 +78,7 @@ def test_same_logits_and_gradients(family: str, attention: str, kind: str) -> No
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_the_last_layer_computes_one_position(tmp_path: Path) -> None:
-    """In training, and in a saved model."""
+def test_the_last_layer_of_a_new_and_of_a_saved_model_computes_one_position(tmp_path: Path) -> None:
     model = make("bert", "sdpa")
     model.save_pretrained(tmp_path)
     read_first_token_only(model)
@@ -131,7 +130,6 @@ def test_every_position_where_it_may_be_read(change: str) -> None:
 
 
 def test_every_position_where_a_call_returns_it() -> None:
-    """tests/models/test_outputs.py compares the outputs."""
     model = make("roberta", "eager")
     assert read_first_token_only(model)
     for options in ({"output_hidden_states": [-1]}, {"output_hidden_states": True}, {"output_attentions": True}):

@@ -268,7 +268,6 @@ def made(settings: ModelSettings) -> Path:
     return Path(str(settings.model_name_or_path))
 
 
-@pytest.mark.usefixtures("toolkit_cache")
 def test_a_recipes_long_model_is_cached(bert: Bert, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
     source = bert("BertForMaskedLM")
     settings = long_model(of(source), None)

@@ -16,11 +16,11 @@ import torch._functorch.config
 from safetensors import safe_open
 from transformers import BertConfig, BertModel, BigBirdConfig, BigBirdModel
 
+from tests.faults import refusal
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, losses_of
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError
 from toolkit.models.classifier import load_classifier
 from toolkit.objective import Objective
 from toolkit.objective.adversarial import Adversarial
@@ -92,10 +92,10 @@ def test_two_gradients_of_a_compiled_graph(models: list[Any], monkeypatch: pytes
 def test_unsuitable_models_and_strategies() -> None:
     bert, sparse = BertModel(BertConfig(**TINY, vocab_size=9)), BigBirdModel(BigBirdConfig(**TINY, vocab_size=9))
     for stage, model, why in ((3, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
-        with pytest.raises(UserError, match=f"--torch_compile cannot be used: .*{why}.*leave it out"):
-            compile_layers(accelerator(stage), model)
-    with pytest.raises(UserError, match="grows with each token of a title"):
-        compile_layers(accelerator(), SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True)))  # type: ignore[arg-type]
+        message = f"--torch_compile cannot be used: .*{why}.*leave it out"
+        refusal(compile_layers, accelerator(stage), model, match=message)
+    writer = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
+    refusal(compile_layers, accelerator(), writer, match="grows with each token of a title")
 
 
 @pytest.mark.slow

@@ -56,14 +56,11 @@ def test_groups_of_every_family(model_type: str) -> None:
     assert groups_of(parameter_groups(model, 0.1), model) == expected
 
 
-def test_norms_are_recognized_by_name() -> None:
+def test_norms_are_recognized_by_name_and_frozen_parameters_left_out() -> None:
     names = ("norm", "q_norm", "attn_norm", "final_layernorm", "input_layer_norm", "rmsnorm")
     model = torch.nn.ModuleDict({name: torch.nn.RMSNorm(4) for name in names} | {"enormous": torch.nn.Linear(4, 4)})
     decays = groups_of(parameter_groups(model, 0.1), model)
     assert {name for name, decay in decays.items() if decay} == {"enormous.weight"}
-
-
-def test_frozen_parameters_are_left_out() -> None:
     model = tiny("bert")
     model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
     decays = groups_of(parameter_groups(model, 0.1), model)
@@ -155,7 +152,6 @@ def test_unfreezing_with_frozen_layers_and_with_lora(tiny_model: Path) -> None:
 
 
 def test_muon_trains_the_matrices_of_layers() -> None:
-    """Compared with PyTorch's Muon and AdamW."""
     model, settings = tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, optimizer="muon")
     optimizer = make_optimizer(model, settings)
     hidden = groups_of(optimizer.param_groups, model, HIDDEN)

@@ -13,7 +13,6 @@ from tests.checkpoint.test_folder import save
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
-from toolkit.errors import UserError
 from toolkit.training import resume
 from toolkit.training.resume import Origin, choose_origin, precision_of
 from toolkit.training.run_folder import create_run_folder
@@ -79,7 +78,6 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_path(path: str, expected: list[int], run: Path, tmp_path: Path) -> None:
-    """A run's folder, its checkpoints, one of them, or a link."""
     assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == expected
 
 
@@ -87,8 +85,8 @@ def test_a_path(path: str, expected: list[int], run: Path, tmp_path: Path) -> No
 def test_a_path_to_a_damaged_checkpoint(what: str, run: Path) -> None:
     folder = run / "checkpoints" / "step-00000004"
     (folder / "manifest.json").unlink() if what == "no manifest" else (folder / "weights").write_bytes(b"0")
-    with pytest.raises(UserError, match=f"^--resume {folder}: .*; `--resume auto` takes the newest"):
-        choose_origin(str(folder), run / "checkpoints", FACTS)
+    message = f"^--resume {folder}: .*; `--resume auto` takes the newest"
+    refusal(choose_origin, str(folder), run / "checkpoints", FACTS, match=message)
 
 
 def test_a_path_without_checkpoints(run: Path, tmp_path: Path) -> None:
@@ -107,10 +105,11 @@ def test_a_different_identity_names_the_changed_setting(run: Path) -> None:
     error = refusal(choose_origin, "auto", run / "checkpoints", other, match=r"train_file was a.csv and is b.csv")
     assert "ffff" not in error
     other = {"identity": {**IDENTITY, "model": "gpt"}, "settings": SETTINGS}
-    with pytest.raises(UserError, match="another job: the model differs: the content of its files has changed"):
-        choose_origin("auto", run / "checkpoints", other)
-    with pytest.raises(UserError, match="the content of the files, or the tokenizer, has changed"):
-        choose_origin("auto", run / "checkpoints", {"identity": identity, "settings": SETTINGS})
+    message = "another job: the model differs: the content of its files has changed"
+    refusal(choose_origin, "auto", run / "checkpoints", other, match=message)
+    facts = {"identity": identity, "settings": SETTINGS}
+    message = "the content of the files, or the tokenizer, has changed"
+    refusal(choose_origin, "auto", run / "checkpoints", facts, match=message)
 
 
 def test_each_disk_is_verified_completely(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +135,5 @@ def test_a_link_out_of_the_run_folder_is_refused(there: bool, tmp_path: Path) ->
     if there:
         other.touch()
     (run / "metrics.jsonl").symlink_to(other)
-    with pytest.raises(UserError, match=f"{run / 'metrics.jsonl'} is a link to {other}, outside"):
-        create_run_folder(TrainingSettings(output_dir=str(run)), "cls", FACTS)
+    message = f"{run / 'metrics.jsonl'} is a link to {other}, outside"
+    refusal(create_run_folder, TrainingSettings(output_dir=str(run)), "cls", FACTS, match=message)

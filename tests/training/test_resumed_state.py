@@ -84,15 +84,13 @@ def test_deepspeeds_scaler_resumes_exactly(monkeypatch: pytest.MonkeyPatch) -> N
     assert overflow_pattern(target) != overflow_pattern(deepspeed_scaler())
 
 
-def test_torchs_scaler_resumes_exactly() -> None:
+def test_torchs_scaler_resumes_exactly_and_its_scale_crosses_strategies() -> None:
     source, target = torch_scaler(1024.0), torch_scaler()
     source[0].scaler._growth_tracker.fill_(2)
     there_and_back(source, target)
     assert target[0].scaler.state_dict() == source[0].scaler.state_dict()
     assert target[0].scaler.get_scale() == 1024.0
-
-
-def test_the_scale_crosses_strategies() -> None:
+    # and the scale crosses strategies
     ours, theirs = torch_scaler(512.0), deepspeed_scaler()
     there_and_back(ours, theirs)
     assert theirs[1].optimizer.loss_scaler.cur_scale == 512.0
