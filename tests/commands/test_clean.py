@@ -38,10 +38,7 @@ def test_clean_removes_only_checkpoints(tmp_path: Path) -> None:
     assert message == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
     assert [name for name in names_in(run) if name != ".lock"] == rest
     assert "there were no checkpoints" in clean(run)
-
-
-def test_clean_keeps_files_that_are_no_checkpoints(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "run")
+    run = finished_run(tmp_path / "other")
     (run / "checkpoints" / "notes.txt").touch()
     there = (run / "checkpoints" / "step-00000003").rename(tmp_path / "elsewhere")
     (run / "checkpoints" / "step-00000003").symlink_to(there)
@@ -79,8 +76,6 @@ def test_checkpoint_size_is_compared_with_free_space(tmp_path: Path) -> None:
     assert free > 0
     note = folders.size_note(tmp_path, 10**9, 3, 5 * 10**9)
     assert note == f"checkpoints: about 1 GB each, at most 3 at a time, 3 GB; 5 GB free at {tmp_path}"
-    assert folders.size_note(tmp_path, 10**9, 3, 2 * 10**9).endswith(
-        "too little; free some space, or lower --keep_checkpoints"
-    )
+    assert folders.size_note(tmp_path, 10**9, 3, 2 * 10**9).endswith("or lower --keep_checkpoints")
     with pytest.raises(UserError, match=r"a checkpoint takes about 1 GB, and there is only 999 MB free .*--output_dir"):
         folders.size_note(tmp_path, 10**9, 3, 999 * 10**6)

@@ -9,11 +9,12 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.runs import environment, lines_of
+from tests.runs import environment, lines_of, slow_but, start
 from toolkit import cli
 from toolkit.commands import init
 from toolkit.errors import UserError
@@ -43,21 +44,16 @@ def run_init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     cli._run(cli.commands())
 
 
-def test_init_copies_every_recipe_and_config_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_copies_every_recipe_and_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     run_init(monkeypatch, str(tmp_path / "my work"))
     assert files_of(tmp_path / "my work") == SHIPPED
     out = capsys.readouterr().out
     assert f"{len(SHIPPED)} files copied to {tmp_path}/my work" in out
-    assert (
-        f"cd '{tmp_path}/my work'\n  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml" in out
-    )
+    launch = "accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml"
+    assert f"cd '{tmp_path}/my work'\n  {launch}" in out
 
 
-def test_init_overwrites_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_overwrites_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "cls.py").write_text("print('mine')\n")
@@ -103,14 +99,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(folder: Path, *command: str | Path) -> str:
-    clean = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    path = f"{Path(command[0]).parent}{os.pathsep}{clean['PATH']}"
-    words = [str(word) for word in command]
-    done = subprocess.run(
-        words, cwd=folder, env={**clean, "PATH": path}, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    path = f"{Path(command[0]).parent}{os.pathsep}{environment()['PATH']}"
+    return start(command, env={"PATH": path, "PYTHONPATH": ""}, cwd=folder).succeeded().out
 
 
 # what the scripts `accelerate` and `deepspeed` start, which a wheel of ours does not bring
@@ -125,9 +115,7 @@ SMALL = ["--max_steps", "2", "--global_batch_size", "4", "--per_device_batch_siz
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way == "accelerate" else pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", slow_but(WAYS, "accelerate"))
 def test_recipes_copied_from_a_wheel_run(installed: Path, tmp_path: Path, way: str) -> None:
     output = run_in(tmp_path, installed.parent / "toolkit", "init", "work")
     work = tmp_path / "work"

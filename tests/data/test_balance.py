@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,12 @@ def test_balanced_weights_are_scikit_learns() -> None:
     assert other.weights == pytest.approx([{**expected, 2: 1.0}[label] for label in other.labels])
 
 
-def effective(count: int) -> float:
-    """Its share of a class's weight, by the paper."""
-    return (1 - 0.999) / (1 - 0.999**count)
+EFFECTIVE = [(1 - 0.999) / (1 - 0.999**count) for count in (160, 10, 40)]  # by the paper
 
 
 @pytest.mark.parametrize(
     ("setting", "often", "rare", "some"),
-    [("effective", effective(160), effective(10), effective(40)), ("rare=7.5, some = 0.5", 1, 7.5, 0.5)],
+    [("effective", *EFFECTIVE), ("rare=7.5, some = 0.5", 1, 7.5, 0.5)],
 )
 def test_weights_of_classes(setting: str, often: float, rare: float, some: float) -> None:
     train = balanced(class_weights=setting)["train"]
@@ -83,14 +82,10 @@ def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
 def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]) -> None:
     train = balanced(sampling=sampling)["train"]
     assert train.chances.sum() == pytest.approx(1)
-    every = [batch for epoch in range(60) for batch in order_of(train, epoch)]
-    drawn = np.bincount(train.labels[np.concatenate(every)]) / (60 * len(train))
+    epochs = [GlobalBatches(train.lengths, 32, 1, epoch, chances=train.chances) for epoch in range(60)]
+    drawn = np.bincount(train.labels[np.concatenate([*chain(*epochs)])]) / (60 * len(train))
     assert {place: drawn[place] for place in shares} == pytest.approx(shares, abs=0.02)
     assert balanced(sampling=sampling)["validation"].chances is None
-
-
-def order_of(train: Split, epoch: int, seed: int = 1) -> list[np.ndarray]:
-    return GlobalBatches(train.lengths, 32, seed, epoch, chances=train.chances)
 
 
 def test_one_long_text_may_be_drawn_again_and_again() -> None:

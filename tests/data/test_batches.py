@@ -33,12 +33,6 @@ def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     return np.minimum(2 + np.random.default_rng(seed).lognormal(3.0, 0.8, count).astype(np.int64), 512)
 
 
-def padded_part(order: list[np.ndarray], lengths: np.ndarray) -> float:
-    """The part of a batch's tokens that is padding."""
-    padded = sum(len(batch) * lengths[batch].max() for batch in order)
-    return 1 - lengths.sum() / padded
-
-
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 257, 2000, 6401, 20_011])
 def test_global_batches_of_an_epoch(count: int) -> None:
     lengths = lengths_of(count, seed=count)
@@ -79,9 +73,11 @@ def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
 @pytest.mark.parametrize("batch", [8, 16, 32])
 def test_grouping_wastes_little_on_padding(batch: int) -> None:
     lengths = lengths_of(5000)
-    grouped = padded_part(GlobalBatches(lengths, batch, 1, 0), lengths)
-    plain = padded_part(GlobalBatches(lengths, batch, 1, 0, group_by_length=False), lengths)
-    assert grouped < 0.15
+    grouped, plain = (
+        1 - lengths.sum() / sum(len(each) * lengths[each].max() for each in GlobalBatches(lengths, batch, 1, 0, groups))
+        for groups in (True, False)
+    )
+    assert grouped < 0.15  # of the tokens are padding
     assert plain > 2 * grouped  # the lengths are uneven enough for the test to mean something
 
 
@@ -104,12 +100,10 @@ def fewest_batches(lengths: list[int], per_device: int, max_tokens: int) -> int:
 @pytest.mark.parametrize("per_device", [1, 3, 7, 16])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_micro_batches_are_exactly_the_global_batch(world: int, per_device: int, max_tokens: int | None) -> None:
-    lengths = lengths_of(200)
+    lengths, split = lengths_of(200), of_lengths(lengths_of(200))
     for size in (*range(1, 20), 50, 64, 127):
         indices = np.random.default_rng(size).permutation(200)[:size]
-        mine = [
-            micro_batches(of_lengths(lengths), indices, per_device, rank, world, max_tokens) for rank in range(world)
-        ]
+        mine = [micro_batches(split, indices, per_device, rank, world, max_tokens) for rank in range(world)]
         in_time = [batch for at_once in zip(*mine, strict=True) for batch in at_once]  # as many on each process
         assert sorted(np.concatenate(in_time).tolist()) == sorted(indices.tolist())
         assert all(len(batch) <= per_device for batch in in_time)
@@ -133,14 +127,9 @@ def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_to
         lengths = lengths_of(int(generator.integers(1, 120)), seed)
         samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
         most = most_micro_batches(of_lengths(lengths), samples, per_device, world, max_tokens)
-        batches_of_steps = [
-            batch for grouped in (True, False) for batch in GlobalBatches(lengths, samples, seed, 0, grouped)
-        ]
-        batches_of_steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
-        counts = [
-            len(micro_batches(of_lengths(lengths), batch, per_device, 0, world, max_tokens))
-            for batch in batches_of_steps
-        ]
+        steps = [batch for grouped in (True, False) for batch in GlobalBatches(lengths, samples, seed, 0, grouped)]
+        steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
+        counts = [len(micro_batches(of_lengths(lengths), batch, per_device, 0, world, max_tokens)) for batch in steps]
         assert max(counts) <= most
         if len(lengths) >= samples:  # and a batch of the longest has as many
             longest = np.argsort(-lengths, kind="stable")[:samples]
@@ -179,11 +168,8 @@ def test_padding(split: Split, side: str, ids: list[list[int]], mask: list[list[
     assert batch.weights.dtype == torch.float32
     assert batch.ids.tolist() == [20, 0]
     assert (batch.samples, batch.tokens) == (2, 4)
-
-
-def test_nothing_padded_needs_no_mask(split: Split) -> None:
-    assert set(collator(split)(np.array([4, 4])).inputs) == {"input_ids"}
-    assert set(collator(split)(np.array([4])).inputs) == {"input_ids"}
+    for alike in ([4, 4], [4]):  # nothing padded needs no mask
+        assert set(collator(split, side)(np.array(alike)).inputs) == {"input_ids"}
 
 
 TITLES = [[2, 31, 3], [2, 3], [2, 31, 32, 33, 3]]
@@ -201,11 +187,8 @@ def titled(split: Split) -> TitleSplit:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_each_token_of_a_title_is_told_those_before_it(titled: TitleSplit, side: str) -> None:
     """The decoder's padding is on the right, on whichever side the text has its own."""
-    collate, indices = (
-        TitleCollator(titled, SimpleNamespace(pad_token_id=7, padding_side=side), CPU),
-        np.array([2, 1, 0]),
-    )
-    batch, texts = collate(indices), collator(titled, side)(indices)
+    tokenizer, indices = SimpleNamespace(pad_token_id=7, padding_side=side), np.array([2, 1, 0])
+    batch, texts = TitleCollator(titled, tokenizer, CPU)(indices), collator(titled, side)(indices)
     assert batch.inputs["decoder_input_ids"].tolist() == [[2, 31, 32, 33], [2, 7, 7, 7], [2, 31, 7, 7]]
     assert batch.labels.tolist() == [[31, 32, 33, 3], [3, -100, -100, -100], [31, 3, -100, -100]]
     assert (batch.inputs["decoder_input_ids"].dtype, batch.labels.dtype) == (torch.int64, torch.int64)

@@ -150,18 +150,15 @@ def test_a_published_folder_is_loaded(folder: Path, ours: Any, tmp_path: Path, c
     assert load_words_first(str(tmp_path))(text)["input_ids"] == ours(text)["input_ids"]
 
 
-def test_another_jieba_than_the_one_it_was_saved_with_is_refused(ours: Any, tmp_path: Path) -> None:
-    ours.save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(path.read_text(encoding="utf-8").replace(ours.backend_tokenizer.segmenter, "jieba 0.39 01234567"))
-    refusal(load_words_first, str(tmp_path), match=r"saved with jieba 0\.39 .* pip install jieba==0\.39")
-
-
-def test_other_vocabularies_are_refused() -> None:
+def test_another_jieba_and_other_vocabularies_are_refused(ours: Any, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
+    ours.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(path.read_text(encoding="utf-8").replace(ours.backend_tokenizer.segmenter, "jieba 0.39 01234567"))
+    refusal(load_words_first, str(tmp_path), match=r"saved with jieba 0\.39 .* pip install jieba==0\.39")
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0}, merges=[])))
     refusal(words_first, other, match="needs a model with a WordPiece vocabulary")
 

@@ -208,14 +208,8 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
         ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
     ],
 )
-def test_columns_that_are_no_labels_or_may_be_several_things(
-    labels: list[Any], problem: ProblemType | None, said: str
-) -> None:
+def test_columns_that_are_no_labels_or_ambiguous(labels: list[Any], problem: ProblemType | None, said: str) -> None:
     refusal(found, labels, problem, match=rf"f\.csv: .*{said}")
-
-
-def test_nearly_as_many_classes_as_rows_are_labels_where_asked_for() -> None:
-    assert found(TEXTS, ONE).size == found([*TEXTS, *TEXTS]).size == 490
 
 
 NO_LABEL = "no label: fill it or remove the row"
@@ -247,16 +241,12 @@ def test_a_label_that_cannot_be_meant_names_file_and_row(training: Any, problem:
     refusal(encoded, found(training, problem), other, name="v.csv", match=rf"v\.csv, row 2: .*{said}")
 
 
-def test_rows_are_named_as_in_the_file_when_some_are_left_out() -> None:
-    refusal(found(["a", "b"]).encode, table_of(["a", "b", "c"], name="v.csv"), np.array([1, 2]), match=r"v\.csv, row 3")
-
-
 def test_columns_that_cannot_be_told() -> None:
+    assert found(TEXTS, ONE).size == found([*TEXTS, *TEXTS]).size == 490  # nearly as many as rows, but asked for
+    refusal(found(["a", "b"]).encode, table_of(["a", "b", "c"], name="v.csv"), np.array([1, 2]), match=r"v\.csv, row 3")
     misspelt = table_of(["a"], name="v.csv", column="lable")
     refusal(found(["a", "b"]).encode, misspelt, np.arange(1), match=r"v\.csv has no column 'label': it has text, lable")
-    refusal(
-        find_labels, table_of(["a", "b"], column="y"), None, None, "text", match="Name one of y with --label_column"
-    )
-    table = columns_table(a=[1, 0], b=[0, 1])
+    other, table = table_of(["a", "b"], column="y"), columns_table(a=[1, 0], b=[0, 1])
+    refusal(find_labels, other, None, None, "text", match="Name one of y with --label_column")
     refusal(find_labels, table, "a,b", ONE, "text", match="several labels or numbers, not --problem_type single_label")
     refusal(find_labels, table, "a,bb", None, "text", match=r"did you mean b\?")

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from tests.faults import refusal
 from tests.prepared import MODEL
-from tests.runs import lines_of, start, train
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first
 
@@ -52,9 +51,8 @@ def test_pairs_are_tokenized_together(tiny_model: Path, prepared: Callable[..., 
     assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
     shorter = Collator(split.truncate(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
-    assert shorter.inputs["input_ids"].tolist() == [
-        tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
-    ]
+    expected = tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
+    assert shorter.inputs["input_ids"].tolist() == [expected]
 
 
 def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any], tokenizer: Any) -> None:
@@ -67,6 +65,8 @@ def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any
     assert data.train.token_types.max() == 1
     assert alone.train.token_types is None
     assert data.validation.texts()[0] == "good film\n很好 的 书店"
+    left_out = prepared([{**ROWS[0], "answer": ""}, *ROWS], text_pair="answer", drop_empty_text=True)
+    assert left_out.train.rows.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -86,30 +86,9 @@ def test_faults_of_pairs(prepared: Callable[..., Any], rows: Any, given: dict[st
     refusal(prepared, rows, **given, match=said)
 
 
-def test_an_empty_second_text_is_left_out_when_asked(prepared: Callable[..., Any]) -> None:
-    data = prepared([{**ROWS[0], "answer": ""}, *ROWS], text_pair="answer", drop_empty_text=True)
-    assert data.train.rows.tolist() == [1, 2, 3, 4]
-
-
-def test_a_model_of_one_type_is_given_none(
-    prepared: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_one_type(prepared: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODEL, "type_vocab_size", 1, raising=False)
     data = prepared(ROWS, text_pair="answer")
     assert data.train.token_types is None
     assert data.validation.truncate(tokenizer, 12, "test_first_12").token_types is None
     assert any("one token type" in note for note in data.notes)
-
-
-def test_a_run_and_its_predictions(tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str]) -> None:
-    """`toolkit predict` reads the columns that the run learned from."""
-    data, run, output = write_rows("pairs.jsonl", ROWS), tmp_path / "run", tmp_path / "new.jsonl"
-    columns = ["--text_column", "question", "--text_pair", "answer"]
-    train("--model_name_or_path", tiny_model, "--train_file", data, "--validation_file", data, *columns, "--max_steps",
-          2, "--mixed_precision", "no", "--output_dir", run)  # fmt: skip
-    command = ["toolkit", "predict", run / "model", data, "--output", output, "--mixed_precision", "no"]
-    predicted = start(command).succeeded()
-    assert "reading columns question and answer" in predicted.out + predicted.err
-    mine, theirs = ([line["probabilities"] for line in lines_of(path)] for path in (output, run / "predictions.jsonl"))
-    assert len(set(map(tuple, theirs))) == len(ROWS)
-    assert np.array(mine) == pytest.approx(np.array(theirs), abs=1e-5)

@@ -26,9 +26,7 @@ WriteRows = Callable[..., str]
 
 def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
     """So many rows of each class, mixed, each text once."""
-    rows = [
-        {"text": f"{prefix} {label} {number}", "label": label} for label, n in classes.items() for number in range(n)
-    ]
+    rows = [{"text": f"{prefix} {label} {place}", "label": label} for label, n in classes.items() for place in range(n)]
     return [rows[place] for place in np.random.default_rng(7).permutation(len(rows))]
 
 
@@ -45,9 +43,8 @@ def test_samples_are_the_rows_of_the_file(prepared: Prepare, tokenizer: Any) -> 
     for split, rows in ((data.train, train), (data.validation, validation)):
         assert split.rows.tolist() == list(range(len(rows)))
         assert [data.labels.names[label] for label in split.labels] == [row["label"] for row in rows]
-        assert [split.tokens(place).tolist() for place in range(len(rows))] == [
-            tokenizer(row["text"])["input_ids"] for row in rows
-        ]
+        expected = [tokenizer(row["text"])["input_ids"] for row in rows]
+        assert [split.tokens(place).tolist() for place in range(len(rows))] == expected
     assert data.validation.texts() == [row["text"] for row in validation]
 
 
@@ -65,17 +62,13 @@ def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare, vocabulary:
     refusal(prepared, rows_of({"a": 5, "b": 5}), model=model, says=["127", str(vocabulary)])
 
 
-def test_texts_that_are_also_in_training_are_said(prepared: Prepare) -> None:
-    rows = rows_of({"a": 5, "b": 5})
-    data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
+def test_texts_that_are_also_in_training_and_cut_ones_are_said(prepared: Prepare) -> None:
+    rows = [*rows_of({"a": 5, "b": 4}), {"text": "the " * 40, "label": "a"}]
+    others = {"validation_file": rows[:3] + rows_of({"a": 2}, "bad"), "test_file": rows_of({"b": 2}, "dull")}
+    data = prepared(rows, **others, max_length=20)
     (note,) = [note for note in data.notes if "also in the training" in note]
     assert note.startswith("validation: 3 of 5 texts")
     assert "(rows 1, 2, 3)" in note
-
-
-def test_cut_texts_are_counted(prepared: Prepare) -> None:
-    rows = [*rows_of({"a": 5, "b": 4}), {"text": "the " * 40, "label": "a"}]
-    data = prepared(rows, validation_file=rows[:2], max_length=20)
     assert any("train: 10.0 % of the texts are cut at 20 tokens" in note for note in data.notes)
     assert not any(note.startswith("validation") and "cut" in note for note in data.notes)
     assert data.train.lengths.max() == 20
@@ -138,7 +131,6 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def test_the_second_run_makes_nothing(prepared: Prepare, toolkit_cache: Path) -> None:
-    """Also where the same rows lie elsewhere."""
     rows = rows_of({"a": 10, "b": 10})
     first = prepared(rows)
     before = state(toolkit_cache / "tokens")
@@ -212,9 +204,6 @@ def test_texts_the_model_cannot_read_are_an_error(prepared: Prepare) -> None:
     assert any("unknown to this model" in note for note in prepared(some, validation_file=some).notes)
 
 
-# --- which rows take part
-
-
 def words(count: int, number: int = 7) -> str:
     """A text of `count` words, which has `count` + 2 tokens."""
     return " ".join([str(number % 10), *["good"] * (count - 1)])
@@ -281,7 +270,6 @@ def test_a_row_is_empty_where_every_column_is(prepared: Prepare) -> None:
 
 @pytest.mark.parametrize(("min_length", "max_length"), [(2, 3), (7, 5), (11, 131)])
 def test_short_texts_are_left_out_whatever_is_cut(prepared: Prepare, min_length: int, max_length: int) -> None:
-    """The tokens that count are those of the whole text."""
     rows = growing(10)
     data = prepared(rows, validation_file=rows, test_file=rows, min_length=min_length, max_length=max_length)
     kept = [place for place in range(10) if place + 3 >= min_length]

@@ -56,7 +56,6 @@ def _as_large_files_are(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", [*FORMATS, *(f"{kind}.gz" for kind in TEXT_FORMATS)])
 def test_every_format_gives_the_same_rows(write_rows: WriteRows, kind: str) -> None:
-    """Also words that look like nothing, and texts that look like numbers or dates."""
     texts = ["null", "NA", "None", "nan", "N/A", "-", "007", "1.50", "1e3", "true", "2020-01-01"]
     rows = [*ROWS, *({"text": text, "label": text} for text in texts)]
     path = write_rows(f"a.{kind}", rows)
@@ -184,11 +183,8 @@ def test_texts_of_several_lines_and_odd_rows_are_no_fault(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-QUOTED = 'text\tlabel\n"very good" film\t1\nbad\t0\n"so\t1\n'
-
-
 def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.tsv", QUOTED)
+    path = write(tmp_path / "a.tsv", 'text\tlabel\n"very good" film\t1\nbad\t0\n"so\t1\n')
     told = fault_of(path)
     assert "line 2 (row 1)" in told
     assert "pass --quoting none; else close it at the end of the cell, or double it" in told
@@ -219,21 +215,17 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
         ("a.txt", "a\n", {"column_names": "b"}, {"text": ["a"]}, "one text per line; without --column_names b"),
     ],
 )
-def test_files_as_they_come_are_read_and_it_is_said_how(
-    tmp_path: Path, name: str, content: str, options: dict[str, str], columns: dict[str, list[Any]], said: str
-) -> None:
+def test_files_as_they_come(tmp_path: Path, name: str, content: str, options: Any, columns: Any, said: str) -> None:
     table = read_file(path := write(tmp_path / name, content), **options)
     assert table.rows.to_dict() == columns
     assert said in table.note
     assert table.note.startswith(path if said else "")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"delimiter": "||"}, "--delimiter '||': give one character"), ({"column_names": "a"}, "line 1: 2 cells where")],
-)
-def test_ways_to_read_that_cannot_be_meant(tmp_path: Path, options: dict[str, str], said: str) -> None:
-    assert said in fault_of(write(tmp_path / "a.csv", "text,label\na,1\n"), **options)
+def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "text,label\na,1\n")
+    assert "--delimiter '||': give one character" in fault_of(path, delimiter="||")
+    assert "line 1: 2 cells where" in fault_of(path, column_names="a")
 
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])
@@ -339,7 +331,4 @@ def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path,
     changed = read_hub(str(folder))["train"]
     assert changed.digest != first.digest
     assert changed.rows["label"][0] == "z"
-
-
-def test_a_data_set_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
     refusal(read_hub, str(tmp_path / "nowhere"), match="--dataset_name")

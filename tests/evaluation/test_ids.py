@@ -99,9 +99,8 @@ def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> Non
     split = split_of(23)
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     settings = TrainingSettings(per_device_batch_size=4)
-    evaluation = evaluate_classifier(
-        accelerator, Echo(), split, TOKENIZER, settings, lambda logits, _: logits[:, 1], labels
-    )
+    given = accelerator, Echo(), split, TOKENIZER, settings
+    evaluation = evaluate_classifier(*given, lambda logits, _: logits[:, 1], labels)
     assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
     assert (evaluation.split, evaluation.numbers["num_samples"]) == ("test", 23)
     assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))  # equal logits: class 0

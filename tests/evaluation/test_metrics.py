@@ -110,7 +110,6 @@ def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
 
 @pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
 def test_numpy_and_torch_metrics_become_numbers(score: Any, tmp_path: Path) -> None:
-    """For the best model, for curves, and in eval.jsonl."""
     metrics = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
                "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
     for name in ("score", "right"):
@@ -143,7 +142,6 @@ def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> 
      ("pearson", [None, math.nan], [0, 1], 1), ("loss", [math.nan, 3.0, None], [0, 0, 1], 2)],
 )  # fmt: skip
 def test_the_best_evaluation(metric: str, values: list[Any], counters: list[int], best_step: int) -> None:
-    """Resumed after each evaluation; a metric may be undefined."""
     best = Best(metric, SINGLE)
     for step, (value, counter) in enumerate(zip(values, counters, strict=True), 1):
         assert best.update(Evaluation("validation", {metric: value}, None), step) is (counter == 0)

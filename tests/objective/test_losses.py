@@ -38,12 +38,15 @@ def test_the_mean_is_transformers_loss(tiny_model: Path, tokenizer: Any, problem
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_label_smoothing_is_torchs() -> None:
-    classes, labels = LABELS["single_label_classification"]
-    logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1))
+def test_label_smoothing_and_pos_weight_are_torchs() -> None:
+    labels = LABELS["single_label_classification"][1]
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     smoothed = sample_losses(logits, labels, "single_label_classification", label_smoothing=0.1)
     assert smoothed.mean() == F.cross_entropy(logits, labels, label_smoothing=0.1)
     assert not torch.allclose(smoothed, sample_losses(logits, labels, "single_label_classification"))
+    labels, weight = LABELS["multi_label_classification"][1], torch.tensor([3.0, 1.0, 0.25])
+    losses = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight)
+    assert losses.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
@@ -66,19 +69,11 @@ def test_the_focal_loss_is_that_of_its_paper(gamma: float) -> None:
         assert leaf.grad.isfinite().all()
 
 
-def test_pos_weight_is_torchs() -> None:
-    _, labels = LABELS["multi_label_classification"]
-    logits, weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([3.0, 1.0, 0.25])
-    losses = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight)
-    assert losses.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
-
-
 TITLES = torch.tensor([[5, 6, 3, -100], [3, -100, -100, -100], [9, 9, 9, 3]])  # (B, T)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None:
-    """Computed token by token, without padding, also with smoothing."""
     logits = torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(1))  # (B, T, V)
     logits[1, 3] = torch.linspace(-500, 500, 11)  # padding with a huge loss
     one_by_one = [

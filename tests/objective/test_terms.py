@@ -120,7 +120,7 @@ def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     assert (divergence(one, two, SINGLE) > 0).all()
 
 
-def test_a_custom_term_is_added_in_training_only() -> None:
+def test_a_custom_term_and_terms_that_do_not_fit() -> None:
     batch, outputs = batch_of(ROWS), logits(3)[:3]
     plain = objective_of(None)
     objective = plain.plus(lambda batch, logits: logits[:, 0])
@@ -128,9 +128,7 @@ def test_a_custom_term_is_added_in_training_only() -> None:
     torch.testing.assert_close(plain(batch, outputs), expected)
     torch.testing.assert_close(objective(batch, outputs), expected + outputs[:, 0])
     torch.testing.assert_close(objective.losses(outputs, batch.labels), expected)
-
-
-def test_terms_that_do_not_fit_are_refused() -> None:
+    # and terms that do not fit
     with pytest.raises(UserError, match="--r_drop_alpha"):
         objective_of(tiny("bert"), "regression", r_drop_alpha=1)
     with pytest.raises(UserError, match="Linear has no input embeddings"):

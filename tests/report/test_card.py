@@ -82,8 +82,9 @@ def snippet_of(loaded: ModelCard) -> str:
     return snippet
 
 
-def test_front_matter(tmp_path: Path) -> None:
-    loaded = card(tmp_path, DEMO).data
+def test_front_matter_results_and_limits(tmp_path: Path) -> None:
+    written_card = card(tmp_path, DEMO | {"learning_rate": 1e-4, "warmup_ratio": 0.1})
+    loaded, text = written_card.data, written_card.text
     facts = (loaded.base_model, loaded.library_name, loaded.pipeline_tag, loaded.license, loaded.datasets)
     assert facts == (
         "sentence-transformers/all-MiniLM-L6-v2", "transformers", "text-classification", None, None
@@ -94,9 +95,21 @@ def test_front_matter(tmp_path: Path) -> None:
         "Accuracy": 0.75, "F1 (macro)": 0.7, "F1 (micro)": 0.75, "F1 (weighted)": 0.72
     }  # fmt: skip
     assert results["F1 (macro)"].metric_args == {"average": "macro"}
-    assert {(result.dataset_name, result.dataset_split) for result in results.values()} == {
-        ("rotten-tomatoes", "validation")
-    }
+    assert {(each.dataset_name, each.dataset_split) for each in results.values()} == {("rotten-tomatoes", "validation")}
+    assert "| 1 | 正面\\|x |" in text
+    assert "| 正面\\|x | 0.5000 | 0.2500 | 0.3333 | 12 |" in text
+    assert "<b>" not in text
+    assert "&lt;b&gt;\\_odd\\_&lt;/b&gt;" in text
+    assert cell("a|b\n*c* `d` __e__ f_g [h](i) \\") == r"a\|b \*c\* \`d\` \_\_e\_\_ f_g \[h\](i) \\"
+    for line in ("| Accuracy | 0.7500 |", "| learning_rate | 0.0001 |", "| warm-up | 0.1 of all steps |",
+                 "| optimizer steps | 40 of 40, 240 an epoch |", "| train | 7,677 |", "| mixed_precision | bf16 |",
+                 "- torch 2.13.0", "The saved model (step 40) on the 453 samples of validation",
+                 "reads the first 128 tokens", "chosen by F1 (macro) on the same validation samples",
+                 "±4.0 percentage points",  # 1.96 * sqrt(0.75 * 0.25 / 453)
+                 "whose scores are unreliable: 正面\\|x."):  # fmt: skip
+        assert line in text
+    assert "peft" not in text
+    assert "F1 (micro)" not in text  # it equals the accuracy
 
 
 def test_demo_names_become_those_of_their_origin_and_hub_names_stay(tmp_path: Path) -> None:
@@ -114,7 +127,6 @@ def test_demo_names_become_those_of_their_origin_and_hub_names_stay(tmp_path: Pa
 
 @pytest.mark.parametrize("exist", [True, False])
 def test_no_local_path(tmp_path: Path, exist: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of files that have been removed in the meantime."""
     monkeypatch.setenv("HOME", str(tmp_path / "secret"))
     base, train = tmp_path / "secret" / "my-bert", tmp_path / "secret" / "train.csv"
     if exist:
@@ -127,28 +139,6 @@ def test_no_local_path(tmp_path: Path, exist: bool, monkeypatch: pytest.MonkeyPa
     assert "- train.csv: 9 of 90 rows are held back" in loaded.text
     assert "secret" not in loaded.content
     assert str(tmp_path) not in loaded.content
-
-
-def test_names_are_escaped_in_tables(tmp_path: Path) -> None:
-    text = card(tmp_path, DEMO).text
-    assert "| 1 | 正面\\|x |" in text
-    assert "| 正面\\|x | 0.5000 | 0.2500 | 0.3333 | 12 |" in text
-    assert "<b>" not in text
-    assert "&lt;b&gt;\\_odd\\_&lt;/b&gt;" in text
-    assert cell("a|b\n*c* `d` __e__ f_g [h](i) \\") == r"a\|b \*c\* \`d\` \_\_e\_\_ f_g \[h\](i) \\"
-
-
-def test_results_training_and_limits(tmp_path: Path) -> None:
-    text = card(tmp_path, DEMO | {"learning_rate": 1e-4, "warmup_ratio": 0.1}).text
-    for line in ("| Accuracy | 0.7500 |", "| learning_rate | 0.0001 |", "| warm-up | 0.1 of all steps |",
-                 "| optimizer steps | 40 of 40, 240 an epoch |", "| train | 7,677 |", "| mixed_precision | bf16 |",
-                 "- torch 2.13.0", "The saved model (step 40) on the 453 samples of validation",
-                 "reads the first 128 tokens", "chosen by F1 (macro) on the same validation samples",
-                 "±4.0 percentage points",  # 1.96 * sqrt(0.75 * 0.25 / 453)
-                 "whose scores are unreliable: 正面\\|x."):  # fmt: skip
-        assert line in text
-    assert "peft" not in text
-    assert "F1 (micro)" not in text  # it equals the accuracy
 
 
 def test_few_samples_of_a_test_split(tmp_path: Path) -> None:
@@ -170,9 +160,7 @@ def test_few_samples_of_a_test_split(tmp_path: Path) -> None:
         (Labels("multi_label_classification", NAMES, ("labels",)), SINGLE, "any number of 3 labels"),
     ],
 )  # fmt: skip
-def test_the_snippet_is_python(
-    tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str, kind: str | None
-) -> None:
+def test_the_snippet(tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str, kind: str | None) -> None:
     loaded = card(tmp_path, DEMO | {"tokenizer": kind}, numbers, labels)
     assert says in loaded.text
     snippet = snippet_of(loaded)
@@ -242,7 +230,6 @@ def test_titles(tmp_path: Path, title_model: Path) -> None:
 
 @pytest.fixture(scope="session")
 def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random encoder-decoder."""
     folder, tiny = tmp_path_factory.mktemp("title-model"), PretrainedSettings(model_name_or_path=str(tiny_model))
     tokenizer = load_tokenizer(tiny)
     model: Any = load_title_model(tiny, tiny, GenerationSettings(num_beams=2), tokenizer, 9, seed=1)

@@ -116,7 +116,11 @@ def page_of(folder: Path) -> Page:
     return Page(write_report_of_folder(folder))
 
 
-def test_the_page_loads_nothing(three: Run) -> None:
+def test_a_classification(three: Run) -> None:
+    folder, last, texts = three
+    with pytest.raises(ValueError, match="60 rows, and there are 59 texts"):
+        write_report(folder, last, texts[1:])
+    assert not (folder / "report.html").exists()
     page = written(three)
     assert page.open == page.loads() == []
     assert "http://" not in page.source
@@ -125,46 +129,15 @@ def test_the_page_loads_nothing(three: Run) -> None:
     shown = [row[1] for row in page.rows["mistakes"][1:]]
     assert NASTY in shown  # as text
     assert max(len(text) for text in shown) == html.MAX_CHARACTERS + 1
-    assert sorted(path.name for path in three[0].iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Forgetful(Feature):
-        def page(self, page: Any) -> PagePart:
-            return PagePart("{% block section %}{{ worst_of_all }}{% endblock %}", {})
-
-    monkeypatch.setattr(html, "features", lambda: [Forgetful()])
-    refusal(written, three, says=["Forgetful.page", "'worst_of_all' is undefined"])
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_summary(three: Run) -> None:
-    text = written(three).text
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
                   "2 x ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
-        assert shown in text
-    assert "F1 (micro)" not in text  # it equals the accuracy
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    path = three[0] / "config.json"
-    command = "/home/somebody/cls.py --output_dir /mnt/home/somebody/run --seed"
-    path.write_text(path.read_text().replace("recipes/cls.py --seed", command))
-    source = written(three).source
-    assert "~/cls.py --output_dir /mnt/home/somebody/run --seed 1" in source
-    assert source.count("somebody") == 1
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_worst_mistakes_and_confusion_matrix(three: Run) -> None:
-    page = written(three)
-    predictions = lines_of(three[0] / "predictions.jsonl")
+        assert shown in page.text
+    assert "F1 (micro)" not in page.text  # it equals the accuracy
+    predictions = lines_of(folder / "predictions.jsonl")
     wrong = [line for line in predictions if line["label"] != line["prediction"]]
     surest = sorted(wrong, key=lambda line: -max(line["probabilities"]))[:20]
     head, *rows = page.rows["mistakes"]
@@ -182,11 +155,25 @@ def test_worst_mistakes_and_confusion_matrix(three: Run) -> None:
         assert row == [name, *cells, str(len(guesses))]
 
 
-def test_another_number_of_texts_is_an_error(three: Run) -> None:
-    folder, last, texts = three
-    with pytest.raises(ValueError, match="60 rows, and there are 59 texts"):
-        write_report(folder, last, texts[1:])
-    assert not (folder / "report.html").exists()
+@pytest.mark.usefixtures("without_charts")
+def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(Feature):
+        def page(self, page: Any) -> PagePart:
+            return PagePart("{% block section %}{{ worst_of_all }}{% endblock %}", {})
+
+    monkeypatch.setattr(html, "features", lambda: [Forgetful()])
+    refusal(written, three, says=["Forgetful.page", "'worst_of_all' is undefined"])
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_the_home_folder_becomes_a_tilde(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    path = three[0] / "config.json"
+    command = "/home/somebody/cls.py --output_dir /mnt/home/somebody/run --seed"
+    path.write_text(path.read_text().replace("recipes/cls.py --seed", command))
+    source = written(three).source
+    assert "~/cls.py --output_dir /mnt/home/somebody/run --seed 1" in source
+    assert source.count("somebody") == 1
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -219,9 +206,7 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
 
 def test_regression(tmp_path: Path) -> None:
     labels = Labels("regression", ("score",), ("score",))
-    predictions = [
-        {"id": place, "label": place / 10, "prediction": place / 10 + (-1) ** place * place / 50} for place in range(30)
-    ]
+    predictions = [{"id": row, "label": row / 10, "prediction": row / 10 + (-1) ** row * row / 50} for row in range(30)]
     page = page_for(tmp_path / "run", labels, predictions, REGRESSION, [f"text {place}" for place in range(30)])
     rows = page.rows["mistakes"]
     assert rows[0] == ["row", "text", "true", "predicted", "error"]
@@ -230,13 +215,9 @@ def test_regression(tmp_path: Path) -> None:
     assert {"Predicted against true", "Pearson correlation on validation"} <= set(page.texts)
     assert "confusion" not in page.rows
     assert page.loads() == []
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_several_numbers(tmp_path: Path) -> None:
     labels = Labels("regression", ("taste", "price"), ("taste", "price"))
     predictions = [{"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)]
-    page = page_for(tmp_path / "run", labels, predictions, REGRESSION)
+    page = page_for(tmp_path / "several", labels, predictions, REGRESSION)
     assert page.rows["mistakes"][1] == ["1", "[0, 2.5]", "[1, 2.0]", "0.75"]
     assert "2 numbers" in page.text
 
@@ -303,7 +284,7 @@ def titles(tmp_path: Path) -> Run:
     return tmp_path / "run", make_run(tmp_path / "run", None, title_lines(60), TITLES), texts
 
 
-def test_titles_summary(titles: Run) -> None:
+def test_titles(titles: Run, tmp_path: Path) -> None:
     page = written(titles)
     for shown in ("ROUGE-1 0.4100", "ROUGE-2 0.2000", "ROUGE-L 0.3500", "Loss (of a title's token) 2.5000",
                   "ROUGE is computed on Chinese words (jieba:", "at most 24 tokens, column 标题",
@@ -314,11 +295,6 @@ def test_titles_summary(titles: Run) -> None:
     assert {"confusion", "classes", "mistakes"}.isdisjoint(page.rows)
     assert {"ROUGE on validation", "ROUGE-1", "ROUGE-2", "ROUGE-L"} <= set(page.texts)
     assert page.open == page.loads() == []
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_titles_examples(titles: Run) -> None:
-    page = written(titles)
     rows = page.rows["examples"]
     head = ["row", "text", "generated", "reference", "ROUGE-L"]
     assert [place for place, row in enumerate(rows) if row == head] == [0, 9, 18]
@@ -332,13 +308,8 @@ def test_titles_examples(titles: Run) -> None:
     assert max(len(row[1]) for row in worst) == html.MAX_CHARACTERS + 1
     assert f"<bdi>{ARABIC}</bdi>" in page.source
     assert "<script" not in page.source
-
-
-@pytest.mark.usefixtures("without_charts")
-def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
-    text = written(titles).text
     counts = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
-    assert f"Of the 60 titles of validation {'; '.join(counts)}" in text
+    assert f"Of the 60 titles of validation {'; '.join(counts)}" in page.text
     lines = [line | {"title": "Weather <b> report"} for line in title_lines(60)]
     text = page_for(tmp_path / "same", None, lines, TITLES).text
     assert "The commonest was written for 60 texts: Weather <b> report" in text

@@ -67,13 +67,10 @@ def test_each_tracker_gets_the_run_project_and_folder(settings: dict[str, str], 
     assert started(step=7)[0]["tensorboard"]["purge_step"] == 8
 
 
-def test_the_users_mlflow_store_is_used(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_mlflow_store_and_a_tracker_that_cannot_start(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
     options, _, stores = started()
     assert (options["mlflow"]["logging_dir"], stores) == (None, [])
-
-
-def test_a_tracker_that_cannot_start_is_an_error(started: Any) -> None:
     with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
         started(project="refused")
 

@@ -106,7 +106,7 @@ def test_flush_comes_before_the_rename(tokens: Tokens, toolkit_cache: Path, monk
     assert ("tokens", True) in flushed  # and then the name itself
 
 
-def test_full_disk(toolkit_cache: Path) -> None:
+def test_full_disk_and_interrupted_build(tokens: Tokens, toolkit_cache: Path) -> None:
     def fill(draft: Path) -> None:
         (draft / "half").write_text("x")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -114,8 +114,6 @@ def test_full_disk(toolkit_cache: Path) -> None:
     refusal(build_once, "tokens", "abc", fill, match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE")
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
 
-
-def test_interrupted_build(tokens: Tokens, toolkit_cache: Path) -> None:
     def die(draft: Path) -> None:
         (draft / "meta.json").write_text("{}")
         raise KeyboardInterrupt

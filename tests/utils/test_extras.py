@@ -69,9 +69,7 @@ def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Pa
     converted = without_extras("-m", "toolkit", "convert", folder / "checkpoints" / "last", tmp_path / "out")
     converted.succeeded()
     assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_each_extra_is_tested(run_folder: tuple[Path, Finished]) -> None:
+    # and each extra is tested, here or below
     assert set(PACKAGES) == {case.partition(":")[0] for case in NEEDS} | DOES_WITHOUT
     assert EXTRAS["all"] == [f"finetune-toolkit[{','.join(PACKAGES)}]".replace("demo,", "")]
 

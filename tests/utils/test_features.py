@@ -34,9 +34,8 @@ def test_results_must_be_lines(lines: Any, monkeypatch: pytest.MonkeyPatch) -> N
             return lines
 
     monkeypatch.setattr(features, "features", lambda: [Silent()])
-    refusal(
-        features.write_results, Path(), None, None, None, None, says=["Silent.results", repr(lines), "list of lines"]
-    )
+    says = ["Silent.results", repr(lines), "list of lines"]
+    refusal(features.write_results, Path(), None, None, None, None, says=says)
 
 
 class Plain:

@@ -40,10 +40,7 @@ def test_replace_file(tmp_path: Path, flush: bool) -> None:
     with pytest.raises(TypeError), replace_file(path) as draft:
         draft.open("w").writelines(["half", 2])  # type: ignore[list-item]
     assert (path.read_text(), names(path.parent)) == ("second", ["a.txt"])
-
-
-def test_replace_link(tmp_path: Path) -> None:
-    for target in ("a", "b"):
+    for target in ("a", "b"):  # of a link
         (tmp_path / target).mkdir()
         with replace_file(tmp_path / "last") as draft:
             draft.symlink_to(target)

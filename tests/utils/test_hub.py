@@ -38,16 +38,13 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_unreachable_hub(load: Any, setting: str, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
-    refusal(
-        load, says=[f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"]
-    )
+    says = [f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"]
+    refusal(load, says=says)
     assert time.monotonic() - started < 10
     assert f"fetching it from {closed} (set HF_ENDPOINT for another hub)" in capsys.readouterr().err
 
 
-def test_cached_copy_of_an_unreachable_hub(
-    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("toolkit.utils.hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     check_reachable("nobody/no-model")
     assert f"{closed} cannot be reached: using the copy in the cache" in capsys.readouterr().err

@@ -25,9 +25,8 @@ def test_line_is_printed_once(tmp_path: Path) -> None:
 
 def test_applications_logging_is_kept(tmp_path: Path) -> None:
     form = "format='%(levelname)s %(name)s %(message)s'"
-    assert stderr_of(f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}", tmp_path) == (
-        "INFO toolkit a line\n"
-    )
+    shown = stderr_of(f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}", tmp_path)
+    assert shown == "INFO toolkit a line\n"
     assert stderr_of(f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}", tmp_path) == ""
     assert "a line" in (tmp_path / "log").read_text()
 

@@ -101,9 +101,7 @@ ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("samples", "width", "recomputes", "parts", "absent"), ANSWERS)
-def test_explanation_names_the_settings(
-    samples: int, width: int, recomputes: bool | None, parts: list[str], absent: list[str]
-) -> None:
+def test_explanation(samples: int, width: int, recomputes: bool | None, parts: list[str], absent: list[str]) -> None:
     answer = memory.explain(batch_of(samples, width), recomputes, MemoryError())
     assert answer is not None
     assert [part for part in parts if part not in answer] == [part for part in absent if part in answer] == []

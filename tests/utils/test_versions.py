@@ -38,7 +38,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_code_digest_changes_with_any_module(package: Path) -> None:
+def test_code_digest_changes_with_the_recipe_and_any_module(package: Path, tmp_path: Path) -> None:
     changes: list[Callable[[], object]] = [
         lambda: (package / "launch" / "b.py").write_text("b = 2\r\n"),
         lambda: (package / "empty.py").touch(),
@@ -47,9 +47,6 @@ def test_code_digest_changes_with_any_module(package: Path) -> None:
     ]
     digests = [versions.code_digest(), *((change(), versions.code_digest())[1] for change in changes)]
     assert len(set(digests)) == 5
-
-
-def test_code_digest_includes_the_recipe(package: Path, tmp_path: Path) -> None:
     one, other, same = (tmp_path / name for name in ("cls.py", "title.py", "copy.py"))
     one.write_text("x = 1\n")
     other.write_text("x = 2\n")
@@ -63,12 +60,9 @@ def test_code_digest_includes_the_recipe(package: Path, tmp_path: Path) -> None:
 
 def test_describe_differences() -> None:
     other = SAME | {"torch": "2.12.1"}
-    assert (
-        versions.describe_differences([("A", SAME), ("B", other), ("C", SAME)])
-        == "torch is 2.13.0 on A, C and 2.12.1 on B"
-    )
     several = [("A", SAME), ("A", SAME), ("B", other), ("B", other)]  # of one host
-    assert versions.describe_differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
+    for machines, names in (([("A", SAME), ("B", other), ("C", SAME)], "A, C"), (several, "A")):
+        assert versions.describe_differences(machines) == f"torch is 2.13.0 on {names} and 2.12.1 on B"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_many_rows_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert baselines(made(40, 1), made(50, 2), logits[:, :1], ClassAnswers(number)) == {}
 
 
-def test_a_single_label_that_a_row_may_have() -> None:
+def test_one_label() -> None:
     label = Labels("multi_label_classification", ("a",), ("label",))
     train, split = (replace(each, labels=each.labels[:, :1]) for each in (made(400, 1, True), made(50, 2, True)))
     models = baselines(train, split, np.zeros((50, 1), np.float32), ClassAnswers(label))["models"]

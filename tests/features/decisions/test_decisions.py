@@ -123,7 +123,6 @@ def test_all_that_loads_the_model_applies_decisions(runs: dict[str, Path], tmp_p
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2"])
 def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path: Path) -> None:
-    """The same metrics and predictions, also in two processes with an odd number of rows."""
     run, out = runs["single"] / "two", tmp_path / "out"
     command = ["toolkit", "evaluate", run / "model", run.parent / "test.csv", "--output_dir", out, *WAYS[way]]
     start(command).succeeded()

@@ -89,7 +89,6 @@ def test_the_highest_temperature_is_a_warning() -> None:
 
 @pytest.mark.parametrize(("positives", "warns"), [(9, True), (10, False), (30, False), (31, True), (40, True)])
 def test_a_threshold_from_few_rows_is_a_warning(positives: int, warns: bool) -> None:
-    """Few that have the label, or few that do not."""
     truth = (np.arange(40) < positives).astype(np.int64)
     logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1).astype(np.float32)
     decisions, notes = tune_on(truth, logits, tune_thresholds="f1")
@@ -196,9 +195,7 @@ def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str,
         ({"abstain_below": 0.7}, SEVERAL, "several labels per text"),
     ],
 )
-def test_settings_that_do_not_fit_the_labels_are_refused(
-    settings: dict[str, Any], labels: Labels, message: str
-) -> None:
+def test_settings_that_do_not_fit_the_labels(settings: dict[str, Any], labels: Labels, message: str) -> None:
     refusal(check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
 
 

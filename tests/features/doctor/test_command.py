@@ -21,7 +21,7 @@ DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
 
 
 def doctor(*arguments: str | Path, **options: Any) -> Finished:
-    return start([*DOCTOR, *arguments], seconds=90, **options)
+    return start(["toolkit", "doctor", *arguments], seconds=90, **options)
 
 
 def findings_of(done: Finished) -> dict[str, dict[str, str]]:
@@ -54,7 +54,7 @@ def test_problems_have_commands_that_solve_them(tmp_path: Path) -> None:
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
-    done = doctor("--json", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    done = start([*DOCTOR, "--json"], env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
     torch = findings_of(done)["torch"]
     assert (done.code, torch["level"]) == (1, "fail")
     assert torch["text"] == "torch cannot be imported: ImportError: libcudart.so.12: cannot open"
@@ -62,7 +62,6 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def test_the_command_line_of_a_run(reviews: Path, tiny_model: Path, tmp_path: Path) -> None:
-    """Nothing is started."""
     line = ["recipes/cls.py", "--train_file", str(reviews), "--model_name_or_path", str(tiny_model),
             "--output_dir", str(tmp_path / "run"), "--config_file", "accelerate_configs/ddp.yaml"]  # fmt: skip
     done = doctor(*line)

@@ -26,7 +26,6 @@ TWO = Nodes(2, 0, "--machine_rank", ("10.0.0.1", "10.0.0.2"), 29600)
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "fail")])
 def test_free_disk_space(free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the nearest folder that exists, and of /dev/shm."""
     (tmp_path / "it's").mkdir()
     monkeypatch.setattr(host.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
     disk, *shared = host.check_disk(tmp_path / "it's" / "runs" / "today")
@@ -50,15 +49,6 @@ def test_the_lock_of_a_running_and_of_a_killed_build(tmp_path: Path) -> None:
     (stale,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert (stale.level, stale.remedy) == ("fail", f"rm {lock}")
     assert "deepspeed_shm_comm" in stale.text
-
-
-def test_the_build_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.cpp_extension import get_default_build_root
-
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (none,) = host.check_builds(dict(os.environ))
-    assert (none.level, none.text) == ("ok", f"{get_default_build_root()}: no stale lock")
 
 
 def test_variables_of_launchers_and_of_nccl() -> None:
@@ -100,10 +90,7 @@ def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     ("numpy<1.5; python_version > '3'", "numpy<1.5, but you have "),
     ("absent-library", "absent-library, but you have none"),
 ])  # fmt: skip
-def test_a_library_with_an_incompatible_requirement(
-    requirement: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`text`: of the failure."""
+def test_a_requirement(requirement: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = f"Metadata-Version: 2.1\nName: peft\nVersion: 0.21\nRequires-Dist: {requirement}\n"
     (tmp_path / "peft-0.21.dist-info").mkdir()
     (tmp_path / "peft-0.21.dist-info" / "METADATA").write_text(metadata)
@@ -115,7 +102,13 @@ def test_a_library_with_an_incompatible_requirement(
         assert failure.remedy == f"pip install '{requirement.partition(';')[0]}'"
 
 
-def test_this_environment_has_compatible_versions() -> None:
+def test_this_environment_has_compatible_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (none,) = host.check_builds(dict(os.environ))
+    assert (none.level, none.text) == ("ok", f"{get_default_build_root()}: no stale lock")
     python, libraries, *others = host.check_versions()
     assert (python.level, libraries.level, others) == ("ok", "ok", [])
     assert "torch 2." in libraries.text

@@ -70,6 +70,9 @@ def test_machines_from_peers_and_from_a_config_file() -> None:
     assert (line.nodes.rank, line.nodes.addresses, line.nodes.port) == (0, (OWN, "192.0.2.77"), 4000)
     line = read(f"recipes/cls.py --config_file accelerate_configs/2node.yaml --main_process_ip {OWN} --num_processes 4")
     assert (line.nodes.count, line.nodes.rank, line.nodes.addresses) == (2, 0, (OWN,))
+    line = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --timeout 5")
+    elsewhere = f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 1 --timeout 5"
+    assert line.line_elsewhere(1) == elsewhere
 
 
 def test_one_machine() -> None:
@@ -77,11 +80,3 @@ def test_one_machine() -> None:
     assert (line.nodes.count, line.nodes.port, line.script, line.files) == (1, 29500, None, {})
     line = read("recipes/cls.py --config_file accelerate_configs/zero2.yaml")
     assert (line.nodes.count, line.files) == (1, {"deepspeed_config": Path("ds_configs/zero2.json")})
-
-
-@needs_address
-def test_the_command_to_type_on_another_machine() -> None:
-    line = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --timeout 5")
-    assert line.line_elsewhere(1) == (
-        f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 1 --timeout 5"
-    )

@@ -129,9 +129,7 @@ def fit(model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch
     return fit_batch_size(Accelerator(cpu=True), model, of_lengths(LENGTHS), tokenizer, TrainingSettings(**settings))
 
 
-def test_auto_takes_what_fits_and_keeps_the_global_batch(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_keeps_the_global_batch(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     settings = [fit(model, tokenizer, megabytes * 10**6, monkeypatch) for megabytes in (8, 16, 1000)]
     sizes = [each.micro_batch_size for each in settings]
     assert 1 <= sizes[0] < sizes[1] < sizes[2] == 50
@@ -167,9 +165,7 @@ def test_a_run_with_auto(way: str, tiny_model: Path, reviews: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("first", ["MODEL", "cls", "recipes/bigbird.py", "title"])
-def test_the_command(
-    first: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(first: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     words = [str(tiny_model)] if first == "MODEL" else [first, "--model_name_or_path", str(tiny_model)]
     more = ["--num_processes", "4", "--max_length", "100", "--per_device_batch_size", "4", "--mixed_precision", "no"]
     monkeypatch.setattr(sys, "argv", ["toolkit", "estimate", *words, *more])

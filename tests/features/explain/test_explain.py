@@ -89,7 +89,6 @@ def test_pieces_of_words_are_joined_and_chinese_characters_are_not(tokenizer: An
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
 def test_the_words_of_every_kind_of_tokenizer_are_the_text(name: str, tmp_path: Path) -> None:
-    """Pieces of words, bytes of characters, sentences without spaces."""
     text = "The café is fine, 服务很好 unbelievably. 😀"
     make_architecture(name, tmp_path / "base", ["The café is fine and unbelievably good."] * 3)
     names: Any = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}, "problem_type": AB.problem_type}
@@ -150,8 +149,5 @@ def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -
     # a pair whose texts cannot be told apart is left out
     assert explain.explain(run, DATA | {"text_pair": "other"}, [MISTAKE], ["good\nfilm\nbad"]) == {}
     refusal(write_report_of_folder, run, Namespace(explain=5), match="needs the texts of the last evaluation")
-
-
-def test_the_option() -> None:
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     refusal(build_parser().parse_args, ["report", "x", "--explain=-1"], says=["--explain", "-1"])

@@ -7,11 +7,8 @@ from toolkit.features.folds.duplicates import SIMILAR, near_duplicates, normalis
 
 
 def test_planted_duplicates_are_found() -> None:
-    rows = [
-        *read_demo("demo:rotten-tomatoes")["train"].rows["text"][:1500],
-        "这家书店的服务很好，下次还会再来买书。",
-        "...",
-    ]
+    reviews = read_demo("demo:rotten-tomatoes")["train"].rows["text"][:1500]
+    rows = [*reviews, "这家书店的服务很好，下次还会再来买书。", "..."]
     texts = [*rows, rows[5].upper() + " !!", f"well, {rows[7]}", "这家书店的服务很好 下次还会再来买书", "!!!"]
     assert len(rows[7]) > 100
     groups = near_duplicates(texts)

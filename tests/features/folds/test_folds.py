@@ -19,6 +19,7 @@ COMMON = ["--max_steps", 4, "--eval_every", 2, "--checkpoint_every", 2, "--globa
           "--per_device_batch_size", 5, "--learning_rate", "3e-3", "--report_to", "none", "--mixed_precision", "no",
           "--text_column", "text", "--folds", 3]  # fmt: skip
 NASTY = "</script><script>document.title = 'broken'</script> & \"quoted\""
+Single = tuple[Path, Finished]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def run(way: str, rows: Path, model: Path, folder: Path, *more: Any) -> Finished
 
 
 @pytest.fixture(scope="module")
-def single(rows: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+def single(rows: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Single:
     folder = tmp_path_factory.mktemp("single") / "run"
     done = run("single", rows, tiny_model, folder).succeeded()
     return folder, done
@@ -53,7 +54,7 @@ def assert_same(folder: Path, other: Path) -> None:
         assert mine == theirs
 
 
-def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: tuple[Path, Finished], rows: Path) -> None:
+def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: Single, rows: Path) -> None:
     folder, done = single
     lines, table = lines_of(folder / "out_of_fold.jsonl"), pd.read_csv(rows)
     assert [line["id"] for line in lines] == list(range(80))
@@ -71,7 +72,7 @@ def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: tuple[Path
     assert all(error["given"] == table["label"][error["id"]] != error["label"] for error in errors)
 
 
-def test_suspects_of_poor_models_come_with_a_warning(single: tuple[Path, Finished], tmp_path: Path) -> None:
+def test_suspects_of_poor_models_come_with_a_warning(single: Single, tmp_path: Path) -> None:
     """One answer for all rows: labels equal to it are not suspected, and warnings precede the list. So do settings that
     changed between folds."""
     folder = tmp_path / "run"
@@ -98,16 +99,12 @@ def test_suspects_of_poor_models_come_with_a_warning(single: tuple[Path, Finishe
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", pytest.param("zero3 x2", marks=pytest.mark.slow),
                                  pytest.param("fsdp2 x2", marks=pytest.mark.slow)])  # fmt: skip
-def test_the_same_under_every_launch(
-    way: str, single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_same_under_every_launch(way: str, single: Single, rows: Path, tiny_model: Path, tmp_path: Path) -> None:
     run(way, rows, tiny_model, tmp_path / "run").succeeded()
     assert_same(tmp_path / "run", single[0])
 
 
-def test_the_same_command_continues_with_unfinished_folds(
-    single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_unfinished_folds_continue(single: Single, rows: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Fold 2 was stopped at step 2, fold 3 before its first checkpoint."""
     folder = tmp_path / "run"
     shutil.copytree(single[0], folder, symlinks=True)
@@ -140,9 +137,7 @@ document.body.textContent = corrections();
 </script></body>"""
 
 
-def test_the_page_saves_corrections_that_the_next_run_takes(
-    single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_corrections_of_the_page_are_taken(single: Single, rows: Path, tiny_model: Path, tmp_path: Path) -> None:
     folder, _ = single
     page = (folder / "report.html").read_text()
     assert "document.title = 'broken'" not in re.sub(r"&lt;.*?&gt;", "", page)

@@ -98,12 +98,11 @@ def test_corrections_change_labels_and_leave_rows_out(prepared: Prepare, tmp_pat
     assert any("1 labels changed, 1 unchanged, 1 rows left out" in note for note in data.notes)
     again = prepared(ROWS, label_corrections=write(tmp_path / "d.jsonl", correction(0, "c"), *lines[1:]))
     assert again.digest != data.digest
+    assert set(prepared(ROWS, validation_split=0.5).validation.groups()) == {"length", "source"}  # not `row`
 
 
 def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path: Path) -> None:
-    rows = [
-        {"text": f"film {place}", "second": "x", "label": ["a"] if place % 2 else ["a", "b"]} for place in range(20)
-    ]
+    rows = [{"text": f"film {row}", "second": "x", "label": ["a"] if row % 2 else ["a", "b"]} for row in range(20)]
     line = {"id": 3, "text_digest": text_digest("film 3\nx"), "label": []}
     data = prepared(rows, text_pair="second", label_corrections=write(tmp_path / "c.jsonl", line))
     for split in (data.train, data.validation):
@@ -124,11 +123,5 @@ def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path:
         ([correction(1, "b") | {"id": True}], "line 1: write"),
     ],
 )
-def test_corrections_that_do_not_fit_are_refused(
-    lines: list[Any], message: str, prepared: Prepare, tmp_path: Path
-) -> None:
+def test_corrections_that_do_not_fit(lines: list[Any], message: str, prepared: Prepare, tmp_path: Path) -> None:
     refusal(prepared, ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines), match=message)
-
-
-def test_only_columns_that_group_rows_are_kept(prepared: Prepare) -> None:
-    assert set(prepared(ROWS, validation_split=0.5).validation.groups()) == {"length", "source"}

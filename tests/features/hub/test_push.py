@@ -115,7 +115,6 @@ def push(hub: Hub, job: list[str], *more: str, token: str = TOKEN) -> Finished:
 
 @pytest.mark.multiprocess
 def test_one_of_two_processes_uploads_the_model(hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
-    """And the token is in no output and in no file."""
     folder = tmp_path / "reviews"
     finished = push(hub, tiny_job, "--output_dir", str(folder), "--hub_private_repo", "true",
                     "--config_file", "accelerate_configs/ddp.yaml").succeeded()  # fmt: skip
@@ -144,9 +143,7 @@ def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], t
 
 
 @pytest.mark.parametrize(("refuses", "token", "named"), [("", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id")])
-def test_a_missing_token_or_right_is_an_error_at_the_start(
-    refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path
-) -> None:
+def test_missing_rights(refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
     hub.refuses = refuses
     finished = push(hub, tiny_job, "--output_dir", str(tmp_path / "run"), token=token)
     finished.says_in_one_line("--push_to_hub", named)

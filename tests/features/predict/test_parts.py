@@ -84,9 +84,7 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
                 assert row[name] == other[name]
 
 
-def test_windows_change_nothing_and_a_text_is_computed_once(
-    predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any
-) -> None:
+def test_windows_and_repeated_texts(predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any) -> None:
     whole = rows_of(predicted("whole.csv", window=10**6))
     assert f"{ROWS} rows: {tmp_path / 'whole.csv'}" in capsys.readouterr().err
     assert [row["text"] for row in whole] == texts
@@ -101,10 +99,7 @@ def test_windows_change_nothing_and_a_text_is_computed_once(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
-def test_processes_share_each_window(
-    predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str
-) -> None:
-    """A shard, then the whole file; the tokens that the processes shared are removed."""
+def test_ranks_share_windows(predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str) -> None:
     whole, words = predicted("whole.csv"), [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
     run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *words, tmp_path / "out.csv", *shard]
                                             for shard in (["--shard", "2/3"], [])])  # fmt: skip
@@ -134,11 +129,11 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     for wrong in ("0/3", "4/3", "2", "a/b"):
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
     refusal(predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1")
+    pattern = build_parser().parse_args(["predict", "m", "part-*.csv.gz"])  # of files
+    refusal(predict_file._choose_output, pattern, match="--output")
 
 
-def test_a_finished_shard_that_is_started_again(
-    predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_finished_shard(predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """With the same file, model and settings it succeeds without computing anything; otherwise it is an error."""
     for shard in ("1/2", "2/2"):
         predicted("out.csv", "--shard", shard)
@@ -159,9 +154,7 @@ def test_a_finished_shard_that_is_started_again(
     assert list(plain[0]) == ["id", "text", "prediction"]
     (tmp_path / "out.csv").unlink()  # without it the output may be made again, also with other settings
     predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
-    refusal(
-        predicted, "out.csv", "--shard", "2/2", match=r"parts of another prediction \(it differs in probabilities\)"
-    )
+    refusal(predicted, "out.csv", "--shard", "2/2", match=r"another prediction \(it differs in probabilities\)")
     predicted("out.csv", "--overwrite", "--shard", "2/2")
     predicted("out.csv", "--shard", "1/2")
     assert (tmp_path / "out.csv").read_bytes() == whole
@@ -223,9 +216,8 @@ def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Pat
     assert explicit.splitlines()[1].startswith("a good film\t")
     assert rows_of(predict('text\n"a good, long film"\n', "b.csv", "b-out.csv"))[0]["text"] == "a good, long film"
     parts = Parts(tmp_path / "t.tsv", "utf-8", unquoted=True)
-    refusal(
-        parts.write, 0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]}, match="t.tsv: .* name an --output .*jsonl"
-    )
+    written = pa.table({"text": ["x"]}), {"prediction": ["a\tb"]}
+    refusal(parts.write, 0, *written, match="t.tsv: .* name an --output .*jsonl")
 
 
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.xz"])
@@ -267,7 +259,6 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
 
 
 def test_a_row_in_two_parts_is_an_error(tmp_path: Path) -> None:
-    """Of shards whose windows differ."""
     parts = Parts(tmp_path / "out.csv", "utf-8")
     for start in (0, 4, 2):
         assert parts.missing(9) == {0: ["1 to 9"], 4: ["4 to 9"], 2: ["4 to 4", "8 to 9"]}[start]
@@ -293,9 +284,3 @@ def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: 
     out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
     assert [line.split(",")[:2] for line in out.splitlines()][:2] == [["text", "评"], ["很好0", "0"]]
     assert len(out.splitlines()) == 41
-
-
-def test_a_pattern_of_files_needs_an_output() -> None:
-    """tests/data/test_read.py reads them."""
-    options = build_parser().parse_args(["predict", "m", "part-*.csv.gz"])
-    refusal(predict_file._choose_output, options, match="--output")

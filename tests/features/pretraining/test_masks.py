@@ -74,9 +74,6 @@ def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> 
     assert sum(starts) < len(starts) or kind != "bpe"
 
 
-# ---- how many, and which
-
-
 def test_the_number_depends_on_the_length_only() -> None:
     lengths = np.arange(0, 400)
     for probability in (0.15, 0.3, 0.999, 0.001):
@@ -128,9 +125,6 @@ def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
     assert frequency[1:39] == pytest.approx(10 / 38, abs=0.04)
 
 
-# ---- batches
-
-
 def split_of(lengths: list[int], words: bool = False) -> MaskedSplit:
     generator = np.random.default_rng(4)
     ids = [np.concatenate([[2], generator.integers(5, 127, length), [3]]) for length in lengths]
@@ -161,6 +155,10 @@ def test_a_batch_holds_the_original_tokens(words: bool, tokenizer: Any) -> None:
     alone = collate(np.array([2]))  # equal masks in any batch
     assert torch.equal(alone.inputs["input_ids"][0], ids[2, :32])
     assert collate(np.zeros(0, np.int64)).weights.tolist() == [0]
+    collate.left = True  # padding
+    left = collate(np.array([0, 2]))
+    there = left.inputs["target_positions"][0, 0] - (32 - 11)
+    assert split.tokens(0)[there] == left.labels[0, 0]
 
 
 def test_eighty_ten_ten(tokenizer: Any) -> None:
@@ -184,18 +182,6 @@ def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> No
     assert collate.draw == EVALUATION_DRAW
     assert (collate(np.arange(1)).labels != -100).sum() == split.loss_denominators().sum() == 15
     assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
-
-
-def test_padding_on_the_left(tokenizer: Any) -> None:
-    split = split_of([4, 20])
-    collate = collator_of(split, tokenizer)
-    collate.left = True
-    batch = collate(np.arange(2))
-    there = batch.inputs["target_positions"][0, 0] - (22 - 6)
-    assert split.tokens(0)[there] == batch.labels[0, 0]
-
-
-# ---- data
 
 
 def test_texts_become_counts_and_words(prepared: Callable[..., Any], tmp_path: Path, tokenizer: Any) -> None:

@@ -57,7 +57,6 @@ def models(tmp_path_factory: pytest.TempPathFactory, texts: list[str], sharp_mod
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> list[Any]:
-    """64 training and 16 validation texts, one per line."""
     folder = tmp_path_factory.mktemp("texts")
     for name, some in (("train", texts[:64]), ("validation", texts[64:])):
         (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in some), encoding="utf-8")
@@ -108,19 +107,16 @@ def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
         assert rows == [list(range(16))] * 2
 
 
-# ---- promise 1
-
-
-def test_the_references_are_not_trivial(single: Runs) -> None:
+@pytest.mark.multiprocess
+def test_sharded_parameters_agree(zero3: Runs, single: Runs) -> None:
     for name in ("BERT", "BigBird"):
         assert np.ptp(losses_of(single[name])) > 0.1
         assert lines_of(single[name] / "eval.jsonl")[-1]["masked_tokens"] > 30
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
-def test_sharded_parameters_agree(name: str, zero3: Runs, single: Runs) -> None:
-    assert_same(zero3[name], single[name], STOPPED if name == "BERT" else STEPS)
+    for name, run in zero3.items():
+        assert_same(run, single[name], STOPPED if name == "BERT" else STEPS)
+    resumed_from = json.loads((single["resumed"] / "config.json").read_text())["resumed_from"]
+    assert Path(resumed_from).name == f"step-{STOPPED:08d}"
+    assert_same(single["resumed"], single["BERT"])
 
 
 @pytest.mark.multiprocess
@@ -138,20 +134,13 @@ def cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits, truth, reduction="none")
 
 
-def batches_of(run: Path, model: Path, probability: float) -> list[dict[str, torch.Tensor]]:
-    """The masked global batches of a run in transformers' format: `labels` (B, S), -100 elsewhere."""
-    folder = cache_folder() / "tokens" / json.loads((run / "config.json").read_text())["data"]["digest"]
-    split = load_split(folder, "train", None, MaskedSplit)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    collate, batches = MaskingCollator(split, tokenizer, CPU, SEED, (probability, probability)), []
-    for number in range(STEPS):
-        epoch, place = divmod(number, 6)
-        batch = collate.at(epoch, number / STEPS)(GlobalBatches(split.lengths, 11, SEED, epoch)[place])
-        batches.append(as_transformers(batch.inputs))
-    return batches
+def split_of(run: Path, name: str) -> MaskedSplit:
+    digest = json.loads((run / "config.json").read_text())["data"]["digest"]
+    return load_split(cache_folder() / "tokens" / digest, name, None, MaskedSplit)
 
 
 def as_transformers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A masked batch in transformers' format: `labels` (B, S), -100 elsewhere."""
     ids, places, truth = inputs["input_ids"], inputs["target_positions"], inputs["target_ids"]
     labels = torch.full_like(ids, -100)
     rows = torch.arange(len(ids))[:, None].expand_as(places)
@@ -164,16 +153,17 @@ def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
     options = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
     model, losses = BertForMaskedLM.from_pretrained(models["BERT"], **options), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
-    for batch in batches_of(single["BERT"], models["BERT"], 0.3):
-        loss = model(**batch).loss  # over all masked tokens of the batch
+    split, tokenizer = split_of(single["BERT"], "train"), AutoTokenizer.from_pretrained(models["BERT"])
+    collate = MaskingCollator(split, tokenizer, CPU, SEED, (0.3, 0.3))
+    for number in range(STEPS):
+        epoch, place = divmod(number, 6)
+        batch = collate.at(epoch, number / STEPS)(GlobalBatches(split.lengths, 11, SEED, epoch)[place])
+        loss = model(**as_transformers(batch.inputs)).loss  # over all masked tokens of the batch
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses_of(single["BERT"]) == pytest.approx(losses, rel=1e-5)
-
-
-# ---- what is evaluated and saved
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
@@ -185,8 +175,7 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     assert not [key for key in loading["missing_keys"] if "pooler" not in key]  # BigBird's class has one
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    folder = cache_folder() / "tokens" / json.loads((run / "config.json").read_text())["data"]["digest"]
-    split = load_split(folder, "validation", None, MaskedSplit)
+    split = split_of(run, "validation")
     collate, loss, right, count = MaskingCollator(split, tokenizer, CPU, 1, (0.9, 0.9)), 0.0, 0, 0
     for index in range(len(split)):
         inputs = as_transformers(collate(np.array([index])).inputs)
@@ -219,19 +208,9 @@ def test_pages(single: Runs) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_resume_in_the_middle_of_an_epoch_under_another_strategy(single: Runs) -> None:
-    resumed_from = json.loads((single["resumed"] / "config.json").read_text())["resumed_from"]
-    assert Path(resumed_from).name == f"step-{STOPPED:08d}"
-    assert_same(single["resumed"], single["BERT"])
-
-
-@pytest.mark.multiprocess
 def test_a_sharded_checkpoint_is_converted(zero3: Runs, tmp_path: Path) -> None:
     model = converted(zero3["BERT"], tmp_path / "out", BertForMaskedLM)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-
-
-# ---- the model
 
 
 def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
@@ -277,7 +256,7 @@ def test_logits_at_masked_positions_in_parts(
     torch.testing.assert_close(masked(input_ids=inputs["input_ids"]).logits, logits)
 
 
-def test_an_encoder_without_a_head(models: Runs, tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
+def test_models_without_a_head(texts: list[str], tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
     finished = recipe("--model_name_or_path", tiny_model, *data, script="recipes/pretrain.py")
     finished.says_in_one_line("masked-language head", "--new_head true", "cls.predictions")
     settings, tokenizer = EncoderSettings(model_name_or_path=str(tiny_model), new_head=True), load_tokenizer
@@ -286,14 +265,8 @@ def test_an_encoder_without_a_head(models: Runs, tiny_model: Path, data: list[An
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
     assert all(model.cls.predictions.decoder.weight is model.get_input_embeddings().weight for model in made)
-
-
-def test_a_model_of_another_kind(tmp_path: Path, texts: list[str]) -> None:
     settings = EncoderSettings(model_name_or_path=str(make_architecture("Qwen3", tmp_path / "qwen", texts)))
     refusal(load_masked_model, settings, None, cross_entropy, 1, match="qwen3")
-
-
-# ---- new tokens
 
 
 def words_file(folder: Path, *words: str) -> str:
@@ -303,9 +276,7 @@ def words_file(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_new_tokens_begin_as_the_mean_of_their_pieces(
-    name: str, models: Runs, tmp_path: Path, accelerator: Any
-) -> None:
+def test_new_tokens_are_the_mean_of_their_pieces(name: str, models: Runs, tmp_path: Path, accelerator: Any) -> None:
     plain = AutoModelForMaskedLM.from_pretrained(models[name])
     before = AutoTokenizer.from_pretrained(models[name])
     settings = EncoderSettings(model_name_or_path=str(models[name]),
@@ -334,9 +305,7 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
     [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt"),
      (["zyx", "\u200b"], r"u200b")],
 )  # fmt: skip
-def test_invalid_new_words(
-    words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any
-) -> None:
+def test_invalid_words(words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any) -> None:
     path = str(tmp_path / "words.txt") if words is None else words_file(tmp_path, *words)
     settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
     refusal(with_new_tokens, settings, accelerator, match=message)
@@ -353,7 +322,6 @@ def run_with_new_tokens(tiny_model: Path, data: list[Any], tmp_path_factory: pyt
 
 
 def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, tmp_path: Path) -> None:
-    """With its encoder; titles also with its output layer."""
     tokenizer = AutoTokenizer.from_pretrained(run_with_new_tokens / "model")
     assert BertForMaskedLM.from_pretrained(run_with_new_tokens / "model").config.vocab_size == len(tokenizer) == 128
     rows = [{"text": "a good zyxomab " * place, "title": "good zyxomab", "label": place % 2} for place in range(1, 19)]
@@ -378,7 +346,6 @@ def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, t
 
 @pytest.mark.multiprocess
 def test_verify_of_a_pretraining_run(run_with_new_tokens: Path, data: list[Any], tmp_path: Path) -> None:
-    """`toolkit verify` continues from the run's model: the same training in one process and in two."""
     start(["toolkit", "verify", "recipes/pretrain.py", "--max_steps", "2", "--mixed_precision", "no", "--config_file",
            "accelerate_configs/ddp.yaml", "--output_dir", tmp_path, "--model_name_or_path",
            run_with_new_tokens / "model", *data]).succeeded()  # fmt: skip
@@ -388,7 +355,6 @@ def test_verify_of_a_pretraining_run(run_with_new_tokens: Path, data: list[Any],
 
 
 def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:
-    """Estimated with the logits of masked positions only."""
     common = ["--model_name_or_path", models["BERT"], *data, "--max_length", 48]
     prepared = start(["toolkit", "prepare", "pretrain", *map(str, common)]).succeeded()
     assert "masked tokens" in prepared.out

@@ -145,9 +145,7 @@ def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, mo
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_stopped_sweep_continues_its_unfinished_run(
-    number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep
-) -> None:
+def test_a_stopped_sweep_continues(number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep) -> None:
     words = ["--search", "x=4,2,1", "--takes=0.4"]
     run = tmp_path / "sweep" / "trial-001"
     command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
@@ -194,9 +192,7 @@ def test_faults_are_named_before_anything_runs(words: list[str], expected: str, 
 
 
 @pytest.mark.multiprocess
-def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
-    tmp_path: Path, tiny_model: Path, reviews: Path
-) -> None:
+def test_a_real_recipe_with_searches_seeds_and_configs(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
     (tmp_path / "settings.yaml").write_text("learning_rate: 1e-3\neval_every: 2\nglobal_batch_size: 22\n")
     command = ["toolkit", "sweep", "recipes/cls.py", tmp_path / "settings.yaml", "--train_file", reviews, "--max_steps",
                4, "--model_name_or_path", tiny_model, "--search", "weight_decay=0.1,0.2", "--seeds", 2, "--configs",

@@ -62,10 +62,12 @@ def test_the_column_of_titles(
         refusal(Titles.find, settings, table, text, says=["a.jsonl", *expected])
 
 
-def test_rows_without_a_title_are_named(prepared: Prepare) -> None:
+def test_rows_and_files_without_a_title_are_named(prepared: Prepare) -> None:
     rows = [row | {"title": title} for row, title in zip(news(5), ("film", "", "film", " \n\t", None), strict=True)]
     message = "the title in column 'title' is empty in 3 of 5 rows (rows 2, 4, 5)"
     refusal(prepared, news(3), validation_file=rows, says=["validation_file.jsonl", message, "--drop_empty_text"])
+    message = "validation_file.jsonl has no column 'title': it has text, headline"
+    refusal(prepared, news(4), validation_file=[{"text": "a", "headline": "b"}], says=[message])
 
 
 def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None:
@@ -112,11 +114,6 @@ def test_a_test_split_without_titles_is_left_out_with_a_note(prepared: Prepare) 
     some = [*bare[:2], news(3)[2]]
     message = "test_file.jsonl: the title in column 'title' is empty in 2 of 3 rows (rows 1, 2)"
     refusal(prepared, news(4), validation_file=news(2), test_file=some, says=[message])
-
-
-def test_a_file_without_the_column_of_titles(prepared: Prepare) -> None:
-    message = "validation_file.jsonl has no column 'title': it has text, headline"
-    refusal(prepared, news(4), validation_file=[{"text": "a", "headline": "b"}], says=[message])
 
 
 @pytest.mark.parametrize("settings", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}])

@@ -43,7 +43,6 @@ def cut_into_characters(text: str) -> str:
 
 @pytest.mark.parametrize(("segmenter", "cut"), [("jieba", cut_by_jieba), ("char", cut_into_characters)])
 def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Segmenter, cut: Any) -> None:
-    """Pairs with a word in both; many share a word."""
     rouge_chinese = pytest.importorskip("rouge_chinese")
     # jieba cuts words at foreign letters, and we do not: see test_foreign_words_are_whole
     foreign = "[À-ÿ\u0370-\u052f\u1100-\u11ff\uac00-\ud7af]" if segmenter == "jieba" else "(?!)"
@@ -80,9 +79,7 @@ def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Seg
         ("２０２４年Ｔ恤", "2024年t恤", "jieba", (1, 1, 1)),
     ],
 )
-def test_counted_by_hand(
-    prediction: str, reference: str, segmenter: Segmenter, expected: tuple[float, float, float]
-) -> None:
+def test_counted_by_hand(prediction: str, reference: str, segmenter: Segmenter, expected: tuple[float, ...]) -> None:
     (scores,) = rouge.scores([prediction], [reference], segmenter)
     assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
 

@@ -102,7 +102,6 @@ class FakeSplit(TitleSplit):
 
 
 def fake_split(size: int) -> TitleSplit:
-    """Random texts and titles, with gaps in the row numbers."""
     generator = np.random.default_rng(size)
     lengths = generator.integers(2, 17, size), generator.integers(3, 8, size)
     ids = [generator.integers(5, 40, each.sum()).astype(np.int32) for each in lengths]

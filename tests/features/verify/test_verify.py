@@ -77,15 +77,12 @@ def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_pat
     assert f"    -> {wrong[0]['reason']}\n" in done.out
 
 
-def test_a_failed_run_is_reported(job: list[Any], tmp_path: Path) -> None:
+def test_a_failed_run_and_missing_files(job: list[Any], tmp_path: Path) -> None:
     done, facts = verify(CLS, tmp_path, *job, "--max_length", 9999)
     assert done.code == 1
     (run,) = facts["runs"]
     assert "--max_length 9999" in run["error"]
     assert f"ended with an error: {run['error']}\n" in done.out
-
-
-def test_missing_files_are_one_line(tmp_path: Path) -> None:
     start(["toolkit", "verify", "recipes/none.py"]).says_in_one_line("recipes/none.py")
     words = ["--config_file", "none.yaml", "--output_dir", str(tmp_path)]
     start(["toolkit", "verify", CLS, *words]).says_in_one_line("none.yaml")
