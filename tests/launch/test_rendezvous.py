@@ -203,10 +203,11 @@ def test_exchange(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_rank_that_is_started_again_while_others_are_awaited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
     with ThreadPoolExecutor() as pool:
         first = pool.submit(join, 0)
-        assert isinstance(join(1, seconds=1), RendezvousError)  # it ends, and its launcher starts it again
+        with monkeypatch.context() as patch:
+            patch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
+            assert isinstance(join(1, seconds=1), RendezvousError)  # it ends, and its launcher starts it again
         ranks = [first, pool.submit(join, 1, attempt=1), pool.submit(join, 2)]
         assert [[peer.attempt for peer in each.result().peers] for each in ranks] == [[0, 1, 0]] * 3
 
