@@ -22,6 +22,7 @@ from tests.report.test_html import NASTY, Page
 from toolkit.cli import build_parser
 from toolkit.data.jieba_tokenizer import words_first
 from toolkit.data.labels import Labels
+from toolkit.data.tokens import join_pair
 from toolkit.features.explain import page as explain
 from toolkit.features.explain.page import Word, attribute
 from toolkit.models.classifier import choose_attention
@@ -139,6 +140,15 @@ def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Pat
     assert [tag for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
 
 
+def test_the_texts_of_a_pair_have_line_breaks(tmp_path: Path) -> None:
+    run, line = tmp_path / "run", {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]}
+    make_architecture("BERT", tmp_path / "base", ["one two three four"] * 3)
+    classifier(tmp_path / "base", run / "model", AB)
+    data, texts = DATA | {"text_pair": "other", "max_length": 20}, [join_pair("one\ntwo", "three\nfour")]
+    explanation = explain.explain(run, data, [read_sample(0, line, AB)], texts)[0]
+    assert "".join(word.text for word in explanation.words).split() == ["one", "two", "three", "four"]
+
+
 def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -> None:
     run, line = tmp_path / "run", {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]}
     make_run(run, AB, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
@@ -146,8 +156,6 @@ def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -
     explanation = explain.explain(run, DATA | {"max_length": 20}, [read_sample(0, line, AB)], ["good film " * 50])[0]
     assert [word.text for word in explanation.words if word.adds] == ["good", "film"] * 9
     assert explanation.difference == sum(word.adds for word in explanation.words) != 0
-    # a pair whose texts cannot be told apart is left out
-    assert explain.explain(run, DATA | {"text_pair": "other"}, [MISTAKE], ["good\nfilm\nbad"]) == {}
     refusal(write_report_of_folder, run, Namespace(explain=5), match="needs the texts of the last evaluation")
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     refusal(build_parser().parse_args, ["report", "x", "--explain=-1"], says=["--explain", "-1"])

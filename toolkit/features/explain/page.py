@@ -21,7 +21,6 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.utils.extras import require_extra
-from toolkit.utils.log import logger
 
 _POINTS, _MAX_TOKENS = 32, 4096
 """Points of the integral (Gauss-Legendre); tokens in a batch of points."""
@@ -74,10 +73,7 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
     explanations = {}
     for sample in tqdm(samples, "--explain", unit=" rows", disable=None):
-        pair = texts[sample.place].split("\n") if data.get("text_pair") else [texts[sample.place]]
-        if len(pair) > 2:  # which of the line breaks is between the texts?
-            logger.warning(f"--explain: row {sample.row} is left out, as its texts have line breaks")
-            continue
+        pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]  # see `join_pair`
         encoded = tokenizer(
             *pair, truncation="longest_first", max_length=data["max_length"], return_tensors="pt",
             return_special_tokens_mask=True, return_offsets_mapping=True,
