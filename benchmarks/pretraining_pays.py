@@ -161,8 +161,8 @@ def fine_tune(out: Path, model: str, labels: int, seed: int, long: bool, until: 
         recipe("cls", ["--train_file", out.parent / f"{labels}.jsonl", "--test_file", out.parent / "test.jsonl",
                        "--model_name_or_path", model, "--seed", seed, "--data_seed", 1,
                        "--max_length", LONG if long else 128, "--num_train_epochs", epochs, "--learning_rate", "1e-4",
-                       "--warmup_ratio", 0.1, "--report_to", "none", "--global_batch_size", 16, "--output_dir", out],
-               until)  # fmt: skip
+                       "--warmup_ratio", 0.1, "--report_to", "none", "--global_batch_size", 16, "--output_dir", out,
+                       *(["--eval_every", 10**6] if long else [])], until)  # fmt: skip
     return float(json.loads((out / "eval.jsonl").read_text().splitlines()[-1])["accuracy"])
 
 
