@@ -76,9 +76,8 @@ def save_model(
 def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state dict, on the main process; tied parameters under one name or all their names."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED and model.zero_optimization_stage():
-        with contextlib.suppress(UserError):  # an optimizer on NVMe
-            state = live_state(accelerator, model).gather_weights(accelerator.device)
-            return {name: state[name] for name in module.state_dict() if name in state}
+        state = live_state(accelerator, model).gather_weights(accelerator.device)
+        return {name: state[name] for name in module.state_dict() if name in state}
     sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     return dict(accelerator.get_state_dict(model) if sharded else module.state_dict())
 

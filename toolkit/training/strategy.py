@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +26,17 @@ from toolkit.utils.compat import require
 
 # of one layer: training or evaluation, with or without a mask, one text or several
 _MAX_GRAPHS = 32
+_NOT_ON_NVME = (["cpu", "none"], "what is on NVMe is not in a checkpoint, nor as fp32 weights in model/")
+_WRITTEN_LATER = ([], "its files may be written only after the checkpoint counts as complete")
+# part of a DeepSpeed config -> the values with which a run can use it, and why
+_LIMITED: dict[str, tuple[list[Any], str]] = {
+    **dict.fromkeys(("optimizer", "scheduler", "torch_autocast"), ([], "use the settings instead")),
+    **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"), _WRITTEN_LATER),
+    **dict.fromkeys([f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")], _NOT_ON_NVME),
+    "zero_optimization.compute_grad_norm": ([True], "each step's gradient norm is checked"),
+    "managed_gradient_accumulation": ([True], "the settings decide when gradients are reduced"),
+    "gradient_allreduce_op": (["mean"], "a sum grows with the number of processes"),
+}
 
 
 def align_strategy(
@@ -32,9 +45,9 @@ def align_strategy(
     """Sets the accelerator's accumulation, and those values of a DeepSpeed config that accelerate would not set by the
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
 
-    Raises UserError with all values of the DeepSpeed config that contradict the settings, for an accelerate config that
-    compiles the model, for an optimizer that the strategy cannot use (`optimizer_fault`), and where its parameters are
-    not the model's (`check_parameters`).
+    Raises UserError with all values of the DeepSpeed config that contradict the settings or that no run can use, for an
+    accelerate config that compiles the model, for an optimizer that the strategy cannot use (`optimizer_fault`), and
+    where its parameters are not the model's (`check_parameters`).
     """
     if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
         raise UserError(
@@ -77,9 +90,12 @@ def align_strategy(
     for key, (value, source) in values.items():
         if config.get(key, "auto") not in ("auto", value):
             faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file')
-    for key in ("optimizer", "scheduler", "torch_autocast"):
-        if key in config:
-            faults.add(f'the DeepSpeed config has a section "{key}": remove it, and use the settings instead')
+    for key, (usable, why) in _LIMITED.items():
+        *sections, name = key.split(".")
+        part = functools.reduce(lambda part, section: part.get(section) or {}, sections, config)
+        if name in part and part[name] not in usable:
+            value = json.dumps(part[name])
+            faults.add(f'the DeepSpeed config has "{key}": {value}: remove it from that file: {why}')
     faults.raise_if_any()
     config.update({key: value for key, (value, _) in values.items()})
     config["zero_allow_untested_optimizer"] = True  # allow optimizers outside DeepSpeed's list
