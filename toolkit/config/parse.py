@@ -167,10 +167,17 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
     faults = faults or Faults()
     sections = sections_of(settings_class)
     sections_built: dict[str, Any] = {}
-    known = [name for section in sections.values() for name in fields_of(section)]
-    for name, value in values.items():
+    known = {name: field for section in sections.values() for name, field in fields_of(section).items()}
+    values = dict(values)
+    for name, value in list(values.items()):
         if name not in known:
             faults.add(f"unknown setting {name}{_hint(name, known)}")
+        elif isinstance(value, bool) and known[name].annotation not in SWITCHES:
+            del values[name]  # pydantic would take it for 1 or 0
+            if value is False and "'no'" in str(known[name].annotation):
+                values[name] = "no"  # which YAML 1.1 reads as false
+            else:
+                faults.add(f"--{name} {str(value).lower()}: must not be true or false")
         if isinstance(value, str) and _UNWRITABLE.search(value):
             faults.add(f"--{name} {value!r}: it contains a character that cannot be written")
     for name, section in sections.items():
@@ -301,17 +308,7 @@ def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[st
     for name in loaded:
         if name not in fields:
             faults.add(f"{path}: unknown setting {name}{_hint(str(name), fields)}")
-    return {name: _yaml_value(name, value, fields[name], faults) for name, value in loaded.items() if name in fields}
-
-
-def _yaml_value(name: str, value: Any, field: Any, faults: Faults) -> Any:
-    """YAML 1.1 reads a bare `no` as false. A boolean for a number is a fault, not 1 or 0."""
-    if not isinstance(value, bool) or field.annotation in SWITCHES:
-        return value
-    if value is False and "no" in str(field.annotation):
-        return "no"
-    faults.add(f"--{name} {str(value).lower()}: it is not true or false")
-    return None
+    return {name: value for name, value in loaded.items() if name in fields}
 
 
 def _from_command_line(
