@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
+from toolkit.config.sections import SchedulerName
 from toolkit.data.batches import Batch, GlobalBatches
 from toolkit.data.tokens import Split
 from toolkit.features.titles.data import TitleSplit
@@ -186,3 +187,16 @@ def rates(total: int, **options: Any) -> list[float]:
 def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: int) -> None:
     expected = [step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)]
     assert rates(10, **options) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", get_args(SchedulerName))
+@pytest.mark.parametrize("total", [1, 4])
+def test_a_schedule_of_warmup_alone(name: str, total: int) -> None:
+    expected = [1.0] * total if name == "constant" else [step / total for step in range(total)]
+    assert rates(total, lr_scheduler_type=name, warmup_steps=total) == pytest.approx(expected)
+
+
+def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
+    settings = TrainingSettings(learning_rate=1e-7, lr_scheduler_type="polynomial")
+    refusal(make_scheduler, optimizer, settings, 4, says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"])

@@ -137,12 +137,21 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
 
     A step that fp16 skips does not count. Do not pass it to `accelerator.prepare`, which would step it once per
     process. With `--unfreeze_every N` the rate of a group that is n layers below the head is 0 for the first n N steps.
+    Raises UserError for a learning rate too low for the schedule.
     """
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
     plain = unwrapped_optimizer(optimizer)
-    schedule = get_scheduler(settings.lr_scheduler_type, plain, num_warmup_steps=warmup, num_training_steps=total_steps)
+    name, most = (
+        settings.lr_scheduler_type,
+        max(total_steps, warmup + 1),
+    )  # polynomial divides by the steps after warmup
+    try:
+        schedule = get_scheduler(name, plain, num_warmup_steps=warmup, num_training_steps=most)
+    except ValueError as error:  # polynomial ends at 1e-7
+        fault = f"--lr_scheduler_type {name} --learning_rate {settings.learning_rate:g}: {first_line(error)}"
+        raise UserError(f"{fault}: raise --learning_rate, or choose another schedule (linear)") from error
     if every := settings.unfreeze_every:
         rate = schedule.lr_lambdas[0]  # all groups have the same
         schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
