@@ -135,7 +135,12 @@ def memory_of(
         return Memory(weights, gradients + unsharded, optimizer, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
     buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # and a copy of the reduced one
-    gradients = size * trained if strategy == "zero1" else resident * 4 * shard + unsharded
+    if strategy == "zero1":
+        gradients = size * trained
+    elif offloaded:
+        gradients = resident * 4 * shard + unsharded
+    else:  # the shards are views of unsharded gradients; without those, accumulated shards and those of a micro-batch
+        gradients = unsharded or size * shard * (1 + accumulates)
     return Memory(size * total, gradients, resident * 12 * shard, size * buckets, activations)
 
 

@@ -101,7 +101,7 @@ def test_what_the_strategies_shard(model: Any) -> None:
     memory = sharded(model, coarse)
     assert memory["single"] == memory["ddp"] == Memory(4 * total, 4 * total, 8 * total, 0, 7)
     assert memory["zero1"] == Memory(2 * total, 2 * total, 3 * total, 6000, 7)
-    assert memory["zero2"] == Memory(2 * total, total, 3 * total, 6000, 7)
+    assert memory["zero2"] == Memory(2 * total, total / 2, 3 * total, 6000, 7)
     assert memory["zero2_offload"] == Memory(2 * total, 0, 0, 6000, 7)
     assert memory["zero3"] == Memory(total / 2, total / 2, 3 * total, 2 * total, 7)  # gathered weights
     assert memory["zero3_offload"] == Memory(0, 0, 0, 2 * total, 7)
@@ -118,9 +118,11 @@ def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: 
     assert memory["zero2"] == Memory(4 * total, total, 3 * total, 12000, 7)
     assert memory["zero3"] == Memory(total, total, 2 * total, 4 * total, 7)
     assert memory["fsdp2"].weights == memory["fsdp2"].gradients == total
-    for each, gradients in ((None, 5 * total), (True, total)):  # accumulated unsharded
-        memory = sharded(model, TrainingSettings(per_device_batch_size=4, sync_each_batch=each))
-        assert memory["zero2"].gradients == memory["zero3"].gradients == gradients
+    # accumulated unsharded, or in shards: ZeRO-2's of all micro-batches and of one
+    for half, each, zero2, zero3 in ((False, None, 4, 5), (False, True, 2, 1), (True, None, 1, 0.5)):
+        settings = TrainingSettings(per_device_batch_size=4, sync_each_batch=each, half_precision_weights=half)
+        memory = sharded(model, settings)
+        assert (memory["zero2"].gradients, memory["zero3"].gradients) == (zero2 * total, zero3 * total)
 
 
 def fit(model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TrainingSettings:
