@@ -68,14 +68,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory, job: list[Any], teacher: Path
     return folder
 
 
-def test_each_row_has_the_teachers_logits_matched_by_class_name(
-    no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
-) -> None:
+@pytest.fixture
+def add_logits(no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path) -> Any:
+    """Accelerator -> (data with the teacher's logits, tokenizer)."""
     options = {"model_name_or_path": str(tiny_model), "train_file": str(reviews), "teacher": str(teacher)}
     settings = build(TaskSettings, options)
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    logits_of_rows = add_teacher_logits(Accelerator(cpu=True), settings, data, tokenizer).train.columns["teacher"]
+    return lambda accelerator: (add_teacher_logits(accelerator, settings, data, tokenizer), tokenizer)
+
+
+def test_each_row_has_the_teachers_logits_matched_by_class_name(add_logits: Any, teacher: Path, reviews: Path) -> None:
+    data, tokenizer = add_logits(Accelerator(cpu=True))
+    logits_of_rows = data.train.columns["teacher"]
     model, texts = AutoModelForSequenceClassification.from_pretrained(teacher).eval(), pd.read_csv(reviews)["text"]
     assert logits_of_rows is not None
     assert len(logits_of_rows) == len(data.train)
@@ -85,6 +90,16 @@ def test_each_row_has_the_teachers_logits_matched_by_class_name(
             pos, neg = model(**encoded).logits[0].tolist()
         assert data.labels.names == ("neg", "pos")
         assert logits_of_rows[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
+
+
+def test_the_precision_of_the_teacher_is_the_runs_under_deepspeed_too(
+    add_logits: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `native_amp` is false, and accelerate's own autocast does nothing. All strategies share the cache."""
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
+    logits = torch.from_numpy(add_logits(accelerator)[0].train.columns["teacher"].copy())
+    assert torch.equal(logits, logits.bfloat16().float())
 
 
 def test_the_teacher_is_computed_once_and_a_resumed_run_continues(runs: Path) -> None:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
+from toolkit.checkpoint.model_folder import DTYPES
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
@@ -50,8 +51,8 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     order = _order_of_classes(labels_of(config), data.labels, name)
     _require_same_tokens(config, teacher_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
-    # "contiguous": logits cached without it may be those of other rows
-    sources = ["contiguous", model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
+    # "autocast": logits cached without it may be those of other rows, or of another precision
+    sources = ["autocast", model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
     digest = digest_of_text(repr(sources))
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
@@ -73,7 +74,9 @@ def _logits(
         32 if training.per_device_batch_size == "auto" else 2 * training.per_device_batch_size
     )
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
-    with accelerator.autocast():
+    dtype = DTYPES.get(accelerator.mixed_precision)
+    # not `accelerator.autocast()`, which does nothing under DeepSpeed
+    with torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None):
         outputs = predict(
             accelerator, teacher.to(accelerator.device), split, tokenizer, size, training.max_tokens_per_batch
         )

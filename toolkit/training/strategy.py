@@ -26,17 +26,17 @@ from toolkit.utils.compat import require
 
 # of one layer: training or evaluation, with or without a mask, one text or several
 _MAX_GRAPHS = 32
-_NOT_ON_NVME = (["cpu", "none"], "what is on NVMe is not in a checkpoint, nor as fp32 weights in model/")
-_WRITTEN_LATER = ([], "its files may be written only after the checkpoint counts as complete")
 # part of a DeepSpeed config -> the values with which a run can use it, and why
 _LIMITED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "torch_autocast"), ([], "use the settings instead")),
-    **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"), _WRITTEN_LATER),
-    **dict.fromkeys([f"zero_optimization.offload_{part}.device" for part in ("optimizer", "param")], _NOT_ON_NVME),
+    **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"),
+                    ([], "its files may be written only after the checkpoint counts as complete")),
+    **dict.fromkeys(("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+                    (["cpu", "none"], "what is on NVMe is not in a checkpoint, nor as fp32 weights in model/")),
     "zero_optimization.compute_grad_norm": ([True], "each step's gradient norm is checked"),
     "managed_gradient_accumulation": ([True], "the settings decide when gradients are reduced"),
     "gradient_allreduce_op": (["mean"], "a sum grows with the number of processes"),
-}
+}  # fmt: skip
 
 
 def align_strategy(
