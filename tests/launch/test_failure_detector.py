@@ -13,11 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from tests.launch.ranks import Group, codes, errors, group, run_group
 from tests.runs import Finished
-from toolkit.launch.failure_detector import Failure, FailureDetector
+from toolkit.launch.failure_detector import Failure, FailureDetector, count_collectives
 from toolkit.launch.interrupted import EXIT_CODE_FILE
 from toolkit.launch.rendezvous import Peer
 
@@ -273,3 +275,18 @@ def test_restart_needs_restarts_left_on_all_nodes(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(maximum))
     assert FailureDetector(fake_rendezvous("AB", 0, left)).forbids_restart(permanent) == forbids
+
+
+def test_collectives_of_objects_count_on_another_backend_than_tensors(no_launcher: None) -> None:
+    """As accelerate makes the group of FSDP2 on GPUs (cuda:nccl,cpu:gloo), with gloo in NCCL's place."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        world, nccl = dist.group.WORLD, dist.ProcessGroup.BackendType.NCCL
+        world._register_backend(torch.device("cuda"), nccl, dist.new_group()._get_backend(torch.device("cpu")))
+        world._set_default_backend(nccl)
+        before = count_collectives()
+        dist.broadcast_object_list([1])
+        assert world._get_sequence_number_for_group() == 0
+        assert count_collectives() > before
+    finally:
+        dist.destroy_process_group()

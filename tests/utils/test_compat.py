@@ -17,7 +17,8 @@ from toolkit.utils.compat import TESTED, require
 
 # module (not imported) -> names that its source must contain
 NAMES = {
-    "torch.distributed.distributed_c10d": ("pg_map", "default_pg_timeout", "default_pg_nccl_timeout"),
+    "torch.distributed.distributed_c10d": (
+        "pg_map", "_device_types", "_get_backend", "default_pg_timeout", "default_pg_nccl_timeout"),
     "torch.nn.modules.module": (
         "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
         "_backward_pre_hooks"),
@@ -68,7 +69,7 @@ def test_installed_packages_have_the_private_names(module: str) -> None:
 
 
 def test_torch_has_the_compiled_private_names() -> None:
-    for owner, name in ((torch.distributed.ProcessGroup, "_get_sequence_number_for_group"),
+    for owner, name in ((torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"),
                         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
                         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")):  # fmt: skip
         assert require(owner, name, "torch") is not None

@@ -380,7 +380,9 @@ def count_collectives() -> int:
     with contextlib.suppress(RuntimeError):  # a group is being created or destroyed
         world = distributed.get_world_size()
         groups = [group for group in list(distributed.distributed_c10d._world.pg_map) if group.size() == world]
-        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+        # a group counts only those of one backend: with FSDP2 on GPUs tensors have NCCL, and objects gloo
+        backends = {group._get_backend(device) for group in groups for device in group._device_types}
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
     return 0
 
 
