@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
@@ -122,6 +123,19 @@ def test_groups_of_other_libraries_have_our_timeout(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with fork([tmp_path / "script.py", "--ddp_timeout", "77"]) as process:
         assert process.finish().succeeded().out.splitlines()[-1] == "137.0 137.0"
+
+
+def test_several_rtx_40_under_an_old_driver(tmp_path: Path) -> None:
+    """Accelerate's error; which GPUs: `accelerate.utils.check_cuda_p2p_ib_support`."""
+    assert "NCCL_P2P_DISABLE" in Path(str(accelerate.state.__file__)).read_text()
+    fail = """
+import accelerate
+def fail(**options):
+    raise NotImplementedError('Please set `NCCL_P2P_DISABLE="1"` and `NCCL_IB_DISABLE="1" or ...')
+accelerate.Accelerator = fail"""
+    (tmp_path / "script.py").write_text(fail + SCRIPT)
+    with fork([tmp_path / "script.py"]) as process:
+        process.finish().says_in_one_line("export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1", "driver")
 
 
 def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:

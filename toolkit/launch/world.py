@@ -118,6 +118,13 @@ def make_accelerator(
         if isinstance(error, json.JSONDecodeError) or "DeepSpeed config" in str(error):
             raise UserError(f"{os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE')}: {first_line(error)}") from error
         raise
+    except NotImplementedError as error:
+        if "NCCL_P2P_DISABLE" not in str(error):
+            raise
+        raise UserError(  # accelerate's launcher sets them, torchrun, deepspeed and srun do not
+            "the driver of these RTX 40 cards is older than 550.40.07, and cannot copy between them: "
+            "`export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1`, or update it"
+        ) from error
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         remedy = "leave out use_cpu: true" if _flag("ACCELERATE_USE_CPU") else "try `python -m deepspeed.env_report`"
