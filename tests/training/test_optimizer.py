@@ -27,7 +27,7 @@ from toolkit.training.lion import Lion
 from toolkit.training.muon import HIDDEN
 from toolkit.training.optimizer import DISTANCE, make_optimizer, make_scheduler, parameter_groups, set_schedule
 from toolkit.training.steps import make_schedule
-from toolkit.training.strategy import align_strategy
+from toolkit.training.strategy import align_strategy, explain_config_errors
 
 
 def tiny(model_type: str) -> torch.nn.Module:
@@ -320,6 +320,18 @@ def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) ->
     *sections, name = key.split(".")
     functools.reduce(lambda part, section: part.setdefault(section, {}), sections, config)[name] = value
     refusal(align, accelerator_with(config), settings, says=[f'"{key}"', setting])
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [({"zero_optimization": {"overlap_com": True}}, "overlap_com"),
+     ({"zero_optimization": {"reduce_bucket_size": "many"}}, "reduce_bucket_size"), ({"nebula": {}}, "nebula")],
+)  # fmt: skip
+def test_a_config_that_deepspeed_refuses(config: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "mine.json")
+    refusal(explain_config_errors()(DeepSpeedConfig), {"train_batch_size": 1, **config}, says=["mine.json", fault])
 
 
 def test_all_faults_are_reported_and_the_config_does_not_change() -> None:

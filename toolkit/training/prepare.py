@@ -15,7 +15,7 @@ from toolkit.data.tokens import Split
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
-from toolkit.training.strategy import align_strategy
+from toolkit.training.strategy import align_strategy, explain_config_errors
 from toolkit.utils.compat import require
 
 
@@ -32,7 +32,8 @@ def prepare(
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with explain_config_errors():
+        model, optimizer = accelerator.prepare(model, optimizer)
     coalesce_reductions(accelerator, settings)
     return model, optimizer, make_scheduler(optimizer, settings, steps.schedule.total_steps), steps
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,6 +105,19 @@ def align_strategy(
         _set_bucket_sizes(config["zero_optimization"], model)
     if plugin.zero_stage == 3:  # needed to gather the final weights
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+@contextlib.contextmanager
+def explain_config_errors() -> Iterator[None]:
+    """Raises UserError for a DeepSpeed config with an unknown key, a value of the wrong type or a removed feature."""
+    try:
+        yield
+    except Exception as error:  # by name: DeepSpeed is imported only where it is used
+        if type(error).__name__ not in ("ValidationError", "DeepSpeedConfigError"):
+            raise
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "the DeepSpeed config")
+        fault, *_ = " ".join(str(error).split()).split(" For further information")
+        raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
 
 
 def _choose_fsdp_units(plugin: Any, model: Any) -> None:
