@@ -308,11 +308,11 @@ def test_batch_sizes_satisfy_deepspeeds_equation(processes: int, global_batch_si
         ("gradient_accumulation_steps", 4, "settings"),
         ("optimizer", {"type": "AdamW"}, "remove it"),
         ("scheduler", {"type": "WarmupLR"}, "remove it"),
-        ("managed_gradient_accumulation", False, "remove it"),
-        ("gradient_allreduce_op", "sum", "remove it"),
+        ("managed_gradient_accumulation", False, "write true"),
+        ("gradient_allreduce_op", "sum", 'write "mean"'),
         ("checkpoint.writer", {"decoupled": True}, "remove it"),
-        ("zero_optimization.compute_grad_norm", False, "remove it"),
-        ("zero_optimization.offload_optimizer.device", "nvme", "remove it"),
+        ("zero_optimization.compute_grad_norm", False, "write true"),
+        ("zero_optimization.offload_optimizer.device", "nvme", 'write "cpu"'),
     ],
 )
 def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) -> None:

@@ -96,8 +96,8 @@ def align_strategy(
         *sections, name = key.split(".")
         part = functools.reduce(lambda part, section: part.get(section) or {}, sections, config)
         if name in part and part[name] not in usable:
-            value = json.dumps(part[name])
-            faults.add(f'the DeepSpeed config has "{key}": {value}: remove it from that file: {why}')
+            other = f" or write {json.dumps(usable[0])}" if usable else ""
+            faults.add(f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}')
     faults.raise_if_any()
     config.update({key: value for key, (value, _) in values.items()})
     config["zero_allow_untested_optimizer"] = True  # allow optimizers outside DeepSpeed's list
