@@ -101,7 +101,7 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("seed", value) for value in ("-1", "3.5", "")),
+        *(("seed", value) for value in ("-1", "3.5", "", "2147483648")),
         *(("learning_rate", value) for value in ("0", "-1e-5", "nan", "inf")),
         *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
         *(("validation_split", value) for value in "01"),

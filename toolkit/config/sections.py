@@ -152,7 +152,7 @@ class TextSettings:
     """For a trial: the number of training rows, drawn by `data_seed`."""
     max_eval_samples: int | None = Field(default=None, ge=1)
     """For a trial: the number of rows of each evaluated split, drawn by `data_seed`."""
-    data_seed: int | None = Field(default=None, ge=0)
+    data_seed: int | None = Field(default=None, ge=0, lt=2**31)
     """Draws the rows that are held back or used in a trial; `seed` when not given. `seed` decides their order."""
 
 
@@ -222,7 +222,7 @@ class TrainingSettings:
     """Clips the norm of the whole gradient; 0 turns clipping off."""
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
     """For single-label classification, and for titles."""
-    seed: int = Field(default=42, ge=0)
+    seed: int = Field(default=42, ge=0, lt=2**31)
     """Seeds the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """auto: the accelerate config's, else bf16, fp16 or no, whichever is fastest here (measured on a CPU)."""
