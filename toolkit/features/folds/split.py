@@ -53,7 +53,7 @@ def data_facts(
         added["label_corrections"] = text_digest(json.dumps(lines))
     if folds:
         refuse_leaks(settings, accelerator)
-        added |= {"folds": folds, "seed": data_seed(settings)}
+        added |= {"folds": folds, "duplicates": "in one fold", "seed": data_seed(settings)}
         digest = digest_of_text(json.dumps({**facts, **added}, sort_keys=True))
         added["fold"] = next_fold(accelerator, str(settings.training.output_dir), folds, digest)
     return added
@@ -154,21 +154,24 @@ def _next(folder: Path, folds: int, digest: str) -> int:
 
 def split_fold(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
     """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class where there are classes.
-    Raises UserError for fewer rows than folds."""
+    All rows of a text are in one fold. Raises UserError for fewer texts than folds."""
+    import pandas as pd
     from sklearn.model_selection import KFold, StratifiedKFold
 
-    count = len(rows)
+    first = pd.factorize(rows.hashes)[0]  # (rows,) the place of a row's text among the different texts
+    different = rows.take(np.unique(first, return_index=True)[1])  # the first row of each text
+    count = len(different)
     if count < folds:
-        raise UserError(f"{rows.table.name}: {count} rows are too few for --folds {folds}")
-    classes = targets.strata(rows.targets)
+        raise UserError(f"{rows.table.name}: {count} different texts are too few for --folds {folds}")
+    classes = targets.strata(different.targets)
     stratified = classes is not None and int(np.bincount(classes).max()) >= folds
     kind: Any = StratifiedKFold if stratified else KFold
     with warnings.catch_warnings():  # of a class with fewer rows than folds
         warnings.simplefilter("ignore", UserWarning)
         parts = list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(count), classes))
-    train, part = parts[fold - 1]
-    note = f"fold {fold} of {folds}: {len(part)} of {count} rows for validation (seed {seed})"
-    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(part))}, note
+    held_out = np.isin(first, parts[fold - 1][1])
+    note = f"fold {fold} of {folds}: {held_out.sum()} of {len(rows)} rows for validation (seed {seed})"
+    return {"train": rows.take(np.flatnonzero(~held_out)), "validation": rows.take(np.flatnonzero(held_out))}, note
 
 
 def text_digest(text: str) -> str:
