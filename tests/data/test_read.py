@@ -133,6 +133,7 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.jsonl", '{"text": "a"}\n{"text": "b", "label": 1, "label": 0}\n', "line 2: not JSON (the key 'label'"),
         ("a.jsonl", '{"te\\ud800xt": "a"}\n', "the column name 'te\\ud800xt' is no text"),
         ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "row 2: field 'text' is 'b\\ud83d', which holds half a"),
+        ("a.jsonl", "{}\n" * 3000 + '{"text": "a"}\n', ": objects without fields"),
         ("a.jsonl", '{"label": [1]}\n{"label": ["b", 1]}\n', "row 2: field 'label' is"),
         ("a.jsonl", f'{{"label": 1}}\n{{"label": {10**30}}}\n', "row 2: field 'label' is"),
         ("a.jsonl", '{"text": ' + "[" * 200 + "]" * 200 + "}", "nested deeper than a table can hold"),

@@ -137,3 +137,12 @@ def test_a_link_out_of_the_run_folder_is_refused(there: bool, tmp_path: Path) ->
     (run / "metrics.jsonl").symlink_to(other)
     message = f"{run / 'metrics.jsonl'} is a link to {other}, outside"
     refusal(create_run_folder, TrainingSettings(output_dir=str(run)), "cls", FACTS, match=message)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.onnx", "openvino_model.xml"])
+def test_another_model_or_exported_teacher_is_noticed(name: str, tmp_path: Path) -> None:
+    checksums = set()
+    for content in ("a", "b"):
+        (tmp_path / name).write_text(content)
+        checksums.add(resume._checksum(tmp_path))
+    assert len(checksums) == 2

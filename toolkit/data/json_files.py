@@ -148,6 +148,8 @@ class _Records:
         else:
             self._refuse_odd(rows, lambda row: isinstance(row, dict), "an object with named fields")
             names = list(dict.fromkeys([*self.types, *(name for row in rows for name in row)]))
+            if rows and not names:  # never after the first batch
+                raise UserError(f"{self.path}, rows 1 to {len(rows)}: objects without fields, {{}}: remove them")
             check_column_names(self.path, names)
             columns = [[row.get(name) for row in rows] for name in names]
         arrays = [self._column(name, column) for name, column in zip(names, columns, strict=True)]

@@ -49,8 +49,8 @@ def keep_layers(model: Any, count: int, name: str) -> None:
     stack = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and [*part] == layers)
     for place in sorted(set(range(total)) - set(places), reverse=True):
         del stack[place]
-    for key, value in list(vars(model.config).items()):  # lists with an entry per layer
-        if isinstance(value, list) and len(value) == total:
+    for key, value in list(vars(model.config).items()):  # lists with an entry per layer; not DeBERTa's of two kinds
+        if isinstance(value, list) and len(value) == total and key != "pos_att_type":
             setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
     for place, layer in enumerate(stack):

@@ -27,7 +27,10 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
     """Lines of predictions.jsonl -> scores."""
     if "scores" in lines[0]:
         names = sorted(lines[0]["scores"])
-        return Scores(names, sparse.csr_array([[float(line["scores"][name]) for name in names] for line in lines]))
+        weights = np.array([[line.get("weight", 1.0)] for line in lines], np.float64)
+        weighted = weights * [[float(line["scores"][name]) for name in names] for line in lines]
+        rows = sparse.csr_array(np.hstack([weighted, weights]))
+        return Scores(names, rows, lambda means: means[..., :-1] / np.maximum(means[..., -1:], np.finfo(float).tiny))
     if problem_type == "regression":
         errors = np.array([np.subtract(line["prediction"], line["label"]) for line in lines]).reshape(len(lines), -1)
         rows = np.stack([np.abs(errors).mean(axis=1), np.square(errors).mean(axis=1)], axis=1)

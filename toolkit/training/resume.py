@@ -127,10 +127,9 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 
 def _checksum(model: Path) -> str:
-    """Of the folder's config and weights."""
-    files = sorted(
-        path for path in model.iterdir() if path.name == "config.json" or path.suffix in (".safetensors", ".bin")
-    )
+    """Of the folder's config and weights, or exported graph."""
+    suffixes = (".safetensors", ".bin", ".onnx", ".xml")
+    files = sorted(path for path in model.iterdir() if path.name == "config.json" or path.suffix in suffixes)
     text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
     return f"{crc32(text.encode()):08x}"
 

@@ -179,6 +179,9 @@ def test_scores_of_each_kind_of_prediction() -> None:
     assert bootstrap.intervals(numbers) == {  # of a single row
         "mae": {"value": 1.5, "low": 1.5, "high": 1.5}, "mse": {"value": 2.5, "low": 2.5, "high": 2.5}
     }  # fmt: skip
+    texts = [{"scores": {"x": right}, "weight": count} for right, count in ((0.25, 8), (0.0, 0), (1.0, 2))]
+    values = values_of(bootstrap.scores_of(texts, "masked_language_modeling", ()))
+    assert values == pytest.approx({"x": 0.4})  # 4 of 10 tokens
     titles = bootstrap.scores_of([{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ())
     assert bootstrap.intervals(titles) == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
 

@@ -15,7 +15,7 @@ from transformers import (
     BigBirdForSequenceClassification,
 )
 
-from tests.architectures import make_architecture
+from tests.architectures import SMALL, make_architecture
 from tests.faults import refusal
 from tests.report.made import classifier, make_run
 from tests.report.test_html import NASTY, Page
@@ -140,10 +140,15 @@ def test_the_page_shows_attributions(kind: Any, sharp_model: Path, tmp_path: Pat
     assert [tag for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
 
 
-def test_the_texts_of_a_pair_have_line_breaks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [1, 2])
+def test_the_texts_of_a_pair_have_line_breaks(types: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a model of one token type, whose tokenizer makes two."""
     run, line = tmp_path / "run", {"id": 0, "label": "a", "prediction": "b", "probabilities": [0.1, 0.9]}
+    monkeypatch.setitem(SMALL, "type_vocab_size", types)
     make_architecture("BERT", tmp_path / "base", ["one two three four"] * 3)
     classifier(tmp_path / "base", run / "model", AB)
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    AutoTokenizer.from_pretrained(run / "model", model_input_names=inputs).save_pretrained(run / "model")
     data, texts = DATA | {"text_pair": "other", "max_length": 20}, [join_pair("one\ntwo", "three\nfour")]
     explanation = explain.explain(run, data, [read_sample(0, line, AB)], texts)[0]
     assert "".join(word.text for word in explanation.words).split() == ["one", "two", "three", "four"]

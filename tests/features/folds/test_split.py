@@ -47,6 +47,32 @@ def test_every_row_is_validated_once(prepared: Prepare, tmp_path: Path) -> None:
         refusal(prepared, ROWS, **settings | changed, match="has 3 folds of another command")
 
 
+def test_duplicates_of_a_text_are_in_one_fold_and_move_no_other_text(prepared: Prepare, tmp_path: Path) -> None:
+    """With contradicting labels, too; fewer different texts than folds are an error."""
+    repeated = [*ROWS, *(ROWS[place] | {"label": "a"} for place in (5, 5, 7))]
+    for fold in (1, 2, 3):
+        rows = [set(prepared(each, folds=3, output_dir=str(tmp_path / name)).validation.rows.tolist())
+                for name, each in (("plain", ROWS), ("repeated", repeated))]  # fmt: skip
+        assert rows[1] == rows[0] | ({31, 32} if 5 in rows[0] else set()) | ({33} if 7 in rows[0] else set())
+        done(tmp_path / "plain", fold)
+        done(tmp_path / "repeated", fold)
+    refusal(prepared, ROWS[:2] * 9, folds=3, output_dir=str(tmp_path / "few"), match="2 different texts are too few")
+
+
+@pytest.mark.parametrize("setting", ["teacher", "model_name_or_path"])
+def test_a_model_that_has_learned_the_labels_is_refused(setting: str, prepared: Prepare, tmp_path: Path) -> None:
+    settings = {"folds": 3, "output_dir": str(tmp_path / "folds"), setting: str(tmp_path / "run" / "model")}
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    run = {"data": {"labels": ["a", "b"]}, "settings": {"train_file": str(tmp_path / "x" / ".." / "train_file.jsonl")}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(run))
+    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/config.json.*name the model")
+    assert not (tmp_path / "folds").exists()
+    other = run | {"settings": run["settings"] | {"label_column": "source"}}
+    for trained in (other, run | {"data": {}}):  # other labels, or pretraining on these texts
+        (tmp_path / "run" / "config.json").write_text(json.dumps(trained))
+        assert prepared(ROWS, **settings).feature_facts["fold"] == 1
+
+
 def test_max_train_samples_selects_the_same_rows_in_all_folds(prepared: Prepare, tmp_path: Path) -> None:
     validated = []
     for fold in (1, 2):

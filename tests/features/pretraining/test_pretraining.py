@@ -28,6 +28,7 @@ from toolkit.features.pretraining.feature import FEATURE
 from toolkit.features.pretraining.model import load_masked_model, predict_masked_only, with_new_tokens
 from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
 from toolkit.models.to_bigbird import SparseSizes, to_bigbird
+from toolkit.report.comparison import compare
 from toolkit.utils.cache import cache_folder
 
 CPU = torch.device("cpu")
@@ -196,6 +197,8 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     assert sum(line["masked_tokens"] for line in lines) == count
     assert sum(line["scores"]["masked_accuracy"] * line["masked_tokens"] for line in lines) == pytest.approx(
         right, abs=1e-3)  # fmt: skip
+    compared = compare([run])[0]["runs"][0]["metrics"]["masked_accuracy"]
+    assert compared["value"] == pytest.approx(last["masked_accuracy"], abs=1e-5)
 
 
 def test_pages(single: Runs) -> None:

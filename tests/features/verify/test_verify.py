@@ -77,6 +77,31 @@ def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_pat
     assert f"    -> {wrong[0]['reason']}\n" in done.out
 
 
+SILENT = """import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
+if "--config_file" not in sys.argv and "nothing" not in sys.argv:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1}))
+    (folder / "config.json").write_text(json.dumps({"world": {"mixed_precision": "no"}}))
+"""
+
+
+def test_numbers_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
+    """As on the second of two machines that share no disk; a recipe that writes none at all is a fault."""
+    recipe, folder = tmp_path / "recipe.py", tmp_path / "verify"
+    recipe.write_text(SILENT)
+    (folder / "ddp").mkdir(parents=True)
+    (folder / "ddp" / "metrics.jsonl").write_text(json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1}))
+    (folder / "ddp" / "config.json").write_text(json.dumps({"world": {"mixed_precision": "no"}}))
+    words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
+    done, facts = verify(recipe, folder, *words)
+    assert (done.code, facts["runs"][-1]["name"], facts["runs"][-1]["losses"]) == (0, "ddp", [])
+    assert "the first machine compares ddp" in done.out
+    done, facts = verify(recipe, tmp_path / "nothing", *words, "nothing")
+    assert (done.code, facts["agrees"]) == (1, False)
+    assert "metrics.jsonl" in facts["runs"][0]["error"]
+
+
 def test_a_failed_run_and_missing_files(job: list[Any], tmp_path: Path) -> None:
     done, facts = verify(CLS, tmp_path, *job, "--max_length", 9999)
     assert done.code == 1

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokens import has_token_types, load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.utils.extras import require_extra
@@ -78,6 +78,8 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
             *pair, truncation="longest_first", max_length=data["max_length"], return_tensors="pt",
             return_special_tokens_mask=True, return_offsets_mapping=True,
         ).to(model.device)  # fmt: skip
+        if not has_token_types(model.config):  # the tokenizer's would be outside of the table
+            encoded.pop("token_type_ids", None)
         towards, against, output_of = _choose_output(labels, sample)
         adds = attribute(model, encoded, output_of).tolist()
         spans = encoded["offset_mapping"][0].tolist()

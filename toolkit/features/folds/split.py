@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pydantic
 
+from toolkit import launch
+from toolkit.config import flat
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.rows import Rows, Targets, data_seed, limit_rows
 from toolkit.data.tokens import join_pair
@@ -50,7 +52,8 @@ def data_facts(
         lines = [correction.model_dump() for _, correction in _read_corrections(Path(corrections)).values()]
         added["label_corrections"] = text_digest(json.dumps(lines))
     if folds:
-        added |= {"folds": folds, "seed": data_seed(settings)}
+        refuse_leaks(settings, accelerator)
+        added |= {"folds": folds, "duplicates": "in one fold", "seed": data_seed(settings)}
         digest = digest_of_text(json.dumps({**facts, **added}, sort_keys=True))
         added["fold"] = next_fold(accelerator, str(settings.training.output_dir), folds, digest)
     return added
@@ -70,6 +73,33 @@ def select_rows(
     rows, limit_notes = limit_rows(rows, "train", settings.data.max_train_samples, seed)
     parts, note = split_fold(rows, targets, facts["folds"], facts["fold"], seed)
     return parts, [*notes, *limit_notes, note]
+
+
+def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
+    """Raises UserError where `--model_name_or_path` or `--teacher` is of a run that learned the labels of these rows,
+    which out-of-fold predictions would repeat. Warns of other teachers: what they were trained on is unknown."""
+    values = flat(settings)
+    for setting in ("model_name_or_path", "teacher"):
+        name = str(values.get(setting) or "")
+        config = Path(name).resolve().parent / "config.json"
+        run = read_table(config, {}) if Path(name).is_dir() and config.is_file() else {}
+        if run.get("data", {}).get("labels") and _source(run.get("settings", {})) == _source(values):
+            raise UserError(
+                f"--{setting} {name} has learned the labels of these rows ({config}), and --folds would predict them "
+                "again: name the model that it was fine-tuned from" + ", without --teacher" * (setting == "teacher")
+            )
+    if values.get("teacher") and accelerator is not None:
+        launch.log_on_main(
+            accelerator,
+            f"--teacher {values['teacher']}: if it has learned the labels of these rows, the folds repeat them: the "
+            "out-of-fold predictions are too good, and hide wrong labels",
+        )
+
+
+def _source(values: Mapping[str, Any]) -> list[Any]:
+    """The data that settings name."""
+    file = values.get("train_file")
+    return [file and Path(file).resolve(), *map(values.get, ("dataset_name", "dataset_config_name", "label_column"))]
 
 
 def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:
@@ -124,21 +154,24 @@ def _next(folder: Path, folds: int, digest: str) -> int:
 
 def split_fold(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
     """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class where there are classes.
-    Raises UserError for fewer rows than folds."""
+    All rows of a text are in one fold. Raises UserError for fewer texts than folds."""
+    import pandas as pd
     from sklearn.model_selection import KFold, StratifiedKFold
 
-    count = len(rows)
+    first = pd.factorize(rows.hashes)[0]  # (rows,) the place of a row's text among the different texts
+    different = rows.take(np.unique(first, return_index=True)[1])  # the first row of each text
+    count = len(different)
     if count < folds:
-        raise UserError(f"{rows.table.name}: {count} rows are too few for --folds {folds}")
-    classes = targets.strata(rows.targets)
+        raise UserError(f"{rows.table.name}: {count} different texts are too few for --folds {folds}")
+    classes = targets.strata(different.targets)
     stratified = classes is not None and int(np.bincount(classes).max()) >= folds
     kind: Any = StratifiedKFold if stratified else KFold
     with warnings.catch_warnings():  # of a class with fewer rows than folds
         warnings.simplefilter("ignore", UserWarning)
         parts = list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(count), classes))
-    train, part = parts[fold - 1]
-    note = f"fold {fold} of {folds}: {len(part)} of {count} rows for validation (seed {seed})"
-    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(part))}, note
+    held_out = np.isin(first, parts[fold - 1][1])
+    note = f"fold {fold} of {folds}: {held_out.sum()} of {len(rows)} rows for validation (seed {seed})"
+    return {"train": rows.take(np.flatnonzero(~held_out)), "validation": rows.take(np.flatnonzero(held_out))}, note
 
 
 def text_digest(text: str) -> str:

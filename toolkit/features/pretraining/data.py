@@ -216,5 +216,6 @@ def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Eval
 
 def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:
     for row, count, (loss, right) in zip(split.rows, counts, sums.tolist(), strict=True):
-        means = round(loss / max(1, count), 6), round(right / max(1, count), 6)
-        yield {"id": int(row), "masked_tokens": count, "loss": means[0], "scores": {"masked_accuracy": means[1]}}
+        loss, right = round(loss / max(1, count), 6), round(right / max(1, count), 6)
+        scores = {"scores": {"masked_accuracy": right}, "weight": count}
+        yield {"id": int(row), "masked_tokens": count, "loss": loss, **scores}

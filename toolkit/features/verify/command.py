@@ -76,6 +76,8 @@ class Trial:
         prefix = f"{self.name:28} {self.precision:4}  "
         if self.error:
             return [f"{prefix}ended with an error: {self.error}"]
+        if not self.losses:
+            return [f"{prefix}the first machine has its numbers"]
         verdict = "" if self.agrees else "  NOT THE SAME:"
         if self.difference is not None:
             verdict += f"  differs by {self.difference:.1e} (allowed {self.allowed:.1e})"
@@ -94,7 +96,9 @@ def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
     path, runs = verification.folder / "verify.json", [asdict(trial) | {"agrees": trial.agrees} for trial in trials]
     facts = {"agrees": not faults, "host": socket.gethostname(), "command": shlex.join(sys.argv), "runs": runs}
     path.write_text(json.dumps(nan_to_none(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    verdict = f"NOT THE SAME everywhere: {', '.join(faults)}" if faults else "the same training everywhere"
+    elsewhere = [trial.name for trial in trials if not trial.losses]
+    verdict = f"the first machine compares {', '.join(elsewhere)}" if elsewhere else "the same training everywhere"
+    verdict = f"NOT THE SAME everywhere: {', '.join(faults)}" if faults else verdict
     print("\n".join(["", *(line for trial in trials for line in trial.lines()), "", f"{verdict} ({path})"]), flush=True)
     sys.exit(bool(faults))
 
@@ -114,7 +118,10 @@ class Verification:
     def run(self) -> list[Trial]:
         host, precision = socket.gethostname(), self.options.mixed_precision  # several machines may share the folder
         one = self._trial(f"one-process-{host}", "no", [])
-        if one.error:
+        if not one.losses:
+            one.error = (
+                one.error or f"it wrote no {self.folder / one.name / 'metrics.jsonl'}: call run.after or run.log"
+            )
             return [one]
         random = self._trial(f"other-randomness-{host}", "no", [], seed_offset=1)
         size = self._trial(f"other-micro-batches-{host}", "no", [], _OTHER_SIZE)
@@ -148,15 +155,16 @@ class Verification:
             del settings["global_batch_size"]
         words = [*self.words, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
         command = [sys.executable, self.options.recipe, *words, "--overwrite_output_dir", *launch]
-        trial = Trial(name, precision, shlex.join(command), self.options.tolerance)
+        trial, metrics = Trial(name, precision, shlex.join(command), self.options.tolerance), folder / "metrics.jsonl"
+        before = metrics.stat().st_mtime_ns if metrics.exists() else None
         logger.info(f"{name}, {precision}: running")
         with log.open("wb") as file:
             result = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
                               check=False, env={**os.environ, OTHER_RANDOMNESS: str(seed_offset)})  # fmt: skip
         if result.returncode:
             trial.error = f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
-        elif (folder / "metrics.jsonl").exists():
-            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        elif metrics.exists() and metrics.stat().st_mtime_ns != before:  # not of an earlier run, on another machine
+            lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
             columns = ([line[key] for line in lines] for key in ("loss", "grad_norm", "tokens"))
             trial.losses, norms, trial.tokens = columns
             trial.grad_norms = [math.inf if norm is None else norm for norm in norms]  # of a step that fp16 skipped
