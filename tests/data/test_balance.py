@@ -15,7 +15,7 @@ from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
 from toolkit.data import balance
 from toolkit.data.batches import GlobalBatches, most_micro_batches
-from toolkit.data.labels import Labels
+from toolkit.data.labels import Labels, doubtful_names
 from toolkit.data.tokens import Split
 
 COUNTS = {"often": 160, "rare": 10, "never": 0, "some": 40}
@@ -125,6 +125,13 @@ def test_positive_weights_are_negatives_over_positives() -> None:
 )
 def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: dict[str, Any], said: str) -> None:
     refusal(balance.check_objective, labels_of(problem), ObjectiveSettings(**asked), match=said)
+
+
+def test_doubtful_names_of_classes() -> None:
+    assert not list(doubtful_names(["neg", "pos", "10", "100", "none", "好", "0", "00x"]))
+    alike, missing = doubtful_names(["1", "neg", "pos", "neg\u200b", "01", "１", "Neg", "NaN"])
+    assert "'1' and '01' and '１', 'neg' and 'neg\\u200b' and 'Neg';" in alike
+    assert "'NaN'" in missing
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from toolkit.config import ObjectiveSettings
-from toolkit.data.labels import Labels
+from toolkit.data.labels import Labels, doubtful_names
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
@@ -105,6 +105,7 @@ def describe(train: Split, labels: Labels, objective: ObjectiveSettings) -> tupl
         return [], ""
     order = [int(place) for place in np.argsort(-counts, kind="stable")]
     lines = [f"rows of each class in train: {_listed(order, labels.names, counts, '{:d}')}"]
+    lines += doubtful_names(labels.names)
     if objective.class_weights:
         weights = _class_weights(objective.class_weights, counts, labels.names)
         lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, labels.names, weights, '{:.3g}')}")

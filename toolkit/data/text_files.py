@@ -191,6 +191,7 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
         if max(widths, default=0) > len(names):
             row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
             remedy = f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
+            remedy = _other_delimiter(names) or remedy
             raise UserError(
                 f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
                 f"{remedy if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
@@ -221,10 +222,13 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
                 ends = "end of data" in str(error) or "field limit" in str(error)
                 fault = "is never closed" if ends else f"is followed by more text on line {reader.line_num}"
                 start, number = lines_read + sum(map(_height, rows)) + 1, rows_read + sum(map(_is_filled, rows))
+                remedy = (
+                    "where double quotes are part of the texts, pass --quoting none; else close it at the end of the "
+                    'cell, or double it ("")'
+                )
+                remedy = (_other_delimiter(rows[0]) if rows and not lines_read else "") or remedy
                 raise UserError(
-                    f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: where double "
-                    "quotes are part of the texts, pass --quoting none; else close it at the end of the cell, or "
-                    'double it ("")'
+                    f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: {remedy}"
                 ) from error
             if not rows:
                 return
@@ -238,6 +242,13 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
             lines_read, rows_read = reader.line_num, rows_read + len(rows)
             if rows:
                 yield rows, starts
+
+
+def _other_delimiter(header: Sequence[str]) -> str:
+    """The remedy where the header is one cell with another delimiter in it; else ""."""
+    names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
+    other = next((name for each, name in names.items() if len(header) == 1 and each in header[0]), None)
+    return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
 
 
 def _is_filled(row: list[str]) -> bool:
