@@ -58,7 +58,7 @@ def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) 
 
 
 def _outputs(
-    model: str | Path, columns: Sequence[list[str]], per_device_batch_size: int = 64, max_tokens: int | None = 16384
+    model: str | Path, columns: Sequence[list[str]], per_device_batch_size: int = 64, max_tokens: int | None = None
 ) -> tuple[SavedModel, Any]:
     """The model and its outputs: None without texts, and on all processes but the main one."""
     saved, pairs = SavedModel(str(model)), len(columns) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, TypeVar, dataclass_transform
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -180,6 +180,9 @@ class LongTextSettings:
 class TrainingSettings:
     """Optimization, evaluation and checkpoints."""
 
+    tokens_on_gpu: ClassVar[int | None] = None
+    """The default of `max_tokens_per_batch` there."""
+
     output_dir: str | None = None
     """The run's folder; a new one under runs/ when not given."""
     overwrite_output_dir: bool = False
@@ -195,7 +198,8 @@ class TrainingSettings:
     per_device_eval_batch_size: int | None = Field(default=None, ge=1)
     """The most samples of one evaluation batch; twice the training one when not given."""
     max_tokens_per_batch: int | None = Field(default=None, ge=2)
-    """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
+    """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long. When
+    not given 2048 on a CPU, and on a GPU no limit, or 16384 in recipes for long texts."""
     group_by_length: bool = True
     """Put texts of similar length into the same batch."""
     learning_rate: float = Field(default=5e-5, gt=0)
@@ -276,13 +280,26 @@ class TrainingSettings:
             )
         return self.per_device_batch_size
 
+    def limit_tokens(self, device: str, longest: int) -> Self:
+        """With the default of `max_tokens_per_batch` for this device, and for texts of at most `longest` tokens; but
+        without one on a CPU where `per_device_batch_size` is `auto`, that is as much as fits."""
+        default = default_tokens_per_batch(device, self.tokens_on_gpu)
+        measured = device == "cpu" and self.per_device_batch_size == "auto"
+        if self.max_tokens_per_batch is not None or default is None or measured:
+            return self
+        return dataclasses.replace(self, max_tokens_per_batch=max(default, longest))
+
 
 @section
 class LongTrainingSettings(TrainingSettings):
     """Optimization, evaluation and checkpoints, for long texts."""
 
-    max_tokens_per_batch: int | None = Field(default=16384, ge=2)
-    """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
+    tokens_on_gpu: ClassVar[int | None] = 16384
+
+
+def default_tokens_per_batch(device: str, on_gpu: int | None) -> int | None:
+    """On a CPU the activations of more tokens do not fit its caches: docs/scaling.md has the times."""
+    return 2048 if device == "cpu" else on_gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

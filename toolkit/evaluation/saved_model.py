@@ -11,6 +11,7 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from toolkit.config import ModelSettings
+from toolkit.config.sections import default_tokens_per_batch
 from toolkit.data.labels import USUAL
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
@@ -79,7 +80,7 @@ class SavedModel:
     ) -> None:
         model = self.answers.load(self.settings).to(accelerator.device)  # under FSDP accelerate does not move it
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
-        self._sizes = per_device_batch_size, max_tokens
+        self._sizes = per_device_batch_size, max_tokens or default_tokens_per_batch(accelerator.device.type, 16384)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
     @cached_property

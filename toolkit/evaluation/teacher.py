@@ -69,7 +69,7 @@ def _logits(
     accelerator: Accelerator, teacher: Any, train: Split, tokenizer: Any, settings: TaskSettings, order: list[int]
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
-    training = settings.training
+    training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
     size = training.per_device_eval_batch_size or (
         32 if training.per_device_batch_size == "auto" else 2 * training.per_device_batch_size
     )

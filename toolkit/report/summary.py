@@ -38,9 +38,7 @@ class RunSummary:
         accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
         per_step = f"{settings.training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
-            uneven = settings.training.max_tokens_per_batch is not None or data.train.buckets is not None
-            at_most = "at most " if uneven else ""
-            per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
+            per_step += f" (at most {schedule.accumulation} micro-batches on each process)"
         machines = launch.list_machines()
         lines = [
             f"attempt {attempt() + 1} of {max_restarts() + 1}" if attempt() else "",

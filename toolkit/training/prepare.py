@@ -24,11 +24,13 @@ def prepare(
 ) -> tuple[Any, Any, AcceleratedScheduler, Steps]:
     """(model, optimizer, scheduler, steps), prepared for the strategy of this launch; all processes call this.
 
-    Replaces `--per_device_batch_size auto` by a number (in `steps.settings`) first: the strategy's config needs the
-    number of micro-batches before `accelerator.prepare`. The schedule is not prepared, since accelerate would step it
-    once per process. Raises UserError for settings, a model or an optimizer that the strategy cannot train.
+    First sets the tokens of a micro-batch, and replaces `--per_device_batch_size auto` by a number, in
+    `steps.settings`: the strategy's config needs the number of micro-batches before `accelerator.prepare`. The schedule
+    is not prepared, since accelerate would step it once per process. Raises UserError for settings, a model or an
+    optimizer that the strategy cannot train.
     """
     collator_of(train, tokenizer, accelerator.device).prepare_model(accelerator, model)
+    settings = settings.limit_tokens(accelerator.device.type, int(train.lengths.max()))
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)

@@ -35,7 +35,8 @@ def run(settings: Any, processes: int) -> None:
     precision, usable = _precision(settings, device), usable_memory(device, processes)
     other_model = first(feature.untrained_model(settings) for feature in features())
     model, lengths = other_model or load_untrained_classifier(settings)
-    training, length = settings.training, lengths["input_ids"]
+    length = lengths["input_ids"]
+    training = settings.training.limit_tokens(device, length)
     samples, limit = -(-training.global_batch_size // processes), training.per_device_batch_size
     samples = micro_batch_size(training, samples if limit == "auto" else min(samples, limit), length)
     print(f"{settings.model.model_name_or_path}: {model.num_parameters():,} parameters, "
