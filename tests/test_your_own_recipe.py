@@ -33,6 +33,8 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
     "sgd": ("sgd", []),
     "sgd again": ("sgd", []),
+    "schedule": ("schedule", []),
+    "schedule again": ("schedule", []),
     "frozen": ("frozen", []),
     "own_model": ("own_model", []),
     "own_model again": ("own_model", []),
@@ -145,7 +147,7 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
 
 
-@pytest.mark.parametrize("name", ["sgd", "learned", "own_model"])
+@pytest.mark.parametrize("name", ["sgd", "learned", "own_model", "schedule"])
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
                                  pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
 def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
@@ -176,6 +178,14 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "single", "sgd", "momentum=0.9)",
         "momentum=0.9)\n    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
         ("of shape (3,)", "docs/your-own-recipe.md"),
+    ),
+    "a schedule that accelerate steps once per process": (
+        "ddp x2", "schedule", "    run = toolkit.Run(",
+        "    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))\n    run = toolkit.Run(",
+        ("StepLR", "toolkit.custom_scheduler", "docs/your-own-recipe.md"),
+    ),
+    "a scheduler that is not stepped": (
+        "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
     ),
     "requires_grad while training": (
         "ddp x2", "metric", "        model.train()\n",

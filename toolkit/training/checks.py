@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +23,7 @@ from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import shard_fault, step_fault
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
+OWN_SCHEDULE = "docs/your-own-recipe.md, Another schedule"
 _LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters"
 _HOW_TO_FREEZE = (
     "Freeze parameters before creating the optimizer (--freeze_layers N), and pass it all others; to unfreeze layers "
@@ -70,6 +73,11 @@ def check_parameters(
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {_HOW_TO_FREEZE}")
     if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {_HOW_TO_FREEZE}")
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        faults.add(
+            f"{name} has no learning rate for the schedule: pass lr=training.learning_rate (relative_step=False)"
+        )
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     if every := settings.unfreeze_every:
@@ -104,6 +112,23 @@ def refuse_changes(model: Any) -> None:
             "requires_grad has changed since accelerator.prepare, which the optimizer does not support: "
             f"{listing(changed, 4)}. {_HOW_TO_FREEZE}"
         )
+
+
+def check_scheduler(optimizer: Any, scheduler: Any) -> None:
+    """Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler
+    that `accelerator.prepare` returns counts each step once per process."""
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise UserError(
+            f"run.resume() takes the optimizer that `prepare` returned, not a {type(optimizer).__name__}: create it "
+            "before `toolkit.prepare`, and pass it to that (docs/your-own-recipe.md, Another optimizer)"
+        )
+    if isinstance(scheduler, AcceleratedScheduler) and scheduler.split_batches and scheduler.optimizers == [optimizer]:
+        return
+    schedule = getattr(scheduler, "scheduler", scheduler)
+    raise UserError(
+        f"run.resume() got a {type(schedule).__name__} that is not made for the optimizer that `prepare` returned, to "
+        f"step once with it, for any number of processes: make it by `toolkit.custom_scheduler` ({OWN_SCHEDULE})"
+    )
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
