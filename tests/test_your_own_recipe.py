@@ -187,6 +187,28 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a scheduler that is not stepped": (
         "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
     ),
+    "a clipping norm that DeepSpeed ignores": (
+        "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm"),
+    ),
+    "clipping by torch, which DeepSpeed ignores": (
+        "zero2 x2", "metric", "accelerator.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_",
+        ("accelerator.clip_grad_norm_", "--max_grad_norm"),
+    ),
+    "parameters that the loss does not use": (
+        "ddp x2", "metric", "    optimizer = toolkit.make",
+        "    model.unused = torch.nn.Linear(2, 2)\n    optimizer = toolkit.make", ("unused.weight", "unused.bias"),
+    ),
+    "an optimizer that was not prepared": (
+        "zero2 x2", "metric", "    objective = toolkit.make",
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    objective = toolkit.make",
+        ("SGD", "toolkit.prepare"),
+    ),
+    "a loop without a resume": (
+        "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",),
+    ),
+    "a step that is not finished": (
+        "single", "metric", "        run.after(step, grad_norm, evaluate)", "        ", ("step 1", "run.after("),
+    ),
     "requires_grad while training": (
         "ddp x2", "metric", "        model.train()\n",
         "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
@@ -214,4 +236,16 @@ def test_a_wrong_edit_is_an_error_before_a_wrong_step(
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    assert len(lines_of(metrics) if metrics.exists() else []) == (2 if "requires_grad" in name else 0)
+    assert len(lines_of(metrics) if metrics.exists() else []) == (
+        2 if "requires_grad" in name else 1 if "does not use" in name else 0
+    )
+
+
+def test_a_loop_that_ends_early_is_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    text = edited([])
+    after = "        run.after(step, grad_norm, evaluate)"
+    (tmp_path / "own_early.py").write_text(text.replace(after, f"{after}\n        break"), encoding="utf-8")
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    run_jobs(tmp_path, [], [["own_early", *files, *COMMON]])
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [1]
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -118,6 +118,10 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
         improvement."""
+        if not hasattr(self, "checkpoints"):
+            raise UserError(
+                "call `run.resume(model, optimizer, scheduler, evaluate)` before `run.steps()`, in a new run too"
+            )
         for step in self._steps:
             if self.best.patience_exhausted:
                 self.say(
@@ -128,7 +132,9 @@ class Run:
             self._scheduled = self.checkpoints.scheduler.scheduler.last_epoch
             yield step
             if self._steps.done != step.number:
-                raise UserError(f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at the end of each step")
+                raise UserError(
+                    f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at the end of each step"
+                )
             if self._steps.stop_signal:
                 self._stop()
                 return
@@ -150,7 +156,7 @@ class Run:
         scheduler has been stepped with the optimizer."""
         updates = self.checkpoints.scheduler.scheduler.last_epoch
         updated = not self.checkpoints.optimizer.step_was_skipped
-        if (count := updates - self._scheduled) != updated:
+        if (count := updates - self._scheduled) != updated and self.accelerator.sync_gradients:
             raise UserError(
                 f"step {step.number}: the learning rate's scheduler was stepped {count} times: call `scheduler.step()` "
                 "once in each step, after `optimizer.step()` (--lr_scheduler_type constant keeps the rate constant; "

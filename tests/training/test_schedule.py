@@ -186,3 +186,71 @@ def rates(total: int, **options: Any) -> list[float]:
 def test_warmup_is_counted_in_optimizer_steps(options: dict[str, Any], warmup: int) -> None:
     expected = [step / warmup if step < warmup else (10 - step) / (10 - warmup) for step in range(10)]
     assert rates(10, **options) == pytest.approx(expected)
+
+
+def backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model(batch)))
+
+
+def mean_of_micro_batch(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(model(batch).mean())
+
+
+def two_losses(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model(batch)) + 0.3 * step.mean(model(batch)))
+
+
+def plain_backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    step.mean(model(batch)).backward()
+
+
+def zero_grad_first(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    optimizer.zero_grad()
+    accelerator.backward(step.mean(model(batch)))
+
+
+def part_of_the_model(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model.classes(model.words(batch.inputs["input_ids"]).mean(1)).sum(-1)))
+
+
+def one_left_out(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    if number != 1:
+        accelerator.backward(step.mean(model(batch)))
+
+
+def accumulate(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    with accelerator.accumulate(model):  # 4 micro-batches; the epoch's last step has 1
+        accelerator.backward(step.mean(model(batch)))
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "zeroes", "norm", "says"),
+    [(mean_of_micro_batch, True, 1.0, ("step 1", "0 of 4", "step.mean")),
+     (two_losses, True, 1.0, ("step 1", "a second time")), (one_left_out, True, 1.0, ("step 1", "1 of 2")),
+     (plain_backward, True, 1.0, ("accelerator.backward",)), (zero_grad_first, True, 1.0, ("step 1", "zero_grad")),
+     (part_of_the_model, True, 1.0, ("the model that `prepare` returned",)),
+     (accumulate, True, 1.0, ("step 4", "accelerator.accumulate")),
+     (backward, False, 1.0, ("step 2", "zero_grad")), (backward, True, None, ("step 1", "clip_grad_norm_")),
+     (backward, True, 1.0, ())],
+)  # fmt: skip
+def test_a_loop_that_would_train_otherwise(
+    micro_batch: Any, zeroes: bool, norm: float | None, says: tuple[str, ...], no_launcher: None
+) -> None:
+    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
+    accelerator, model = Accelerator(cpu=True), Toy()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = Steps(accelerator, split_of(False), SimpleNamespace(pad_token_id=0, padding_side="right"), settings)
+    model.tokens.requires_grad_(False)
+    align_strategy(accelerator, model, torch.optim.SGD(parameter_groups(model, 0.0), lr=0.1), settings, steps.schedule)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def loop() -> None:
+        for step in steps:
+            for number, batch in enumerate(step.micro_batches(model)):
+                micro_batch(accelerator, model, optimizer, step, batch, number)
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+            list(steps.finish(step, norm))
+
+    refusal(loop, says=says) if says else loop()

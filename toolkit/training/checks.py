@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -100,12 +101,15 @@ a recipe passes only the model from `prepare` to a step."""
 
 
 def refuse_changes(model: Any) -> None:
-    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared: a strategy
-    allocates gradients and masters in `prepare`. Cheap enough for each step."""
+    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or a parameter
+    was added: a strategy allocates gradients and masters in `prepare`. Cheap enough for each step."""
     module = unwrapped(model)
     before, parameters = _PREPARED.get(module, ([], []))
     if before and not parameters:
         parameters.extend(module.parameters())  # FSDP2 replaces them
+        if len(parameters) > len(before):
+            added = [name for name, _ in module.named_parameters() if name not in dict(before)]
+            raise UserError(f"add parameters to the model before the optimizer and `prepare`: {listing(added, 4)}")
     pairs = zip(before, parameters, strict=False)
     if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
         raise UserError(
@@ -147,6 +151,32 @@ def _not_in_model(parameters: list[Any]) -> str:
         f"parameters that are not the model's ({shapes}): processes would train different copies, and no checkpoint "
         f"would save them. Make them part of the model ({_LOSS_PARAMETERS})"
     )
+
+
+def refuse_gradients(model: Any, step: int) -> None:
+    """Raises UserError where an earlier step's gradients would be added to this step's. Cheap after `zero_grad()`."""
+    if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
+        raise UserError(
+            f"step {step} begins with an earlier one's gradients: call `optimizer.zero_grad()` after `optimizer.step()`"
+        )
+
+
+def refuse_plain_backward(accelerator: Accelerator, gradient: torch.Tensor) -> None:
+    """`gradient`: of the result of `Step.mean`. Raises UserError unless `accelerator.backward` has divided it by the
+    accumulation, and multiplied it by fp16's scale."""
+    scaled = accelerator.gradient_accumulation_steps > 1 or accelerator.mixed_precision == "fp16"
+    if scaled and gradient.item() == 1:
+        raise UserError("use `accelerator.backward(step.mean(losses))`, not `.backward()`: it scales the gradients")
+
+
+@contextlib.contextmanager
+def counted_forwards(model: torch.nn.Module, calls: list[Any]) -> Iterator[None]:
+    """Appends to `calls` when the model is called."""
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def refuse_shards(model: Any) -> contextlib.AbstractContextManager[Any]:

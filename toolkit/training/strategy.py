@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def align_strategy(
         return
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # it synchronizes
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
+    accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, settings.max_grad_norm)
     config = plugin.deepspeed_config
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
@@ -87,6 +89,19 @@ def align_strategy(
         _set_bucket_sizes(config["zero_optimization"], model)
     if plugin.zero_stage == 3:  # needed to gather the final weights
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def _deepspeed_grad_norm(
+    accelerator: Accelerator, clips_at: float, parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    """`Accelerator.clip_grad_norm_` under DeepSpeed, which ignores `max_norm`: the engine clips by its config. Raises
+    UserError for another norm than that."""
+    if max_norm != (clips_at or math.inf) or norm_type != 2:
+        raise UserError(
+            f"DeepSpeed clips the 2-norm at --max_grad_norm {clips_at:g}, not norm {norm_type:g} at the recipe's "
+            f"{max_norm:g}: keep `training.max_grad_norm or math.inf` in the recipe, and pass --max_grad_norm"
+        )
+    return Accelerator.clip_grad_norm_(accelerator, parameters, max_norm)
 
 
 def _choose_fsdp_units(plugin: Any, model: Any) -> None:
