@@ -252,8 +252,8 @@ class Step:
             refuse_plain_backward(steps.accelerator, gradient)
             if steps.accelerator.state.deepspeed_plugin and not metrics.grad_norm and metrics.loss:
                 raise UserError(
-                    "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, and "
-                    "clips them at --max_grad_norm"
+                    "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, "
+                    "and clips them at --max_grad_norm"
                 )
         steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
         allowed = _MAX_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
