@@ -179,7 +179,7 @@ class Step:
         refuse_changes(model)
         if not accelerator.state.deepspeed_plugin:  # which resets them itself
             refuse_gradients(model, self.number)
-            self._model = None if accelerator.is_fsdp2 else model
+            self._model = model if sync_each_batch or not accelerator.is_fsdp2 else None
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
