@@ -106,6 +106,7 @@ def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) 
     """After 16 skipped steps the scale is 1, so the scale is not the cause."""
     steps: Any = SimpleNamespace(skipped=0, collate=None, accelerator=SimpleNamespace(mixed_precision=precision))
     step = Step(steps, 1, np.arange(2), 2, 2.0, steps.collate, _losses=[torch.ones(2)], _ids=[torch.arange(2)])
+    step.grad_norm = math.inf
     step.metrics = SimpleNamespace(step=1, loss=0.7, grad_norm=math.inf, learning_rate=1e-3)  # type: ignore[assignment]
     for _ in range(most):
         step.refuse_non_finite()

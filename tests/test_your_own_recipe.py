@@ -33,6 +33,8 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
     "sgd": ("sgd", []),
     "sgd again": ("sgd", []),
+    "schedule": ("schedule", []),
+    "schedule again": ("schedule", []),
     "frozen": ("frozen", []),
     "own_model": ("own_model", []),
     "own_model again": ("own_model", []),
@@ -145,7 +147,7 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
 
 
-@pytest.mark.parametrize("name", ["sgd", "learned", "own_model"])
+@pytest.mark.parametrize("name", ["sgd", "learned", "own_model", "schedule"])
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
                                  pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
 def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
@@ -177,6 +179,36 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "momentum=0.9)\n    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
         ("of shape (3,)", "docs/your-own-recipe.md"),
     ),
+    "a schedule that accelerate steps once per process": (
+        "ddp x2", "schedule", "    run = toolkit.Run(",
+        "    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))\n    run = toolkit.Run(",
+        ("StepLR", "toolkit.custom_scheduler", "docs/your-own-recipe.md"),
+    ),
+    "a scheduler that is not stepped": (
+        "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
+    ),
+    "a clipping norm that DeepSpeed ignores": (
+        "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm"),
+    ),
+    "clipping by torch, which DeepSpeed ignores": (
+        "zero2 x2", "metric", "accelerator.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_",
+        ("accelerator.clip_grad_norm_", "--max_grad_norm"),
+    ),
+    "parameters that the loss does not use": (
+        "ddp x2", "metric", "    optimizer = toolkit.make",
+        "    model.unused = torch.nn.Linear(2, 2)\n    optimizer = toolkit.make", ("unused.weight", "unused.bias"),
+    ),
+    "an optimizer that was not prepared": (
+        "zero2 x2", "metric", "    objective = toolkit.make",
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    objective = toolkit.make",
+        ("SGD", "toolkit.prepare"),
+    ),
+    "a loop without a resume": (
+        "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",),
+    ),
+    "a step that is not finished": (
+        "single", "metric", "        run.after(step, grad_norm, evaluate)", "        ", ("step 1", "run.after("),
+    ),
     "requires_grad while training": (
         "ddp x2", "metric", "        model.train()\n",
         "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
@@ -204,4 +236,16 @@ def test_a_wrong_edit_is_an_error_before_a_wrong_step(
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    assert len(lines_of(metrics) if metrics.exists() else []) == (2 if "requires_grad" in name else 0)
+    assert len(lines_of(metrics) if metrics.exists() else []) == (
+        2 if "requires_grad" in name else 1 if "does not use" in name else 0
+    )
+
+
+def test_a_loop_that_ends_early_is_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    text = edited([])
+    after = "        run.after(step, grad_norm, evaluate)"
+    (tmp_path / "own_early.py").write_text(text.replace(after, f"{after}\n        break"), encoding="utf-8")
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    run_jobs(tmp_path, [], [["own_early", *files, *COMMON]])
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [1]
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

@@ -22,7 +22,7 @@ _OFFERED = {
     "objective.losses": ("sample_losses", "token_losses"),
     "pretrained": ("layer_of", "load_config", "whole_weights"),
     "run": ("Run",),
-    "training.optimizer": ("make_optimizer", "make_scheduler", "parameter_groups"),
+    "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler", "parameter_groups"),
     "training.prepare": ("prepare",),
     "training.resume": ("precision_of",),
     "training.steps": ("Steps",),

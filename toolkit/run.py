@@ -34,6 +34,7 @@ from toolkit.report.summary import RunSummary
 from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.checks import OWN_SCHEDULE, check_scheduler
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
@@ -90,7 +91,9 @@ class Run:
         self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
     ) -> None:
         """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
-        runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints."""
+        runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
+        and for an optimizer or scheduler that is not prepared."""
+        check_scheduler(optimizer, scheduler)
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
@@ -115,14 +118,23 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
         improvement."""
+        if not hasattr(self, "checkpoints"):
+            raise UserError(
+                "call `run.resume(model, optimizer, scheduler, evaluate)` before `run.steps()`, in a new run too"
+            )
         for step in self._steps:
             if self.best.patience_exhausted:
                 self.say(
                     f"{self.best.metric} has not improved in {self.best.patience_counter} evaluations: stopping early"
                 )
                 return
-            step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
+            step.learning_rate = float(unwrapped_optimizer(self.checkpoints.optimizer).param_groups[0]["lr"])
+            self._scheduled = self.checkpoints.scheduler.scheduler.last_epoch
             yield step
+            if self._steps.done != step.number:
+                raise UserError(
+                    f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at the end of each step"
+                )
             if self._steps.stop_signal:
                 self._stop()
                 return
@@ -140,9 +152,18 @@ class Run:
 
     def log(self, step: Step, grad_norm: Any) -> None:
         """Updates the average of the weights (`--ema_decay`), gathers the losses of `--logging_steps` steps, and logs
-        them. Raises UserError for a loss that is not finite, after logging the steps before it."""
-        if self._average and not self.checkpoints.optimizer.step_was_skipped:
-            self._average.update(self.checkpoints.scheduler.scheduler.last_epoch)
+        them. Raises UserError for a loss that is not finite, after logging the steps before it, and unless the
+        scheduler has been stepped with the optimizer."""
+        updates = self.checkpoints.scheduler.scheduler.last_epoch
+        updated = not self.checkpoints.optimizer.step_was_skipped
+        if (count := updates - self._scheduled) != updated and self.accelerator.sync_gradients:
+            raise UserError(
+                f"step {step.number}: the learning rate's scheduler was stepped {count} times: call `scheduler.step()` "
+                "once in each step, after `optimizer.step()` (--lr_scheduler_type constant keeps the rate constant; "
+                f"for another schedule: {OWN_SCHEDULE})"
+            )
+        if self._average and updated:
+            self._average.update(updates)
         self._gathered: StepMetrics | None = None
         try:
             for metrics in self._steps.finish(step, grad_norm):
@@ -203,6 +224,8 @@ class Run:
         resume."""
         if self.stopped:
             return
+        if not self.best.step:  # the loop was left before the first evaluation
+            self._evaluate(evaluate, self._steps.done)
         logged = self._last
         if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)

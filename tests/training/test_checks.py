@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import StepLR
+from transformers import Adafactor
 
 from tests.faults import refusal
 from tests.training.test_optimizer import tiny
 from toolkit.config import TrainingSettings
-from toolkit.training.checks import check_parameters, refuse_changes, refuse_foreign_parameters, refuse_shards
-from toolkit.training.optimizer import parameter_groups
+from toolkit.training.checks import (
+    check_parameters,
+    check_scheduler,
+    refuse_changes,
+    refuse_foreign_parameters,
+    refuse_shards,
+)
+from toolkit.training.optimizer import custom_scheduler, make_scheduler, parameter_groups
 
 SETTINGS = TrainingSettings()
 
@@ -53,6 +62,27 @@ def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
     model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
     refusal(check, model, every, says=[*names, "are frozen"])
     check(model, head)
+
+
+def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
+    model = tiny("bert")
+    optimizer = Adafactor(model.parameters())
+    says = ["Adafactor", "lr=training.learning_rate"]
+    refusal(check_parameters, accelerator_of(), model, optimizer, SETTINGS, 10, says=says)
+
+
+def test_the_optimizer_and_the_scheduler_are_prepared(no_launcher: None) -> None:
+    accelerator = Accelerator(cpu=True)
+    plain, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+    optimizer = accelerator.prepare(plain)
+    scheduler = make_scheduler(optimizer, SETTINGS, 10)
+    check_scheduler(optimizer, scheduler)
+    check_scheduler(optimizer, custom_scheduler(optimizer, lambda inner: StepLR(inner, 2)))
+    refusal(check_scheduler, plain, scheduler, says=["a SGD", "toolkit.prepare"])
+    refusal(check_scheduler, accelerator.prepare(other), scheduler, says=["LambdaLR", "custom_scheduler"])
+    raw = StepLR(optimizer, 2)
+    for wrong in (raw, accelerator.prepare(raw)):
+        refusal(check_scheduler, optimizer, wrong, says=["StepLR", "custom_scheduler"])
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
+from tests.faults import refusal
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.training.optimizer import make_scheduler, set_schedule
+from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
 from toolkit.training.strategy import scaler_state, set_scaler
 
 TOTAL = 17
@@ -44,6 +47,46 @@ def test_setting_a_schedule_is_stepping_it(name: str) -> None:
         set_schedule(fresh[1], steps)
         for _ in range(4):
             assert take(*fresh) == take(*stepped)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda plain: lr_scheduler.OneCycleLR(plain, max_lr=1e-3, total_steps=TOTAL + 4),
+    "CosineAnnealingLR": lambda plain: lr_scheduler.CosineAnnealingLR(plain, T_max=TOTAL),
+    "SequentialLR": lambda plain: lr_scheduler.SequentialLR(
+        plain,
+        [lr_scheduler.LinearLR(plain, 0.1, total_iters=4), lr_scheduler.ExponentialLR(plain, 0.9)],
+        milestones=[4],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_setting_a_custom_schedule_is_stepping_it(name: str) -> None:
+    def make_custom(optimizer: Any) -> tuple[Any, Any]:
+        return optimizer, custom_scheduler(optimizer, SCHEDULES[name])
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    alone = torch.optim.AdamW([parameter], lr=1e-3)
+    schedule = SCHEDULES[name](alone)
+    for steps in (0, 1, 4, 9, TOTAL):
+        stepped = make_custom(make("linear")[0])  # in its warm-up, where the rate is 0
+        for _ in range(steps):
+            take(*stepped)
+        while schedule.last_epoch < steps:
+            alone.step()
+            schedule.step()
+        fresh = make_custom(make("linear")[0])
+        for group in fresh[0].param_groups:
+            group["lr"] = 0.3  # a checkpoint's
+        set_schedule(fresh[1], steps)
+        for number in range(4):
+            values = take(*fresh)
+            assert values == take(*stepped)
+            assert number or values[0][0] == pytest.approx(schedule.get_last_lr()[0])
+
+
+def test_a_schedule_that_a_resumed_run_cannot_continue() -> None:
+    refusal(custom_scheduler, make("linear")[0], lr_scheduler.ReduceLROnPlateau, says=("ReduceLROnPlateau", "LambdaLR"))
 
 
 def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:

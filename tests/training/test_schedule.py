@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.config.sections import SchedulerName
+from toolkit.config.sections import LongTrainingSettings, SchedulerName
 from toolkit.data.batches import Batch, GlobalBatches
 from toolkit.data.tokens import Split
 from toolkit.features.titles.data import TitleSplit
@@ -53,6 +53,17 @@ def test_a_text_longer_than_any_batch() -> None:
     says = ("--max_tokens_per_batch 99", "the longest text, which has 100 tokens", "--max_length 99")
     refusal(make_schedule, TrainingSettings(max_tokens_per_batch=99), of_lengths(lengths), processes=1, says=says)
     make_schedule(TrainingSettings(max_tokens_per_batch=100), of_lengths(lengths), processes=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "longest", "expected"),
+    [({}, "cpu", 512, 2048), ({}, "cpu", 4096, 4096), ({}, "cuda", 512, None),
+     ({"max_tokens_per_batch": 600}, "cpu", 9, 600), ({"per_device_batch_size": "auto"}, "cpu", 512, None)],
+)  # fmt: skip
+def test_tokens_of_a_micro_batch(settings: dict[str, Any], device: str, longest: int, expected: int | None) -> None:
+    assert TrainingSettings(**settings).limit_tokens(device, longest).max_tokens_per_batch == expected
+    on_gpu = LongTrainingSettings(**settings).limit_tokens("cuda", longest).max_tokens_per_batch
+    assert on_gpu == settings.get("max_tokens_per_batch", 16384)
 
 
 class Toy(torch.nn.Module):
@@ -200,3 +211,71 @@ def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-7)
     settings = TrainingSettings(learning_rate=1e-7, lr_scheduler_type="polynomial")
     refusal(make_scheduler, optimizer, settings, 4, says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"])
+
+
+def backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model(batch)))
+
+
+def mean_of_micro_batch(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(model(batch).mean())
+
+
+def two_losses(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model(batch)) + 0.3 * step.mean(model(batch)))
+
+
+def plain_backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    step.mean(model(batch)).backward()
+
+
+def zero_grad_first(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    optimizer.zero_grad()
+    accelerator.backward(step.mean(model(batch)))
+
+
+def part_of_the_model(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model.classes(model.words(batch.inputs["input_ids"]).mean(1)).sum(-1)))
+
+
+def one_left_out(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    if number != 1:
+        accelerator.backward(step.mean(model(batch)))
+
+
+def accumulate(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    with accelerator.accumulate(model):  # 4 micro-batches; the epoch's last step has 1
+        accelerator.backward(step.mean(model(batch)))
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "zeroes", "norm", "says"),
+    [(mean_of_micro_batch, True, 1.0, ("step 1", "0 of 4", "step.mean")),
+     (two_losses, True, 1.0, ("step 1", "a second time")), (one_left_out, True, 1.0, ("step 1", "1 of 2")),
+     (plain_backward, True, 1.0, ("accelerator.backward",)), (zero_grad_first, True, 1.0, ("step 1", "zero_grad")),
+     (part_of_the_model, True, 1.0, ("the model that `prepare` returned",)),
+     (accumulate, True, 1.0, ("step 4", "accelerator.accumulate")),
+     (backward, False, 1.0, ("step 2", "zero_grad")), (backward, True, None, ("step 1", "clip_grad_norm_")),
+     (backward, True, 1.0, ())],
+)  # fmt: skip
+def test_a_loop_that_would_train_otherwise(
+    micro_batch: Any, zeroes: bool, norm: float | None, says: tuple[str, ...], no_launcher: None
+) -> None:
+    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
+    accelerator, model = Accelerator(cpu=True), Toy()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = Steps(accelerator, split_of(False), SimpleNamespace(pad_token_id=0, padding_side="right"), settings)
+    model.tokens.requires_grad_(False)
+    align_strategy(accelerator, model, torch.optim.SGD(parameter_groups(model, 0.0), lr=0.1), settings, steps.schedule)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def loop() -> None:
+        for step in steps:
+            for number, batch in enumerate(step.micro_batches(model)):
+                micro_batch(accelerator, model, optimizer, step, batch, number)
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+            list(steps.finish(step, norm))
+
+    refusal(loop, says=says) if says else loop()

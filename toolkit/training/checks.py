@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +24,7 @@ from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import shard_fault, step_fault
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
+OWN_SCHEDULE = "docs/your-own-recipe.md, Another schedule"
 _LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters"
 _HOW_TO_FREEZE = (
     "Freeze parameters before creating the optimizer (--freeze_layers N), and pass it all others; to unfreeze layers "
@@ -70,6 +74,11 @@ def check_parameters(
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {_HOW_TO_FREEZE}")
     if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {_HOW_TO_FREEZE}")
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        faults.add(
+            f"{name} has no learning rate for the schedule: pass lr=training.learning_rate (relative_step=False)"
+        )
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     if every := settings.unfreeze_every:
@@ -92,18 +101,38 @@ a recipe passes only the model from `prepare` to a step."""
 
 
 def refuse_changes(model: Any) -> None:
-    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared: a strategy
-    allocates gradients and masters in `prepare`. Cheap enough for each step."""
+    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or a parameter
+    was added: a strategy allocates gradients and masters in `prepare`. Cheap enough for each step."""
     module = unwrapped(model)
     before, parameters = _PREPARED.get(module, ([], []))
     if before and not parameters:
         parameters.extend(module.parameters())  # FSDP2 replaces them
+        if len(parameters) > len(before):
+            added = [name for name, _ in module.named_parameters() if name not in dict(before)]
+            raise UserError(f"add parameters to the model before the optimizer and `prepare`: {listing(added, 4)}")
     pairs = zip(before, parameters, strict=False)
     if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
         raise UserError(
             "requires_grad has changed since accelerator.prepare, which the optimizer does not support: "
             f"{listing(changed, 4)}. {_HOW_TO_FREEZE}"
         )
+
+
+def check_scheduler(optimizer: Any, scheduler: Any) -> None:
+    """Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler
+    that `accelerator.prepare` returns counts each step once per process."""
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise UserError(
+            f"run.resume() takes the optimizer that `prepare` returned, not a {type(optimizer).__name__}: create it "
+            "before `toolkit.prepare`, and pass it to that (docs/your-own-recipe.md, Another optimizer)"
+        )
+    if isinstance(scheduler, AcceleratedScheduler) and scheduler.split_batches and scheduler.optimizers == [optimizer]:
+        return
+    schedule = getattr(scheduler, "scheduler", scheduler)
+    raise UserError(
+        f"run.resume() got a {type(schedule).__name__} that is not made for the optimizer that `prepare` returned, to "
+        f"step once with it, for any number of processes: make it by `toolkit.custom_scheduler` ({OWN_SCHEDULE})"
+    )
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
@@ -122,6 +151,32 @@ def _not_in_model(parameters: list[Any]) -> str:
         f"parameters that are not the model's ({shapes}): processes would train different copies, and no checkpoint "
         f"would save them. Make them part of the model ({_LOSS_PARAMETERS})"
     )
+
+
+def refuse_gradients(model: Any, step: int) -> None:
+    """Raises UserError where an earlier step's gradients would be added to this step's. Cheap after `zero_grad()`."""
+    if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
+        raise UserError(
+            f"step {step} begins with an earlier one's gradients: call `optimizer.zero_grad()` after `optimizer.step()`"
+        )
+
+
+def refuse_plain_backward(accelerator: Accelerator, gradient: torch.Tensor) -> None:
+    """`gradient`: of the result of `Step.mean`. Raises UserError unless `accelerator.backward` has divided it by the
+    accumulation, and multiplied it by fp16's scale."""
+    scaled = accelerator.gradient_accumulation_steps > 1 or accelerator.mixed_precision == "fp16"
+    if scaled and gradient.item() == 1:
+        raise UserError("use `accelerator.backward(step.mean(losses))`, not `.backward()`: it scales the gradients")
+
+
+@contextlib.contextmanager
+def counted_forwards(model: torch.nn.Module, calls: list[Any]) -> Iterator[None]:
+    """Appends to `calls` when the model is called."""
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def refuse_shards(model: Any) -> contextlib.AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, ReduceLROnPlateau
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -155,11 +156,31 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
     if every := settings.unfreeze_every:
         rate = schedule.lr_lambdas[0]  # all groups have the same
         schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
-    # with fp16's scaler accelerate replaces `optimizer.step` in each step, of which torch would warn
-    warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
-    scheduler = AcceleratedScheduler(schedule, optimizer, split_batches=True)  # one step, not one per process
+    scheduler = _prepared_scheduler(schedule, optimizer)
     set_schedule(scheduler, 0)
     return scheduler
+
+
+def custom_scheduler(optimizer: Any, create: Callable[[torch.optim.Optimizer], Any]) -> AcceleratedScheduler:
+    """Another schedule for a prepared optimizer, stepped like that of `make_scheduler`. `create` gets the optimizer
+    without its wrappers, at the learning rates that it was created with, and returns a scheduler of torch. Raises
+    UserError for one that depends on more than the number of steps, which a resumed run could not continue."""
+    plain = unwrapped_optimizer(optimizer)
+    for group in plain.param_groups:
+        group["lr"] = group.get("initial_lr", group["lr"])  # not that of a warm-up's first step
+    schedule = create(plain)
+    if isinstance(schedule, ReduceLROnPlateau | ChainedScheduler):
+        raise UserError(
+            f"{type(schedule).__name__} does not follow from the number of steps: a resumed run could not continue it. "
+            "Use LambdaLR, SequentialLR or another that does"
+        )
+    return _prepared_scheduler(schedule, optimizer)
+
+
+def _prepared_scheduler(schedule: Any, optimizer: Any) -> AcceleratedScheduler:
+    # with fp16's scaler accelerate replaces `optimizer.step` in each step, of which torch would warn
+    warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
+    return AcceleratedScheduler(schedule, optimizer, split_batches=True)  # one step, not one per process
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
@@ -175,8 +196,17 @@ def _rate_from(first: int, rate: Callable[[int], float], step: int) -> float:
 
 
 def set_schedule(scheduler: AcceleratedScheduler, steps: int) -> None:
-    """Sets the schedule to its state after `steps` optimizer steps; those of transformers depend on nothing else."""
+    """Sets the schedule to its state after `steps` optimizer steps; those of transformers depend on nothing else.
+    Others (`custom_scheduler`) must be new, and are stepped."""
     schedule = scheduler.scheduler
+    if not isinstance(schedule, LambdaLR):
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate  # a checkpoint may have replaced it
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for _ in range(steps):
+                schedule.step()
+        return
     schedule.last_epoch = steps
     schedule._step_count = steps + 1
     rates = [function(steps) * base for function, base in zip(schedule.lr_lambdas, schedule.base_lrs, strict=True)]

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -44,9 +45,17 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
-from toolkit.training.checks import refuse_changes, refuse_foreign_parameters, refuse_shards
+from toolkit.training.checks import (
+    counted_forwards,
+    refuse_changes,
+    refuse_foreign_parameters,
+    refuse_gradients,
+    refuse_plain_backward,
+    refuse_shards,
+)
 from toolkit.training.dropout import install_fast_dropout
 from toolkit.utils import memory
+from toolkit.utils.modules import unwrapped
 
 # How often metrics and stop signals are gathered on a GPU where --logging_steps is not set
 _GATHER_SECONDS = 1.0
@@ -129,12 +138,20 @@ class Step:
     metrics: StepMetrics = field(init=False)
     """Set when they are gathered."""
     _batch: Batch | None = None
+    _yielded: int = 0
+    """Micro-batches so far."""
     _computed_tokens: int = 0
     """Of this process, with padding."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
     _shard_check: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Raises where a loss uses sharded parameters; in the first micro-batch of a run."""
+    _model: torch.nn.Module | None = None
+    """Where each micro-batch adds to its parameters' `grad`."""
+    _forwards: list[Any] = field(default_factory=list)
+    """An item for each call of the model in the first micro-batch of a run."""
+    _share_gradients: list[torch.Tensor] = field(default_factory=list)
+    """Of the first micro-batch of a run: the gradient of its `mean`."""
     _unchecked_model: torch.nn.Module | None = None
     """Set until the loss of a run's first micro-batch is checked."""
 
@@ -160,17 +177,22 @@ class Step:
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
         refuse_changes(model)
+        if not accelerator.state.deepspeed_plugin:  # which resets them itself
+            refuse_gradients(model, self.number)
+            self._model = model if sync_each_batch or not accelerator.is_fsdp2 else None
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
             self._batch = self.steps.ahead.batch(collation, prefetch)
+            self._yielded += 1
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
-            launch.explain_failures(partial(_out_of_memory, self._batch, model))
+            launch.explain_failures(partial(_explanation, self._batch, model))
             reduces = accelerator.sync_gradients or sync_each_batch
             with contextlib.nullcontext() if reduces else accelerator.no_sync(model), self._shard_check:
                 if not self.steps.has_started:
                     self.steps.has_started, self._unchecked_model = True, model
                     self._shard_check.enter_context(refuse_shards(model))
+                    self._shard_check.enter_context(counted_forwards(model, self._forwards))
                 yield self._batch
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
@@ -190,24 +212,58 @@ class Step:
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        if self._unchecked_model is not None:
-            refuse_foreign_parameters(self._unchecked_model, losses)
+        self._refuse_calls(self._yielded - 1)
+        if self._losses and self._model and all(each.grad is None for each in self._model.parameters()):
+            raise UserError(
+                f"step {self.number}: the first micro-batch left no gradients: call `accelerator.backward` in each, "
+                "and `optimizer.zero_grad()` only after `optimizer.step()`"
+            )
+        first, self._unchecked_model = self._unchecked_model, None
+        if first is not None:
+            refuse_foreign_parameters(first, losses)
             self._shard_check.close()
-            self._unchecked_model = None
+            if not self._forwards:
+                raise UserError(
+                    "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients "
+                    "of such a call are not averaged over processes"
+                )
         weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        return weighted.sum() * (averaged_over / self.loss_denominator)
+        share = weighted.sum() * (averaged_over / self.loss_denominator)
+        if first is not None and share.requires_grad:
+            share.register_hook(self._share_gradients.append)
+        return share
+
+    def _refuse_calls(self, expected: int) -> None:
+        if (count := len(self._losses)) != expected:
+            times = "a second time" if count > expected else f"in {count} of {expected} micro-batches"
+            raise UserError(
+                f"step {self.number}: step.mean() was called {times}: call it once in each micro-batch, with the sum "
+                "of all losses (B,): `accelerator.backward(step.mean(losses))`"
+            )
 
     def refuse_non_finite(self) -> None:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
         with such gradients: there only too many in a row raise."""
         metrics, steps = self.metrics, self.steps
+        for gradient in self._share_gradients:
+            refuse_plain_backward(steps.accelerator, gradient)
+            if steps.accelerator.state.deepspeed_plugin and not metrics.grad_norm and metrics.loss:
+                raise UserError(
+                    "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, "
+                    "and clips them at --max_grad_norm"
+                )
         steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
         allowed = _MAX_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
         if math.isfinite(metrics.loss) and steps.skipped <= allowed:
             return
+        if self.grad_norm is None and math.isfinite(metrics.loss):
+            raise UserError(
+                f"step {metrics.step}: run.after() got None for the gradient's norm: keep `grad_norm = "
+                "accelerator.clip_grad_norm_(...)`, which clips nothing with --max_grad_norm 0"
+            )
         losses, ids = torch.cat(self._losses), torch.cat(self._ids)
         rows = [row for row in sorted(gather_object(ids[~torch.isfinite(losses)].tolist())) if row >= 0]
         what = f"the loss of rows {listing(row + 1 for row in rows)} is" if rows else "the gradient is"
@@ -218,7 +274,16 @@ class Step:
         )
 
 
-def _out_of_memory(batch: Batch, model: torch.nn.Module, error: Exception) -> str | None:
+def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str | None:
+    """The line for a failure in a micro-batch; None for one that has no known cause."""
+    if "did not receive grad" in str(error):  # DDP's, in the step after the first
+        places = re.split(r"did not receive grad for rank \d+:", str(error))[1].split("\n")[0].split()
+        trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
+        unused = listing([trained[int(place)] for place in places], 4)
+        return (
+            f"the loss does not use parameters whose gradients DDP waits for: {unused}. Leave them out "
+            "of the model (`add_pooling_layer=False`), or freeze them before the optimizer is created"
+        )
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return memory.explain(batch, recomputes, error)
 
@@ -302,8 +367,15 @@ class Steps:
         """Yields the metrics of this step and of earlier steps, or nothing until the next gather (`logging_steps`).
         Gathering synchronises the device, and shares a stop signal with all processes; all of them call this.
 
-        Raises UserError, in every process, for the first step whose loss or gradient is not finite.
+        Raises UserError, in every process, for the first step whose loss or gradient is not finite, and for a step
+        whose losses did not all pass `Step.mean` once.
         """
+        step._refuse_calls(len(step.collations))
+        if not self.accelerator.sync_gradients:
+            raise UserError(
+                f"step {step.number}: gradients were not synchronised after the last micro-batch: "
+                "`step.micro_batches` does so, without `accelerator.accumulate`"
+            )
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
         if self.accelerator.device.type == "cpu":
             memory.manage_freed_memory()

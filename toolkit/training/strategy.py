@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def align_strategy(
         return
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # it synchronizes
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
+    accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, settings.max_grad_norm)
     config = plugin.deepspeed_config
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
@@ -94,7 +95,7 @@ def align_strategy(
             faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file')
     for key, (usable, why) in _LIMITED.items():
         *sections, name = key.split(".")
-        part = functools.reduce(lambda part, section: part.get(section) or {}, sections, config)
+        part = reduce(lambda part, section: part.get(section) or {}, sections, config)
         if name in part and part[name] not in usable:
             other = f" or write {json.dumps(usable[0])}" if usable else ""
             faults.add(f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}')
@@ -118,6 +119,19 @@ def explain_config_errors() -> Iterator[None]:
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "the DeepSpeed config")
         fault, *_ = " ".join(str(error).split()).split(" For further information")
         raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
+
+
+def _deepspeed_grad_norm(
+    accelerator: Accelerator, clips_at: float, parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    """`Accelerator.clip_grad_norm_` under DeepSpeed, which ignores `max_norm`: the engine clips by its config. Raises
+    UserError for another norm than that."""
+    if max_norm != (clips_at or math.inf) or norm_type != 2:
+        raise UserError(
+            f"DeepSpeed clips the 2-norm at --max_grad_norm {clips_at:g}, not norm {norm_type:g} at the recipe's "
+            f"{max_norm:g}: keep `training.max_grad_norm or math.inf` in the recipe, and pass --max_grad_norm"
+        )
+    return Accelerator.clip_grad_norm_(accelerator, parameters, max_norm)
 
 
 def _choose_fsdp_units(plugin: Any, model: Any) -> None:
