@@ -43,6 +43,7 @@ PAGES: dict[str, list[list[str]]] = {
         ["convert", "--stage", "3", "--write"],
     ],
     "trainer": [["trainer", *ALL_LENGTHS, "--rounds", "2", "--write"]],
+    "micro_batches": [["micro_batches", "--write"]],
     "bigbird": [["bigbird", "--rounds", "2", "--repeats", "3", "--write"]],
     "padding_free": [["padding_free", "--rounds", "2", "--write"]],
     "precision_trial": [["precision_trial", "--write"]],

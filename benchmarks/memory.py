@@ -38,7 +38,8 @@ def main() -> None:
         data = make_data(Path(folder) / "data.csv")
         for name, size in MODELS.items():
             job = ["--model_name_or_path", models[name], "--train_file", data, "--max_length", "128",
-                   "--mixed_precision", "no", "--per_device_batch_size", str(size)]  # fmt: skip
+                   "--mixed_precision", "no", "--per_device_batch_size", str(size),
+                   "--max_tokens_per_batch", str(128 * size)]  # fmt: skip
             # without accumulation, as in the runs
             expected = estimate([*job, "--global_batch_size", str(2 * size)], 2, size)
             for way, processes in WAYS.items():

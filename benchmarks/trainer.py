@@ -161,7 +161,8 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.training.steps import Steps
     from toolkit.training.strategy import align_strategy
 
-    data, training, labels = job.data, job.settings.training, job.data.labels
+    data, labels = job.data, job.data.labels
+    training = job.settings.training.limit_tokens(accelerator.device.type, int(data.train.lengths.max()))
     collator_of(data.train, job.tokenizer, accelerator.device).prepare_model(accelerator, job.model)
     steps = Steps(accelerator, data.train, job.tokenizer, training)
     groups = parameter_groups(job.model, training.weight_decay)
@@ -199,13 +200,14 @@ def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.objective.losses import sample_losses
 
     labels, split = job.data.labels, job.data.validation
+    training = job.settings.training.limit_tokens(accelerator.device.type, int(split.lengths.max()))
     collator_of(split, job.tokenizer, accelerator.device).prepare_model(accelerator, job.model)
     model = accelerator.prepare(job.model).eval()
     warm_up(model, bf16=accelerator.mixed_precision == "bf16")
     clock.start()
     outputs = Outputs(accelerator, split)
     with torch.no_grad():
-        for batch in evaluation_batches(accelerator, split, job.tokenizer, job.settings.training):
+        for batch in evaluation_batches(accelerator, split, job.tokenizer, training):
             logits = model(**batch.inputs).logits.float()
             losses = sample_losses(logits, batch.labels, labels.problem_type)
             outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))

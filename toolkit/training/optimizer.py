@@ -144,10 +144,8 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
     plain = unwrapped_optimizer(optimizer)
-    name, most = (
-        settings.lr_scheduler_type,
-        max(total_steps, warmup + 1),
-    )  # polynomial divides by the steps after warmup
+    name = settings.lr_scheduler_type
+    most = max(total_steps, warmup + 1)  # polynomial divides by the steps after the warm-up
     try:
         schedule = get_scheduler(name, plain, num_warmup_steps=warmup, num_training_steps=most)
     except ValueError as error:  # polynomial ends at 1e-7
