@@ -146,8 +146,10 @@ def run_out(csv_files: dict[str, Path], tiny_model: Path, folder: Path, *argumen
                   script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
 
 
-LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLES)]
-SMALL = ["--global_batch_size", "2", "--per_device_batch_size", "2", "--per_device_eval_batch_size", str(SAMPLES)]
+LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLES),
+         "--max_tokens_per_batch", "1000000"]  # fmt: skip
+SMALL = ["--global_batch_size", "2", "--per_device_batch_size", "2", "--per_device_eval_batch_size", str(SAMPLES),
+         "--max_tokens_per_batch", "1000000"]  # fmt: skip
 TRAINING = [
     f"out of memory in a training step, with a micro-batch of {SAMPLES} x 131 tokens",
     f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2} ",

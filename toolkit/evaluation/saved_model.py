@@ -23,14 +23,17 @@ from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.progress import PartOfProgress
 
+_PARTS = ("settings", "data", "identity", "launch")
+
 
 def training_run(name: str) -> dict[str, Any]:
-    """`settings`, `data` and `identity` in config.json of the run that trained this model; empty without such a run."""
+    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model; empty without such
+    a run."""
     try:  # strict: a name of the hub is no folder beside some run's config.json
         run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
-        return {**{part: dict(run[part]) for part in ("settings", "data")}, "identity": dict(run.get("identity", {}))}
+        return {part: dict(run[part]) for part in _PARTS[:2]} | {part: dict(run.get(part, {})) for part in _PARTS[2:]}
     except (OSError, ValueError, KeyError, TypeError):
-        return {"settings": {}, "data": {}, "identity": {}}
+        return {part: {} for part in _PARTS}
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:

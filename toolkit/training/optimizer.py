@@ -164,6 +164,8 @@ def custom_scheduler(optimizer: Any, create: Callable[[torch.optim.Optimizer], A
     without its wrappers, at the learning rates that it was created with, and returns a scheduler of torch. Raises
     UserError for one that depends on more than the number of steps, which a resumed run could not continue."""
     plain = unwrapped_optimizer(optimizer)
+    if any(DISTANCE in group for group in plain.param_groups):
+        raise UserError("--unfreeze_every works with the schedules of --lr_scheduler_type only: leave it out")
     for group in plain.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])  # not that of a warm-up's first step
     schedule = create(plain)

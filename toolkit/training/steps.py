@@ -277,7 +277,7 @@ class Step:
 def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str | None:
     """The line for a failure in a micro-batch; None for one that has no known cause."""
     if "did not receive grad" in str(error):  # DDP's, in the step after the first
-        places = re.split(r"did not receive grad for rank \d+:", str(error))[1].split("\n")[0].split()
+        places = re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
         trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
         unused = listing([trained[int(place)] for place in places], 4)
         return (

@@ -85,7 +85,11 @@ def align_strategy(
     values: dict[str, tuple[Any, str]] = {
         "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
         "gradient_accumulation_steps": (schedule.accumulation, "the settings"),
-        "train_micro_batch_size_per_gpu": (micro, f"--per_device_batch_size {settings.per_device_batch_size}"),
+        "train_micro_batch_size_per_gpu": (
+            micro,
+            f"--per_device_batch_size {settings.per_device_batch_size} "
+            f"and --max_tokens_per_batch {settings.max_tokens_per_batch}",
+        ),
         "train_batch_size": (samples, f"--global_batch_size {settings.global_batch_size}"),
     }
     if reduced_in:

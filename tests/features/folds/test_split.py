@@ -65,7 +65,10 @@ def test_a_model_that_has_learned_the_labels_is_refused(setting: str, prepared: 
     (tmp_path / "run" / "model").mkdir(parents=True)
     run = {"data": {"labels": ["a", "b"]}, "settings": {"train_file": str(tmp_path / "x" / ".." / "train_file.jsonl")}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(run))
-    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/config.json.*name the model")
+    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/model .*name the model")
+    relative = run | {"settings": {"train_file": "train_file.jsonl"}, "launch": {"folder": str(tmp_path)}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(relative))
+    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/model .*name the model")
     assert not (tmp_path / "folds").exists()
     other = run | {"settings": run["settings"] | {"label_column": "source"}}
     for trained in (other, run | {"data": {}}):  # other labels, or pretraining on these texts

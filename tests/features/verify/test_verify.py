@@ -24,8 +24,6 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "divided": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES} / len(logits)))  #"},
                 "divided by the micro-batch's size", "other-micro-batches"),
     "randomness": ({LOGITS: DROPOUT}, "its own random numbers", "other-randomness"),
-    "unwrapped": ({LOGITS: LOGITS.replace("model(", "accelerator.unwrap_model(model)(")},
-                  "a forward pass bypasses the prepared model", "ddp"),
 }  # fmt: skip
 
 
@@ -56,7 +54,7 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", slow_but([*WRONG, "pairs"], "mean", "randomness", "unwrapped"))
+@pytest.mark.parametrize("name", slow_but([*WRONG, "pairs"], "mean", "randomness"))
 def test_the_fault_of_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
     text = edited(edits_of(PAGES[0])["contrastive"])
     reason, shown = "depends on the other samples of its micro-batch", "other-micro-batches"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -39,6 +40,8 @@ def run(settings: Any, processes: int) -> None:
     training = settings.training.limit_tokens(device, length)
     samples, limit = -(-training.global_batch_size // processes), training.per_device_batch_size
     samples = micro_batch_size(training, samples if limit == "auto" else min(samples, limit), length)
+    if samples * processes >= training.global_batch_size:  # one micro-batch
+        training = dataclasses.replace(training, max_tokens_per_batch=None)
     print(f"{settings.model.model_name_or_path}: {model.num_parameters():,} parameters, "
           f"{model.num_parameters(only_trainable=True):,} of them trained")  # fmt: skip
     print(f"on {device}, mixed precision {precision}")

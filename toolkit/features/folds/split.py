@@ -19,6 +19,7 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.rows import Rows, Targets, data_seed, limit_rows
 from toolkit.data.tokens import join_pair
 from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.evaluation.saved_model import training_run
 from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import explain_write_errors, read_table, replace_file
 
@@ -81,12 +82,13 @@ def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
     values = flat(settings)
     for setting in ("model_name_or_path", "teacher"):
         name = str(values.get(setting) or "")
-        config = Path(name).resolve().parent / "config.json"
-        run = read_table(config, {}) if Path(name).is_dir() and config.is_file() else {}
-        if run.get("data", {}).get("labels") and _source(run.get("settings", {})) == _source(values):
+        run = training_run(name) if name else {"data": {}}
+        if run["data"].get("labels") and _source(run["settings"], run["launch"].get("folder")) == _source(values):
             raise UserError(
-                f"--{setting} {name} has learned the labels of these rows ({config}), and --folds would predict them "
-                "again: name the model that it was fine-tuned from" + ", without --teacher" * (setting == "teacher")
+                f"--{setting} {name} has learned the labels of these rows (its run's config.json), and --folds would "
+                "predict them again: name the model that it was fine-tuned from"
+                + ", without --teacher"
+                * (setting == "teacher")
             )
     if values.get("teacher") and accelerator is not None:
         launch.log_on_main(
@@ -96,10 +98,13 @@ def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
         )
 
 
-def _source(values: Mapping[str, Any]) -> list[Any]:
-    """The data that settings name."""
+def _source(values: Mapping[str, Any], folder: str | None = None) -> list[Any]:
+    """The data that settings name in this working directory, or in another."""
     file = values.get("train_file")
-    return [file and Path(file).resolve(), *map(values.get, ("dataset_name", "dataset_config_name", "label_column"))]
+    return [
+        file and Path(folder or "", file).resolve(),
+        *map(values.get, ("dataset_name", "dataset_config_name", "label_column")),
+    ]
 
 
 def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:

@@ -189,5 +189,5 @@ def _reason_of_strategy(trial: Trial, one: Trial) -> str:
     if trial.difference_from(one, 1) <= trial.allowed:
         return "only the first step agrees: an optimizer that needs unsharded parameters, or state that differs by rank"
     if math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
-        return "the gradient differs: a forward pass bypasses the prepared model (model.module, unwrap_model)"
+        return "the gradient differs: a part of it is not averaged over processes"
     return "the first loss differs: a layer is initialised differently on each rank (seed?)"
