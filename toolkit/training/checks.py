@@ -161,11 +161,10 @@ def refuse_gradients(model: Any, step: int) -> None:
         )
 
 
-def refuse_plain_backward(accelerator: Accelerator, gradient: torch.Tensor) -> None:
-    """`gradient`: of the result of `Step.mean`. Raises UserError unless `accelerator.backward` has divided it by the
-    accumulation, and multiplied it by fp16's scale."""
-    scaled = accelerator.gradient_accumulation_steps > 1 or accelerator.mixed_precision == "fp16"
-    if scaled and gradient.item() == 1:
+def refuse_plain_backward(accelerator: Accelerator) -> None:
+    """For a result of `Step.mean` whose gradient is 1. Raises UserError unless `accelerator.backward` makes that of it,
+    which divides by the accumulation and multiplies by fp16's scale."""
+    if accelerator.gradient_accumulation_steps > 1 or accelerator.mixed_precision == "fp16":
         raise UserError("use `accelerator.backward(step.mean(losses))`, not `.backward()`: it scales the gradients")
 
 

@@ -248,13 +248,12 @@ class Step:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
         with such gradients: there only too many in a row raise."""
         metrics, steps = self.metrics, self.steps
-        for gradient in self._share_gradients:
-            refuse_plain_backward(steps.accelerator, gradient)
-            if steps.accelerator.state.deepspeed_plugin and not metrics.grad_norm and metrics.loss:
-                raise UserError(
-                    "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, "
-                    "and clips them at --max_grad_norm"
-                )
+        first, deepspeed = bool(self._share_gradients), steps.accelerator.state.deepspeed_plugin
+        if first and deepspeed and not metrics.grad_norm and metrics.loss:
+            raise UserError(
+                "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, "
+                "and clips them at --max_grad_norm"
+            )
         steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
         allowed = _MAX_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
         if math.isfinite(metrics.loss) and steps.skipped <= allowed:
@@ -399,8 +398,12 @@ class Steps:
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
         computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
-        local = torch.cat([process, torch.stack([*sums, *norms]), computed])
-        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
+        shares = [gradient.to(dtype) - 1 for step in finished for gradient in step._share_gradients]
+        share = shares[0] if shares else torch.tensor(math.nan, dtype=dtype, device=device)
+        local = torch.cat([process, torch.stack([*sums, *norms]), computed, share.reshape(1)])
+        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps + 1)
+        if any(rank[-1] == 0 for rank in ranks):
+            refuse_plain_backward(self.accelerator)
         launch.explain_failures()  # later failures are not a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
         if self.settings.logging_steps is None and device.type != "cpu":
