@@ -248,8 +248,12 @@ class Step:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
         with such gradients: there only too many in a row raise."""
         metrics, steps = self.metrics, self.steps
-        first, deepspeed = bool(self._share_gradients), steps.accelerator.state.deepspeed_plugin
-        if first and deepspeed and not metrics.grad_norm and metrics.loss:
+        if (
+            self._share_gradients
+            and steps.accelerator.state.deepspeed_plugin
+            and not metrics.grad_norm
+            and metrics.loss
+        ):
             raise UserError(
                 "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, "
                 "and clips them at --max_grad_norm"
