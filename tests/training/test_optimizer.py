@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DynamoBackend
+from torch.optim.lr_scheduler import StepLR
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
@@ -25,7 +26,14 @@ from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import freeze_layers
 from toolkit.training.lion import Lion
 from toolkit.training.muon import HIDDEN
-from toolkit.training.optimizer import DISTANCE, make_optimizer, make_scheduler, parameter_groups, set_schedule
+from toolkit.training.optimizer import (
+    DISTANCE,
+    custom_scheduler,
+    make_optimizer,
+    make_scheduler,
+    parameter_groups,
+    set_schedule,
+)
 from toolkit.training.steps import make_schedule
 from toolkit.training.strategy import align_strategy, explain_config_errors
 
@@ -107,6 +115,7 @@ def test_layers_are_unfrozen_from_the_head_down(decay: float | None, resumed_at:
     settings = TrainingSettings(**UNFREEZING, layerwise_lr_decay=decay)
     plain = TrainingSettings(**UNFREEZING | {"unfreeze_every": None}, layerwise_lr_decay=decay)
     optimizers = [make_optimizer(model, each) for each in (settings, plain)]
+    refusal(custom_scheduler, optimizers[0], StepLR, says=["--unfreeze_every"])
     gradual, usual = (make_scheduler(*pair, 14) for pair in zip(optimizers, (settings, plain), strict=True))
     set_schedule(gradual, resumed_at)
     set_schedule(usual, resumed_at)

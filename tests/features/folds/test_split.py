@@ -59,16 +59,20 @@ def test_duplicates_of_a_text_are_in_one_fold_and_move_no_other_text(prepared: P
     refusal(prepared, ROWS[:2] * 9, folds=3, output_dir=str(tmp_path / "few"), match="2 different texts are too few")
 
 
-@pytest.mark.parametrize("setting", ["teacher", "model_name_or_path"])
-def test_a_model_that_has_learned_the_labels_is_refused(setting: str, prepared: Prepare, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "remedy"), [("teacher", "leave --teacher out"), ("model_name_or_path", "name the model that it was")]
+)
+def test_a_model_that_has_learned_the_labels_is_refused(
+    setting: str, remedy: str, prepared: Prepare, tmp_path: Path
+) -> None:
     settings = {"folds": 3, "output_dir": str(tmp_path / "folds"), setting: str(tmp_path / "run" / "model")}
     (tmp_path / "run" / "model").mkdir(parents=True)
     run = {"data": {"labels": ["a", "b"]}, "settings": {"train_file": str(tmp_path / "x" / ".." / "train_file.jsonl")}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(run))
-    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/model .*name the model")
+    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/model .*{remedy}")
     relative = run | {"settings": {"train_file": "train_file.jsonl"}, "launch": {"folder": str(tmp_path)}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(relative))
-    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/model .*name the model")
+    refusal(prepared, ROWS, **settings, match=f"--{setting} .*run/model .*{remedy}")
     assert not (tmp_path / "folds").exists()
     other = run | {"settings": run["settings"] | {"label_column": "source"}}
     for trained in (other, run | {"data": {}}):  # other labels, or pretraining on these texts

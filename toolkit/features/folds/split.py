@@ -84,11 +84,10 @@ def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
         name = str(values.get(setting) or "")
         run = training_run(name) if name else {"data": {}}
         if run["data"].get("labels") and _source(run["settings"], run["launch"].get("folder")) == _source(values):
+            other = "leave --teacher out" if setting == "teacher" else "name the model that it was fine-tuned from"
             raise UserError(
                 f"--{setting} {name} has learned the labels of these rows (its run's config.json), and --folds would "
-                "predict them again: name the model that it was fine-tuned from"
-                + ", without --teacher"
-                * (setting == "teacher")
+                f"predict them again: {other}"
             )
     if values.get("teacher") and accelerator is not None:
         launch.log_on_main(
