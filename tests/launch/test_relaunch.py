@@ -25,6 +25,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
+from tests.runs import fork
 from toolkit.launch import launcher
 from toolkit.launch.environment import (
     FAILURE_DETECTOR,
@@ -176,6 +177,31 @@ def test_a_kill_is_reported_not_what_it_causes(
     monkeypatch.setattr(launcher, "_report_exit", lambda code, who, _: reports.append((code, who)))
     launcher._launch(Namespace(num_processes=3), tmp_path / "exit_code", 0)
     assert reports == [(codes[reported], f"rank {reported}")]
+
+
+ONE_FAILS = """
+import os, signal, sys, time
+from pathlib import Path
+ready = Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    ready.touch()
+    signal.pause()
+while not ready.exists():
+    time.sleep(0.01)
+sys.exit("rank 1 failed")
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_torch_stops_was_not_killed(tmp_path: Path) -> None:
+    """torch sends SIGTERM to the others when a rank has failed, which is what it did report."""
+    script, starts = tmp_path / "script.py", tmp_path / "starts.py"
+    script.write_text(ONE_FAILS)
+    starts.write_text("import sys\nfrom toolkit.launch.launcher import launch\nlaunch(sys.argv[1:])\n")
+    with fork([starts, "--config_file", "accelerate_configs/ddp.yaml", script, tmp_path / "ready"]) as process:
+        done = process.finish()
+    assert done.code == 1
+    assert done.err == "rank 1 failed\n"
 
 
 def test_launcher_waits_for_its_ranks_though_each_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

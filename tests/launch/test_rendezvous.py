@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -176,11 +178,14 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return number
 
 
+def peer(rank: int, size: int = 3, failure: str = "", attempt: int = 0) -> Peer:
+    return Peer("", rank, size, rank, size, host="A", node="a", pid=rank, number=secrets.token_hex(8), failure=failure,
+                attempt=attempt)  # fmt: skip
+
+
 def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "", attempt: int = 0) -> Any:
     """This rank's rendezvous, or the error."""
-    me = Peer("", rank, size, rank, size, host="A", node="a", pid=rank, number=secrets.token_hex(8), failure=failure,
-              attempt=attempt)  # fmt: skip
-    ranks = Rendezvous(me, seconds)
+    ranks = Rendezvous(peer(rank, size, failure, attempt), seconds)
     try:
         ranks.join()
     except RendezvousError as error:
@@ -202,14 +207,17 @@ def test_exchange(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert re.search("waiting for ranks 1, 2.*: the data", capsys.readouterr().err)
 
 
-def test_rank_that_is_started_again_while_others_are_awaited(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_is_started_again_while_others_are_awaited(port: int) -> None:
+    from torch.distributed import PrefixStore, TCPStore
+
     with ThreadPoolExecutor() as pool:
         first = pool.submit(join, 0)
-        with monkeypatch.context() as patch:
-            patch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
-            assert isinstance(join(1, seconds=1), RendezvousError)  # it ends, and its launcher starts it again
+        # rank 1 says hello and ends, and its launcher starts it again
+        common = PrefixStore("toolkit/rendezvous", TCPStore(HERE, port, None, False))
+        hello = json.dumps(asdict(peer(1)))
+        PrefixStore(rendezvous.read(common, "coordinator")["number"], common).append("hellos", f"{hello}\n")
         ranks = [first, pool.submit(join, 1, attempt=1), pool.submit(join, 2)]
-        assert [[peer.attempt for peer in each.result().peers] for each in ranks] == [[0, 1, 0]] * 3
+        assert [[each.attempt for each in rank.result().peers] for rank in ranks] == [[0, 1, 0]] * 3
 
 
 def test_fault_is_raised_by_all_and_printable(port: int) -> None:

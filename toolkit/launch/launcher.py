@@ -25,6 +25,7 @@ from torch.distributed import run as elastic
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from toolkit.launch import network
@@ -64,6 +65,7 @@ def launch(words: Sequence[str]) -> NoReturn:
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     signal.signal(signal.SIGUSR1, _forward_signal)  # a scheduler's warning, which would end the launcher alone
+    SubprocessHandler.close = _close  # type: ignore[assignment, method-assign]
     with tempfile.TemporaryDirectory() as folder:
         exit_code_file = Path(folder) / "exit_code"
         os.environ |= {EXIT_CODE_FILE: str(exit_code_file), LAUNCHER_PID: str(os.getpid())}
@@ -102,6 +104,15 @@ def _drop_machines(path: Path, folder: Path) -> Path:
     return copy
 
 
+_close_process, _stopped = SubprocessHandler.close, set[int]()
+
+
+def _close(process: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+    """Stops a rank, as torch does after another rank's failure; `_stopped` gets its PID."""
+    _stopped.add(process.proc.pid)
+    _close_process(process, death_sig)
+
+
 def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int) -> int:
     """Returns the exit code: the one in `exit_code_file` if a rank has stopped the launcher."""
     if arguments.num_processes == 1:  # several are started by torch, which has such a handler
@@ -110,9 +121,8 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
         launch_command(arguments)
     except ChildFailedError as error:
         # torch records whole seconds: a kill comes before the failures that it causes, NCCL's aborts among them
-        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
-        killed.sort(key=lambda item: item[1].exitcode == -signal.SIGABRT)
-        rank, failure = killed[0] if killed else error.get_first_failure()
+        failed = [item for item in error.failures.items() if item[1].pid not in _stopped] or [error.get_first_failure()]
+        rank, failure = min(failed, key=lambda item: (item[1].exitcode > 0, item[1].exitcode == -signal.SIGABRT))
         if nodes := requested_nodes():  # torchrun counts within this node
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _report_exit(failure.exitcode, f"rank {rank}", oom_kills)
