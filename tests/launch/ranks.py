@@ -36,6 +36,7 @@ def wait_for_line():
     if not sys.stdin.readline():  # the tests have exited
         os._exit(99)
 
+rendezvous._LOG_SECONDS, rendezvous._FAULT_SECONDS = 1e9, 60.0  # for a busy machine
 versions.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
 if "PRETENDED_HOST" in os.environ:
     socket.gethostname = lambda: os.environ["PRETENDED_HOST"]

@@ -116,6 +116,6 @@ def test_launcher_that_is_process_1_is_stopped(launcher: str, monkeypatch: pytes
 
 
 def test_slow_step_after_a_stop_signal_may_finish() -> None:
-    busy = ("with StopSignals(False) as signals:", "    time.sleep(1.2); signals.requested",
-            "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait(1.9)")  # fmt: skip
+    busy = ("with StopSignals(False) as signals:", "    time.sleep(2); signals.requested",
+            "    os.kill(os.getpid(), signal.SIGUSR1)", "    threading.Event().wait(2.5)")  # fmt: skip
     assert run(*busy, TOOLKIT_STOP_TIMEOUT="1").code == 0

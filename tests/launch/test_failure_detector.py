@@ -54,7 +54,8 @@ def slow() -> Iterator[dict[str, Group]]:
     """Groups with a late rank, or with none, that run during the other tests."""
     short, impatient = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
     with ExitStack() as stack:
-        late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
+        reduce = f"{JOIN}wait_for_line()\ndist.all_reduce(torch.ones(1))"
+        late = stack.enter_context(group(reduce, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "8"}))
         headless = stack.enter_context(group(WAIT, WAIT, env=short, before=impatient))
         idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
         partly = stack.enter_context(group(PART, PART, PART, env=short))
@@ -63,6 +64,7 @@ def slow() -> Iterator[dict[str, Group]]:
         headless.ranks[0].send_signal(signal.SIGSTOP)
         late.await_line("joined")
         late.ranks[2].send_signal(signal.SIGSTOP)
+        late.release(0)
         yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly}
 
 
@@ -88,9 +90,36 @@ def test_killed_rank_is_reported_once() -> None:
 
 
 @several_processes
+@pytest.mark.parametrize("culprit", range(4))
+def test_launchers_stop_no_rank_before_its_report(culprit: int) -> None:
+    """A launcher sends SIGTERM to the ranks of its node when the first has exited."""
+    bodies = [WAIT] * 4
+    bodies[culprit] = f"{WAIT}\nraise ValueError('x')"
+    with group(*bodies, hosts=["A", "A", "B", "B"]) as started:
+        started.await_line()
+        started.release(culprit)
+        running, deadline = dict(enumerate(started.ranks)), time.monotonic() + SOON
+        while running and time.monotonic() < deadline:
+            exited = [rank for rank, process in running.items() if process.poll() is not None]
+            for rank in exited:
+                del running[rank]
+            for rank, process in running.items():
+                if any(started.hosts[rank] == started.hosts[other] for other in exited):
+                    process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+        ended = started.end(1.0)
+    name, there = f"rank {culprit} on {started.hosts[culprit]}", 2 - culprit // 2 * 2
+    assert f"[{name}] " in ended[culprit].err
+    assert ended[culprit].err.endswith("ValueError: x\n")
+    (line,) = lines_of(ended, [there, there + 1])
+    assert line.endswith(f"error: {name} failed: ValueError: x")
+
+
+@several_processes
 def test_failure_detector_off() -> None:
     """On one rank is off on all: torch notices."""
-    ended = kill_rank_1(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}])
+    soon = {0: "from toolkit.launch import failure\nfailure._PEER_REPORT_SECONDS = 1.0"}
+    ended = kill_rank_1(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}], before=soon)
     assert codes(ended) == [1, -signal.SIGKILL]
     assert "lost the connection to another process" in ended[0].error_lines[-1]
 
@@ -179,6 +208,7 @@ def test_first_cause_is_reported_though_rank_0_polls_late() -> None:
     with group(WAIT, WAIT, fail, before={0: busy}) as started:
         started.await_line("here")
         started.ranks[1].kill()
+        started.ranks[1].wait(60)
         started.release(2)
         ended = started.end(SOON)
     assert codes(ended) == [1, -signal.SIGKILL, 1]
@@ -256,6 +286,9 @@ def test_one_process_per_machine_reports(
     detectors = [FailureDetector(fake_rendezvous("AABB", rank)) for rank in range(4) if rank != culprit]
     reporting = [each.me.rank for each in detectors if each.reports_for_node(Failure(culprit, kind, ""))]
     assert reporting == (our_launcher if launcher else any_launcher)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")  # a launcher that restarts is silent
+    reporting = [each.me.rank for each in detectors if each.reports_for_node(Failure(culprit, kind, ""))]
+    assert reporting == any_launcher
 
 
 def test_first_written_failure_is_the_runs() -> None:

@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from toolkit.launch.environment import (
     place_of,
     timeout_seconds,
 )
+from toolkit.launch.network import free_port
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan_launch, relaunch_if_requested, split_arguments
 
@@ -160,14 +162,21 @@ def test_out_of_memory_kills_are_told_apart(
 
 
 @pytest.mark.parametrize(
-    ("codes", "reported"),
-    [((-signal.SIGABRT, 1, -signal.SIGKILL), 2),  # NCCL aborts ranks whose peer is gone
-     ((1, -signal.SIGABRT), 1)],
+    ("codes", "stopped", "reported"),
+    [((-signal.SIGABRT, 1, -signal.SIGKILL), (), 2),  # NCCL aborts ranks whose peer is gone
+     ((1, -signal.SIGABRT), (), 1),
+     ((-signal.SIGTERM, 3), (0,), 1), ((-signal.SIGABRT, 3), (0,), 1),  # by torch, after the failure
+     ((3, -signal.SIGKILL), (1,), 1)],  # it was dead when torch sent SIGTERM
 )  # fmt: skip
 def test_a_kill_is_reported_not_what_it_causes(
-    codes: tuple[int, ...], reported: int, no_launcher: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    failures = {rank: ProcessFailure(rank, 1, code, str(tmp_path / "none")) for rank, code in enumerate(codes)}
+    codes: tuple[int, ...], stopped: tuple[int, ...], reported: int, no_launcher: None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    failures = {rank: ProcessFailure(rank, rank, code, str(tmp_path / "none")) for rank, code in enumerate(codes)}
+    monkeypatch.setattr(launcher, "_stopped", {})
+    monkeypatch.setattr(launcher, "_close_process", lambda *_: None)
+    for rank in stopped:
+        launcher._close(SimpleNamespace(proc=SimpleNamespace(pid=rank)))  # type: ignore[arg-type]
 
     def fail(_: Any) -> None:
         raise ChildFailedError("cls.py", failures)
@@ -177,6 +186,9 @@ def test_a_kill_is_reported_not_what_it_causes(
     monkeypatch.setattr(launcher, "_report_exit", lambda code, who, _: reports.append((code, who)))
     launcher._launch(Namespace(num_processes=3), tmp_path / "exit_code", 0)
     assert reports == [(codes[reported], f"rank {reported}")]
+    (tmp_path / "exit_code").write_text("141")  # a rank has reported
+    assert launcher._launch(Namespace(num_processes=3), tmp_path / "exit_code", 0) == 141
+    assert len(reports) == 1
 
 
 ONE_FAILS = """
@@ -184,6 +196,8 @@ import os, signal, sys, time
 from pathlib import Path
 ready = Path(sys.argv[1])
 if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGHUP)
+    time.sleep(1)
     ready.touch()
     signal.pause()
 while not ready.exists():
@@ -194,11 +208,15 @@ sys.exit("rank 1 failed")
 
 @pytest.mark.multiprocess
 def test_a_rank_that_torch_stops_was_not_killed(tmp_path: Path) -> None:
-    """torch sends SIGTERM to the others when a rank has failed, which is what it did report."""
+    """torch sends SIGTERM to the others when a rank has failed. And SIGHUP stops no launcher started by `nohup`."""
     script, starts = tmp_path / "script.py", tmp_path / "starts.py"
     script.write_text(ONE_FAILS)
-    starts.write_text("import sys\nfrom toolkit.launch.launcher import launch\nlaunch(sys.argv[1:])\n")
-    with fork([starts, "--config_file", "accelerate_configs/ddp.yaml", script, tmp_path / "ready"]) as process:
+    starts.write_text(
+        "import signal, sys\nfrom toolkit.launch.launcher import launch\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nlaunch(sys.argv[1:])\n"
+    )
+    options = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", str(free_port())]
+    with fork([starts, *options, script, tmp_path / "ready"]) as process:
         done = process.finish()
     assert done.code == 1
     assert done.err == "rank 1 failed\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -38,10 +39,21 @@ NEWER = """
 real = versions.comparable_versions
 versions.comparable_versions = lambda script: {**real(script), "torch": "0.0.1", "code": "x", "device": "cuda"}
 """
+# Rank 0's time passes when rank 1 has come.
+PATIENT = """
+import time, types
+clock, conflict = [0.0], rendezvous._conflict
+rendezvous.time = types.SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+rendezvous._VERDICT_SECONDS = 60.0
+def rank_1_has_come(peers):
+    clock[0] = 5.0
+    return conflict(peers)
+rendezvous._conflict = rank_1_has_come
+"""
 # fault -> options of `group`, exit codes, parts of the one line of each failed rank
 FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "a rank does not come": (
-        {"hosts": "ABC", "seconds": 4, "before": {2: "sys.exit(0)"}}, [1, 1, 0],
+        {"hosts": "ABC", "env": [{"SECONDS": "4"}, {}, {}], "before": {0: PATIENT, 2: "sys.exit(0)"}}, [1, 1, 0],
         ["rank 2 of 3 did not connect to", f"{HERE}:PORT within 4 s", "rank 0 on A", "rank 1 on B",
          "--rendezvous_timeout"],
     ),
@@ -55,7 +67,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
         ["two processes have rank 1, on ", "--machine_rank"],
     ),
     "different world sizes": (
-        {"hosts": "AB", "env": [{}, {"WORLD_SIZE": "4"}]}, [1, 1],
+        {"hosts": "AB", "env": [{}, {"WORLD_SIZE": "4"}], "before": {0: "rendezvous._FAULT_SECONDS = 3.0"}}, [1, 1],
         ["world size is 2 for rank 0 on A and 4 for rank 1 on B", "--num_processes"],
     ),
     "another version of a library": (
@@ -201,6 +213,8 @@ def test_exchange(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         for value in ("a", "b"):
             values = pool.map(lambda each, value=value: each.exchange(f"{value}{each.me.rank}", 20), ranks)
             assert list(values) == [[f"{value}{rank}" for rank in range(3)]] * 3
+    clock = itertools.count()
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: next(clock) / 5, sleep=lambda _: None))
     with pytest.raises(RendezvousError) as error:
         ranks[0].exchange("x", 0.5, "the data")
     assert error.value.missing == [1, 2]

@@ -67,8 +67,8 @@ def stop_with_parent(parent: int | None = None) -> None:
 
 def stop_launcher(code: int) -> None:
     """Stops the launcher (ours exits with `code`) instead of a restart: the run was stopped, or would fail again."""
-    write_exit_code(code)
     parent = os.getppid()
     # process 1 adopts the ranks of a killed launcher; in a container it may be our launcher itself
     if attempt() < max_restarts() and (parent != 1 or os.environ.get(LAUNCHER_PID) == "1"):
+        write_exit_code(code)
         os.kill(parent, signal.SIGTERM)

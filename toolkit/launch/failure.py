@@ -19,7 +19,7 @@ from toolkit.errors import UserError, system_error_line
 from toolkit.launch import failure_detector, interrupted
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.exit_state import close_resources, exit_state, stop_launcher
-from toolkit.launch.interrupted import INTERRUPTED
+from toolkit.launch.interrupted import INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
@@ -124,11 +124,14 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
         early = not isinstance(error, RendezvousError)
         exit_process(f"error: {error}", 1, str(error), permanent=True, early=early)
     except Exception as error:
-        if _is_connection_error(error) and failure_detector.current is not None:
-            failure_detector.current.wait_for_failure(_PEER_REPORT_SECONDS)
+        if _is_connection_error(error):
+            if failure_detector.current is not None:
+                failure_detector.current.wait_for_failure(_PEER_REPORT_SECONDS)
+            else:  # its launcher ends this process, if the other one was of this node
+                time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)
         short = message.removeprefix("error: ").strip().split("\n")[-1]
-        exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short)
+        exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short, early=True)
 
 
 def _describe(error: Exception) -> str:
@@ -178,6 +181,7 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     if prints:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
+        write_exit_code(code)
         logger.error(f"{who}{message}")
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -193,9 +197,11 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
 
 
 def _stop_deferring_sigterm() -> None:
-    """No step is left to finish: SIGTERM ends this process, or is ignored until `close_resources` is done."""
+    """No step is left to finish: SIGTERM ends this process, or is ignored until it has closed its resources and other
+    ranks know why it ends: a launcher sends SIGTERM when the first of them has exited."""
+    reports = exit_state.close is not None or failure_detector.current is not None
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if exit_state.close else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if reports else signal.SIG_DFL)
 
 
 def _place() -> Place:
@@ -215,6 +221,7 @@ def _exit_with_others() -> None:
         failure_detector.current.wait_for_all(_EXIT_BARRIER_SECONDS)
     if exit_state.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
+        write_exit_code(exit_state.exit_code)
         stop_launcher(exit_state.exit_code)
     distributed = sys.modules.get("torch.distributed")
     grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()

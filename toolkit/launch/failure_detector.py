@@ -30,9 +30,9 @@ from typing import Literal, NoReturn
 
 from toolkit.errors import UserError
 from toolkit.launch import network
-from toolkit.launch.environment import max_restarts, timeout_seconds
+from toolkit.launch.environment import attempt, max_restarts, timeout_seconds
 from toolkit.launch.exit_state import close_resources, stop_launcher
-from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED
+from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
 from toolkit.utils.log import logger
@@ -46,9 +46,11 @@ _REPORT_SECONDS, _MAX_REPORT_SECONDS = 0.5, 15.0
 _LOG_SECONDS = 60.0
 # A rank without a heartbeat for this long is stopped or stuck.
 _SILENCE_SECONDS = 15.0
-# Rank 0, which may serve the store, waits this long for ranks that still have to read the failure.
-_LINGER_SECONDS = 10.0
+# Rank 0, which may serve the store, waits this long for ranks that still have to read the failure; on several nodes the
+# others wait too: a launcher stops all ranks of its node, with the one that reports, when the first has exited.
+_LINGER_SECONDS, _READ_SECONDS = 10.0, 3.0
 _DONE = b"d"
+_MAX_FRAMES = 6
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,10 @@ class FailureDetector:
                 connection.send(_DONE)
 
     def wait_for_readers(self) -> None:
-        """Rank 0 exits last: it waits until the others have closed their connections."""
+        """Rank 0 exits last: it waits until the others have closed their connections. After a failure they wait until
+        all ranks have read it."""
+        if self.me.rank and self.failure is not None and len(nodes_of(self.peers)) > 1:
+            time.sleep(_READ_SECONDS)
         deadline = time.monotonic() + _LINGER_SECONDS
         for connection in self._connections.values() if self.me.rank == 0 else ():
             with contextlib.suppress(OSError):
@@ -207,13 +212,14 @@ class FailureDetector:
     def exit(self, failure: Failure) -> NoReturn:
         """Exits without cleaning up the broken process group, which could hang."""
         self._exiting.acquire()
+        code = INTERRUPTED if failure.kind == "interrupted" else 1
         with contextlib.suppress(OSError):  # the output is closed
             if self.reports_for_node(failure):
+                write_exit_code(code)
                 logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
             sys.stdout.flush()
         close_resources()
         self.wait_for_readers()
-        code = INTERRUPTED if failure.kind == "interrupted" else 1
         if self.forbids_restart(failure.permanent):
             stop_launcher(code)
         os._exit(code)
@@ -227,8 +233,9 @@ class FailureDetector:
     def reports_for_node(self, failure: Failure) -> bool:
         """Whether this process reports, for its node, the failure of another process."""
         culprit = self.peers[failure.rank]
-        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and EXIT_CODE_FILE in os.environ)
-        if culprit.node == self.me.node and reports_itself:  # gone: our launcher reports it
+        by_launcher = EXIT_CODE_FILE in os.environ and attempt() >= max_restarts()  # ours, unless it restarts
+        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and by_launcher)
+        if culprit.node == self.me.node and reports_itself:
             return False
         if failure.kind == "interrupted":
             return self.me.rank == 0
@@ -299,7 +306,7 @@ class FailureDetector:
             pass
         except OSError as error:
             failure = Failure(rank, "lost", str(error.strerror or error))
-        if rank not in self._done and not self.finished:
+        if rank not in self._done and not self.finished and self.failure is None:
             self._declare(failure)
         return False
 
@@ -387,7 +394,9 @@ def count_collectives() -> int:
 
 
 def main_thread_position() -> str:
-    """`prepare.py:70 _tokenize < cls.py:31 main`, innermost first."""
+    """`prepare.py:70 _tokenize < cls.py:31 main`, innermost first; of a long stack the script's line, too."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=6, lookup_lines=False) if frame else []
-    return " < ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in stack) or "its end"
+    frames = list(traceback.walk_stack(frame)) if frame else []
+    script = [each for each in frames[_MAX_FRAMES:] if each[0].f_globals.get("__name__") == "__main__"]
+    calls = traceback.StackSummary.extract(iter(frames[:_MAX_FRAMES] + script[:1]), lookup_lines=False)
+    return " < ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls) or "its end"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 INTERRUPTED = 130
-# Variables set by our launcher: the file to write the exit code to (then it does not restart the run), and its pid.
+# Variables set by our launcher: the file to write the exit code to (then it reports nothing itself), and its pid.
 EXIT_CODE_FILE = "TOOLKIT_ENDED_FILE"
 LAUNCHER_PID = "TOOLKIT_LAUNCHER_PID"
 # set by torch's launchers, Open MPI, Hydra and Slurm
@@ -27,10 +27,10 @@ def report_interrupt() -> None:
 
 
 def write_exit_code(code: int) -> None:
-    """For our launcher, if it started this process."""
+    """For our launcher, if it started this process: by the process that reports why it ends. The first one counts."""
     if path := os.environ.get(EXIT_CODE_FILE):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(str(code), encoding="ascii")
+        with contextlib.suppress(OSError), Path(path).open("x", encoding="ascii") as file:
+            file.write(str(code))
 
 
 def exit_on_sigint() -> None:

@@ -53,6 +53,8 @@ def launch(words: Sequence[str]) -> NoReturn:
         # nodes would wait for each other and ignore signals meanwhile.
         options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
         options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: torch would handle it all the same
+            options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
         run(options)
 
     elastic.run = run_here
@@ -89,7 +91,8 @@ class _OneNode(StaticTCPRendezvous):
         return self.NAME
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        """A new store for each attempt: the last one holds that attempt's addresses."""
+        """A new store for each attempt: the last one holds that attempt's addresses. Its exit code is removed."""
+        Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
         store = network.serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
         return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
 
@@ -104,12 +107,13 @@ def _drop_machines(path: Path, folder: Path) -> Path:
     return copy
 
 
-_close_process, _stopped = SubprocessHandler.close, set[int]()
+_close_process, _stopped = SubprocessHandler.close, dict[int, set[int]]()
 
 
 def _close(process: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
-    """Stops a rank, as torch does after another rank's failure; `_stopped` gets its PID."""
-    _stopped.add(process.proc.pid)
+    """Stops a rank, as torch does after another rank's failure; `_stopped` gets its PID and the exit codes that this
+    explains. The rank may be dead for another reason already: a GPU's memory takes time to be freed."""
+    _stopped.setdefault(process.proc.pid, {-signal.SIGABRT}).add(-(death_sig or signal.SIGTERM))
     _close_process(process, death_sig)
 
 
@@ -120,9 +124,14 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
+        if exit_code_file.exists():  # a rank has reported
+            return int(exit_code_file.read_text(encoding="ascii"))
         # torch records whole seconds: a kill comes before the failures that it causes, NCCL's aborts among them
-        failed = [item for item in error.failures.items() if item[1].pid not in _stopped] or [error.get_first_failure()]
-        rank, failure = min(failed, key=lambda item: (item[1].exitcode > 0, item[1].exitcode == -signal.SIGABRT))
+        failed = [item for item in error.failures.items() if item[1].exitcode not in _stopped.get(item[1].pid, ())]
+        failed.sort(
+            key=lambda item: (item[1].exitcode > 0, item[1].exitcode == -signal.SIGABRT, item[1].pid in _stopped)
+        )
+        rank, failure = failed[0] if failed else error.get_first_failure()
         if nodes := requested_nodes():  # torchrun counts within this node
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _report_exit(failure.exitcode, f"rank {rank}", oom_kills)
