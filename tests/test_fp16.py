@@ -19,6 +19,7 @@ from tests.runs import WAYS, lines_of, losses_of
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import CheckpointReader
+from toolkit.training.loop_checks import LoopChecks
 from toolkit.training.steps import Step
 
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
@@ -101,10 +102,30 @@ def test_skipped_steps_are_not_counted(way: str, single: Path, tmp_path: Path, t
     assert_skipped(folder, single)
 
 
+@pytest.mark.multiprocess
+def test_the_step_in_which_the_scale_grows(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    """DeepSpeed 0.19.8 halves its gradient."""
+    settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 6, "--optimizer", "sgd",
+                "--eval_every", 6, "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", 0.5,
+                "--lr_scheduler_type", "constant", "--max_grad_norm", 0, "--dropout", 0,
+                "--report_to", "none"]  # fmt: skip
+    exact = tmp_path / "exact"
+    for way in ("single", "zero2 x2", "zero3 x2"):
+        run = tmp_path / way / "run"
+        jobs = [["tests.fp16_growth_jobs", *settings, "--mixed_precision", "fp16", "--output_dir", run]]
+        if way == "single":
+            jobs.append(["recipes.cls", *settings, "--mixed_precision", "no", "--output_dir", exact])
+        run_jobs(run.parent, WAYS[way], jobs)
+        for name in ("loss", "grad_norm"):
+            mine, expected = ([line[name] for line in lines_of(each / "metrics.jsonl")] for each in (run, exact))
+            assert mine == pytest.approx(expected, rel=0.02), (way, name)
+
+
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 15), ("bf16", 0)])
 def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
     """After 16 skipped steps the scale is 1, so the scale is not the cause."""
-    steps: Any = SimpleNamespace(skipped=0, collate=None, accelerator=SimpleNamespace(mixed_precision=precision))
+    accelerator: Any = SimpleNamespace(mixed_precision=precision)
+    steps: Any = SimpleNamespace(skipped=0, collate=None, accelerator=accelerator, checks=LoopChecks(accelerator))
     step = Step(steps, 1, np.arange(2), 2, 2.0, steps.collate, _losses=[torch.ones(2)], _ids=[torch.arange(2)])
     step.grad_norm = math.inf
     step.metrics = SimpleNamespace(step=1, loss=0.7, grad_norm=math.inf, learning_rate=1e-3)  # type: ignore[assignment]

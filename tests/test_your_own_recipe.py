@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
     "learned": ("learned", []),
     "learned again": ("learned", []),
+    "learned with LoRA": ("learned", ["--lora_r", 4, "--ema_decay", 0.5]),
     "entropy": ("entropy", []),
     "contrastive": ("contrastive", []),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
@@ -39,6 +41,16 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "own_model": ("own_model", []),
     "own_model again": ("own_model", []),
     "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
+}
+# edits that replace the same lines; a loss whose parameters a frozen model does not have; a model without the layers or
+# hidden states that another edit uses
+APART = [{"focal", "learned"}, {"focal", "entropy"}, {"learned", "entropy"}, {"learned", "frozen"},
+         {"contrastive", "own_model"}, {"frozen", "own_model"}]  # fmt: skip
+_ORDER = ("focal", "learned", "entropy", "contrastive", "metric", "frozen", "sgd", "schedule", "own_model")
+PAIRS: dict[str, tuple[str, list[Any]]] = {
+    f"{one}, {other}": (f"{one}_and_{other}", [*JOBS[one][1], *JOBS[other][1]])
+    for one, other in itertools.combinations(_ORDER, 2)
+    if {one, other} not in APART
 }
 # its loss depends on micro-batches, which differ with the number of processes
 DIFFERENT = ("contrastive in fewer",)
@@ -84,19 +96,22 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     BertModel(BertConfig.from_pretrained(pairs, type_vocab_size=2)).save_pretrained(pairs)
 
     @functools.cache
-    def run(way: str) -> Path:
-        runs = folder / way
+    def run(way: str, precision: str = "no", pairs: bool = False) -> Path:
+        runs = folder / f"{way} {precision} {'pairs' if pairs else ''}"
         runs.mkdir()
-        for name, diffs in edits_of(PAGES[0]).items():
-            (runs / f"own_{name}.py").write_text(edited(diffs), encoding="utf-8")
+        edits = edits_of(PAGES[0])
+        for edit in {edit for edit, _ in (PAIRS if pairs else JOBS).values()} - {""}:
+            diffs = [diff for name in edit.split("_and_") for diff in edits[name]]
+            (runs / f"own_{edit}.py").write_text(edited(diffs), encoding="utf-8")
         data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
         jobs: list[list[Any]] = []
-        for name, (edit, settings) in JOBS.items():
+        for name, (edit, settings) in (PAIRS if pairs else JOBS).items():
             settings = [folder / word if word == "PAIRS" else word for word in settings]
-            job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, *settings, "--output_dir", runs / name]
+            job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, "--mixed_precision", precision, *settings,
+                   "--output_dir", runs / name]  # fmt: skip
             jobs += [[*job, *HALF]] if name.endswith("again") else []
             jobs.append([*job, "--max_steps", STEPS])
-        run_jobs(runs, WAYS[way], jobs, 500, pages=not WAYS[way])
+        run_jobs(runs, WAYS[way], jobs, 900, pages=not WAYS[way])
         return runs
 
     return run
@@ -172,6 +187,37 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[
     assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in other.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
+def test_pairs_of_edits(way: str, name: str, runs_of: Callable[..., Path]) -> None:
+    assert_agree(runs_of(way, pairs=True) / name, runs_of("single", pairs=True) / name)
+
+
+def deviation(run: Path, expected: Path) -> float:
+    pairs = zip(losses_of(run), losses_of(expected), strict=True)
+    return max(abs(loss / other - 1) for loss, other in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [(precision, name) for precision, jobs in {"bf16": [*JOBS, *PAIRS], "fp16": [*JOBS]}.items()
+     for name in jobs if name not in DIFFERENT],
+)  # fmt: skip
+@pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
+def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[..., Path]) -> None:
+    several, one, exact = (
+        runs_of(*where, pairs=name in PAIRS) / name for where in ((way, precision), ("single", precision), ("single",))
+    )
+    assert deviation(several, exact) < 2 * deviation(one, exact) + 1e-5
+    assert deviation(several, one) < 1e-3
+    if name.endswith("again"):
+        assert losses_of(several) == pytest.approx(losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6)
+
+
 # a wrong edit -> (a way to start, an edit of the page, text in it, its replacement, parts of the error)
 WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a parameter of the loss alone": (
@@ -186,6 +232,65 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     ),
     "a scheduler that is not stepped": (
         "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
+    ),
+    "an optimizer that is not stepped": (
+        "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()"),
+    ),
+    "a plain backward": (
+        "single", "metric", "accelerator.backward(step.mean(objective(batch, logits)))",
+        "step.mean(objective(batch, logits)).backward()", ("step 1", "accelerator.backward"),
+    ),
+    "clipping fp16's scaled gradients": (
+        "single", "metric", "accelerator.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(",
+        ("step 1", "accelerator.clip_grad_norm_"),
+    ),
+    "a plain backward in fp16": (
+        "single", "metric", "accelerator.backward(step.mean(objective(batch, logits)))",
+        "step.mean(objective(batch, logits)).backward()", ("step 1", "accelerator.backward"),
+    ),
+    "clipping a part of the model under DeepSpeed": (
+        "zero2 x2", "metric", "clip_grad_norm_(model.parameters()", "clip_grad_norm_(model.classifier.parameters()",
+        ("accelerator.clip_grad_norm_", "model.parameters()"),
+    ),
+    "clipping by value under DeepSpeed": (
+        "zero2 x2", "metric", "        grad_norm = acc",
+        "        accelerator.clip_grad_value_(model.parameters(), 1.0)\n        grad_norm = acc", ("--max_grad_norm",),
+    ),
+    "a second pass under DeepSpeed": (
+        "zero2 x2", "metric", "        grad_norm = acc",
+        "        next(iter(step.micro_batches(model)))\n        grad_norm = acc", ("step 1", "ddp"),
+    ),
+    "a gradient's hook under FSDP2": (
+        "fsdp2 x2", "metric", "    optimizer = toolkit.make",
+        "    model.classifier.weight.register_hook(lambda gradient: gradient * 0)\n    optimizer = toolkit.make",
+        ("classifier.weight", "ddp"),
+    ),
+    "gathering values of micro-batches": (
+        "ddp x2", "metric", "            accelerator.backward(",
+        "            accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index])\n"
+        "            accelerator.backward(",
+        ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce"),
+    ),
+    "a gradient penalty under DeepSpeed": (
+        "zero2 x2", "metric", "step.mean(objective(batch, logits))",
+        "step.mean(objective(batch, logits) + torch.autograd.grad(logits.sum(), model.classifier.weight, "
+        "create_graph=True)[0].square().sum())",
+        ("torch.autograd.grad", "ddp"),
+    ),
+    "a part of the model before the model under FSDP2": (
+        "fsdp2 x2", "metric", "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator",
+        "            model.get_input_embeddings()(batch.inputs['input_ids'])\n"
+        "            logits = model(**batch.inputs).logits\n            accelerator",
+        ("FSDP2", "ddp"),
+    ),
+    "a model that torch compiles": (
+        "single", "metric", "    optimizer = toolkit.make",
+        "    model = torch.compile(model)\n    optimizer = toolkit.make",
+        ("--torch_compile true",),
+    ),
+    "a step without a closure": (
+        "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
+        ("Mine", "positional argument"),
     ),
     "a clipping norm that DeepSpeed ignores": (
         "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm"),
@@ -232,7 +337,8 @@ def test_a_wrong_edit_is_an_error_before_a_wrong_step(
     assert text.count(before) == 1
     (tmp_path / "own_wrong.py").write_text(text.replace(before, after), encoding="utf-8")
     data = ["--train_file", reviews, "--model_name_or_path", tiny_model]
-    job = ["own_wrong", *data, *COMMON, "--max_steps", STEPS, "--output_dir", tmp_path / "run"]
+    job = ["own_wrong", *data, *COMMON, "--max_steps", STEPS, "--output_dir", tmp_path / "run",
+           "--mixed_precision", "fp16" if "fp16" in name else "no"]  # fmt: skip
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -97,6 +97,10 @@ class Run:
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
+        self._updates = updates = list[Any]()
+        """An item for each update of the weights in this step."""
+        # without a reference to this run, whose folder stays locked while it exists: DeepSpeed keeps optimizers
+        unwrapped_optimizer(optimizer).register_step_post_hook(lambda *_: updates.append(None))
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
         resumed = resume_newest(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
@@ -162,6 +166,9 @@ class Run:
                 "once in each step, after `optimizer.step()` (--lr_scheduler_type constant keeps the rate constant; "
                 f"for another schedule: {OWN_SCHEDULE})"
             )
+        if updated and not self._updates and self.accelerator.sync_gradients:
+            raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
+        self._updates.clear()
         if self._average and updated:
             self._average.update(updates)
         self._gathered: StepMetrics | None = None

@@ -1,4 +1,4 @@
-"""toolkit/training/checks.py: parameters. Optimizers: tests/training/test_optimizer_trial.py."""
+"""toolkit/training/checks.py and loop_checks.py: parameters. Optimizers: tests/training/test_optimizer_trial.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,8 @@ from transformers import Adafactor
 from tests.faults import refusal
 from tests.training.test_optimizer import tiny
 from toolkit.config import TrainingSettings
-from toolkit.training.checks import (
-    check_parameters,
-    check_scheduler,
-    refuse_changes,
-    refuse_foreign_parameters,
-    refuse_shards,
-)
+from toolkit.training.checks import check_parameters, check_scheduler
+from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters, refuse_shards
 from toolkit.training.optimizer import custom_scheduler, make_scheduler, parameter_groups
 
 SETTINGS = TrainingSettings()

@@ -225,6 +225,20 @@ def two_losses(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: 
     accelerator.backward(step.mean(model(batch)) + 0.3 * step.mean(model(batch)))
 
 
+def added_afterwards(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model(batch)) + 0.1 * sum(each.square().sum() for each in model.parameters()))
+
+
+def second_backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    losses = model(batch)
+    accelerator.backward(step.mean(losses), retain_graph=True)
+    accelerator.backward(losses.square().sum())
+
+
+def half_precision(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
+    accelerator.backward(step.mean(model(batch).bfloat16()))
+
+
 def plain_backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
     step.mean(model(batch)).backward()
 
@@ -250,7 +264,9 @@ def accumulate(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: 
 
 @pytest.mark.parametrize(
     ("micro_batch", "zeroes", "norm", "says"),
-    [(mean_of_micro_batch, True, 1.0, ("step 1", "0 of 4", "step.mean")),
+    [(mean_of_micro_batch, True, 1.0, ("step 1", "step.mean")),
+     (added_afterwards, True, 1.0, ("step 1", "step.mean(losses + term)")),
+     (second_backward, True, 1.0, ("step 1", "once")), (half_precision, True, 1.0, ("bfloat16", "float()")),
      (two_losses, True, 1.0, ("step 1", "a second time")), (one_left_out, True, 1.0, ("step 1", "1 of 2")),
      (plain_backward, True, 1.0, ("accelerator.backward",)), (zero_grad_first, True, 1.0, ("step 1", "zero_grad")),
      (part_of_the_model, True, 1.0, ("the model that `prepare` returned",)),

@@ -214,19 +214,27 @@ def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> N
 
 
 def _tensor_readers(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
-    """A tensor's name in the model -> a function that reads it from the folder; with LoRA from the sibling adapter/,
-    since the base weights are unchanged."""
-    names: dict[str, str] = {}
+    """A tensor's name in the model -> a function that reads it from the folder; with LoRA what the sibling adapter/ has
+    from that, and other weights only if they are trained: the base weights are unchanged."""
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
-    if lora_config(model) is not None:
-        folder = folder.with_name(ADAPTER_FOLDER)
+    readers = _readers_in(folder, stack)
+    if lora_config(model) is None:
+        tensors = readers
+    else:
         names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
-    tensors: dict[str, Callable[[], Any]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        refuse_link_out(path, folder)
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        tensors |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+        adapter = _readers_in(folder.with_name(ADAPTER_FOLDER), stack)
+        tensors = {names.get(name, name): read for name, read in adapter.items()}
+        tensors |= {name: readers[name] for name in expected & readers.keys()}
     if missing := sorted(expected - tensors.keys()):
         raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
     return tensors
+
+
+def _readers_in(folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
+    readers: dict[str, Callable[[], Any]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        refuse_link_out(path, folder)
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        readers |= {name: functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+    return readers

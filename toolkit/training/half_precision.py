@@ -124,6 +124,21 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
         )
         engine.optimizer.dynamic_loss_scale = scaler.dynamic
         scaler.raise_error_at_min_scale = False  # `Step.refuse_non_finite` reports too many skipped steps
+        _raise_scale_after_step(engine.optimizer)
+
+
+def _raise_scale_after_step(optimizer: Any) -> None:
+    """DeepSpeed 0.19.8 raises fp16's loss scale in the middle of a step, and divides that step's gradients by the new
+    one: they are halved."""
+    update, take = require(optimizer, "_update_scale", "deepspeed"), optimizer.step
+
+    def step(*arguments: Any, **options: Any) -> None:
+        take(*arguments, **options)
+        if not optimizer.overflow:
+            update(False)
+
+    optimizer._update_scale = lambda has_overflow=False: update(True) if has_overflow else None
+    optimizer.step = step
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -146,3 +161,5 @@ def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     for fragment in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():
         if (weight := weights.get(fragment.name)) is not None:
             fragment.values.copy_(weight.reshape(-1)[fragment.start : fragment.start + fragment.values.numel()])
+    if accelerator.mixed_precision == "fp16":
+        _raise_scale_after_step(accelerator.deepspeed_engine_wrapped.engine.optimizer)

@@ -38,16 +38,16 @@ class _CannotTryError(Exception):
     """The optimizer cannot be copied to small parameters."""
 
 
-def step_fault(optimizer: Optimizer, device: torch.device) -> str:
-    """The error of `optimizer.step()` in the loop (it needs a closure, say, or sparse gradients); empty where it works,
-    or the optimizer cannot be copied."""
+def step_fault(optimizer: Optimizer, device: torch.device, *arguments: None) -> str:
+    """The error of `optimizer.step(*arguments)` in the loop (it needs a closure, say, or sparse gradients); empty where
+    it works, or the optimizer cannot be copied."""
     with _fixed_seed(device), contextlib.suppress(_CannotTryError):
         rows, steps = _TRIALS[0]
         trial = _copy_of(optimizer, device, rows)
         try:
             for number in range(steps):
                 _set_gradients(trial, number)
-                trial.step()
+                trial.step(*arguments)
         except Exception as error:
             return first_line(error)
     return ""

@@ -12,6 +12,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
+from toolkit.errors import UserError
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
@@ -37,7 +38,28 @@ def prepare(
     with explain_config_errors():
         model, optimizer = accelerator.prepare(model, optimizer)
     coalesce_reductions(accelerator, settings)
+    refuse_other_gradients(accelerator)
     return model, optimizer, make_scheduler(optimizer, settings, steps.schedule.total_steps), steps
+
+
+def refuse_other_gradients(accelerator: Accelerator) -> None:
+    """Makes `torch.autograd.grad` (a gradient penalty, say) of what DeepSpeed's engine returned raise UserError:
+    DeepSpeed divides such gradients by the accumulation, and takes them for the step's."""
+    if not accelerator.state.deepspeed_plugin:
+        return
+    engine = accelerator.deepspeed_engine_wrapped.engine
+    scale = require(engine, "_backward_prologue_per_tensor", "deepspeed")
+    require(engine, "_running_engine_backward", "deepspeed")
+
+    def scale_if_own(gradient: Any) -> Any:
+        if not engine._running_engine_backward:
+            raise UserError(
+                "under DeepSpeed only `accelerator.backward` may compute gradients of the model's outputs: launch with "
+                "ddp or fsdp2 (accelerate_configs/) to use `torch.autograd.grad` or `.backward()`"
+            )
+        return scale(gradient)
+
+    engine._backward_prologue_per_tensor = scale_if_own
 
 
 def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) -> None:

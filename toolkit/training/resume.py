@@ -30,6 +30,7 @@ from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, se
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
 from toolkit.launch.environment import attempt
+from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
@@ -127,8 +128,8 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 
 def _checksum(model: Path) -> str:
-    """Of the folder's config and weights, or exported graph."""
-    suffixes = (".safetensors", ".bin", ".onnx", ".xml")
+    """Of the folder's config and weights; of its exported graph where that is all it has."""
+    suffixes = (".onnx", ".onnx_data", ".data", ".xml", ".bin") if export_format(model) else (".safetensors", ".bin")
     files = sorted(path for path in model.iterdir() if path.name == "config.json" or path.suffix in suffixes)
     text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
     return f"{crc32(text.encode()):08x}"

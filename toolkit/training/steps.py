@@ -45,15 +45,8 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
-from toolkit.training.checks import (
-    counted_forwards,
-    refuse_changes,
-    refuse_foreign_parameters,
-    refuse_gradients,
-    refuse_plain_backward,
-    refuse_shards,
-)
 from toolkit.training.dropout import install_fast_dropout
+from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
 from toolkit.utils.modules import unwrapped
 
@@ -138,22 +131,10 @@ class Step:
     metrics: StepMetrics = field(init=False)
     """Set when they are gathered."""
     _batch: Batch | None = None
-    _yielded: int = 0
-    """Micro-batches so far."""
     _computed_tokens: int = 0
     """Of this process, with padding."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
-    _shard_check: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Raises where a loss uses sharded parameters; in the first micro-batch of a run."""
-    _model: torch.nn.Module | None = None
-    """Where each micro-batch adds to its parameters' `grad`."""
-    _forwards: list[Any] = field(default_factory=list)
-    """An item for each call of the model in the first micro-batch of a run."""
-    _share_gradients: list[torch.Tensor] = field(default_factory=list)
-    """Of the first micro-batch of a run: the gradient of its `mean`."""
-    _unchecked_model: torch.nn.Module | None = None
-    """Set until the loss of a run's first micro-batch is checked."""
 
     @property
     def evaluates(self) -> bool:
@@ -176,23 +157,17 @@ class Step:
         accelerator, sync_each_batch = self.steps.accelerator, self.steps.settings.sync_each_batch
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
-        refuse_changes(model)
-        if not accelerator.state.deepspeed_plugin:  # which resets them itself
-            refuse_gradients(model, self.number)
-            self._model = model if sync_each_batch or not accelerator.is_fsdp2 else None
+        checks = self.steps.checks
+        checks.begin_step(self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2)
+        self._losses, self._ids, self._computed_tokens = [], [], 0  # of the last pass, where there are two
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
             self._batch = self.steps.ahead.batch(collation, prefetch)
-            self._yielded += 1
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_explanation, self._batch, model))
             reduces = accelerator.sync_gradients or sync_each_batch
-            with contextlib.nullcontext() if reduces else accelerator.no_sync(model), self._shard_check:
-                if not self.steps.has_started:
-                    self.steps.has_started, self._unchecked_model = True, model
-                    self._shard_check.enter_context(refuse_shards(model))
-                    self._shard_check.enter_context(counted_forwards(model, self._forwards))
+            with contextlib.nullcontext() if reduces else accelerator.no_sync(model), checks.micro_batch(model):
                 yield self._batch
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
@@ -212,52 +187,18 @@ class Step:
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        self._refuse_calls(self._yielded - 1)
-        if self._losses and self._model and all(each.grad is None for each in self._model.parameters()):
-            raise UserError(
-                f"step {self.number}: the first micro-batch left no gradients: call `accelerator.backward` in each, "
-                "and `optimizer.zero_grad()` only after `optimizer.step()`"
-            )
-        first, self._unchecked_model = self._unchecked_model, None
-        if first is not None:
-            refuse_foreign_parameters(first, losses)
-            self._shard_check.close()
-            if not self._forwards:
-                raise UserError(
-                    "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients "
-                    "of such a call are not averaged over processes"
-                )
+        self.steps.checks.check_losses(losses)
         weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        share = weighted.sum() * (averaged_over / self.loss_denominator)
-        if first is not None and share.requires_grad:
-            share.register_hook(self._share_gradients.append)
-        return share
-
-    def _refuse_calls(self, expected: int) -> None:
-        if (count := len(self._losses)) != expected:
-            times = "a second time" if count > expected else f"in {count} of {expected} micro-batches"
-            raise UserError(
-                f"step {self.number}: step.mean() was called {times}: call it once in each micro-batch, with the sum "
-                "of all losses (B,): `accelerator.backward(step.mean(losses))`"
-            )
+        return self.steps.checks.pass_share(weighted.sum() * (averaged_over / self.loss_denominator))
 
     def refuse_non_finite(self) -> None:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
         with such gradients: there only too many in a row raise."""
         metrics, steps = self.metrics, self.steps
-        if (
-            self._share_gradients
-            and steps.accelerator.state.deepspeed_plugin
-            and not metrics.grad_norm
-            and metrics.loss
-        ):
-            raise UserError(
-                "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, "
-                "and clips them at --max_grad_norm"
-            )
+        steps.checks.check_norm(self.number, metrics.grad_norm, metrics.loss)
         steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
         allowed = _MAX_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
         if math.isfinite(metrics.loss) and steps.skipped <= allowed:
@@ -286,6 +227,11 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
         return (
             f"the loss does not use parameters whose gradients DDP waits for: {unused}. Leave them out "
             "of the model (`add_pooling_layer=False`), or freeze them before the optimizer is created"
+        )
+    if "already been lazily initialized" in str(error):  # FSDP2's
+        return (
+            "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
+            "change there, in a model class of your own, or launch with ddp (accelerate_configs/)"
         )
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return memory.explain(batch, recomputes, error)
@@ -327,8 +273,7 @@ class Steps:
         self.utilization: Callable[[np.ndarray, float], float] | None = None
         """(lengths of texts, seconds) -> MFU."""
         self.signals = StopSignals(accelerator.is_main_process)
-        self.has_started = False
-        """Whether the first micro-batch has been yielded."""
+        self.checks = LoopChecks(accelerator)
         self.set_randomness: Callable[[], None] = self._seed_dropout
         self._pending: list[Step] = []
         self._steps_per_gather, self._seconds_per_step = settings.logging_steps or 1, math.inf
@@ -343,7 +288,7 @@ class Steps:
         self.set_randomness()
         device = self.accelerator.device
         reset_peak_memory(device)  # exclude data, a teacher, and the search for a batch size
-        with self.signals:
+        with self.signals, self.checks.watched():
             remaining = self._remaining()
             step = next(remaining, None)
             while step is not None:
@@ -373,12 +318,7 @@ class Steps:
         Raises UserError, in every process, for the first step whose loss or gradient is not finite, and for a step
         whose losses did not all pass `Step.mean` once.
         """
-        step._refuse_calls(len(step.collations))
-        if not self.accelerator.sync_gradients:
-            raise UserError(
-                f"step {step.number}: gradients were not synchronised after the last micro-batch: "
-                "`step.micro_batches` does so, without `accelerator.accumulate`"
-            )
+        self.checks.end_step(step.number, len(step.collations))
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
         if self.accelerator.device.type == "cpu":
             memory.manage_freed_memory()
@@ -402,12 +342,8 @@ class Steps:
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
         computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
-        shares = [gradient.to(dtype) - 1 for step in finished for gradient in step._share_gradients]
-        share = shares[0] if shares else torch.tensor(math.nan, dtype=dtype, device=device)
-        local = torch.cat([process, torch.stack([*sums, *norms]), computed, share.reshape(1)])
-        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps + 1)
-        if any(rank[-1] == 0 for rank in ranks):
-            refuse_plain_backward(self.accelerator)
+        local = torch.cat([process, torch.stack([*sums, *norms]), computed])
+        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
         launch.explain_failures()  # later failures are not a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
         if self.settings.logging_steps is None and device.type != "cpu":

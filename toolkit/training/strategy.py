@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -56,6 +56,8 @@ def align_strategy(
             f"the accelerate config compiles the whole model (dynamo_backend: {backend.value}), which renames its "
             "weights: remove dynamo_backend there, and pass --torch_compile true"
         )
+    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
+        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
@@ -75,11 +77,14 @@ def align_strategy(
     choose_precision(accelerator, model, settings)
     reduced_in = choose_reduction(accelerator, settings)
     plugin, micro = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
+    if plugin or accelerator.is_fsdp2:
+        accelerator.clip_grad_value_ = _refuse_clipping_by_value
     if plugin is None:
         return
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # it synchronizes
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
-    accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, settings.max_grad_norm)
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, trained, settings.max_grad_norm)
     config = plugin.deepspeed_config
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
@@ -125,11 +130,25 @@ def explain_config_errors() -> Iterator[None]:
         raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
 
 
+def _refuse_clipping_by_value(*_: Any) -> None:
+    raise UserError(
+        "ZeRO and FSDP2 cannot clip gradients by value: use `accelerator.clip_grad_norm_` and --max_grad_norm, or "
+        "launch with ddp (accelerate_configs/)"
+    )
+
+
 def _deepspeed_grad_norm(
-    accelerator: Accelerator, clips_at: float, parameters: Any, max_norm: float, norm_type: float = 2
-) -> Any:
+    accelerator: Accelerator, trained: Collection[int], clips_at: float, parameters: Any, max_norm: float,
+    norm_type: float = 2,
+) -> Any:  # fmt: skip
     """`Accelerator.clip_grad_norm_` under DeepSpeed, which ignores `max_norm`: the engine clips by its config. Raises
-    UserError for another norm than that."""
+    UserError for another norm than that, or of other parameters than the model's."""
+    parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+    if missing := len(set(trained) - {id(each) for each in parameters}):
+        raise UserError(
+            f"DeepSpeed clips the gradients of all parameters together, and {missing} are not among those that "
+            "`accelerator.clip_grad_norm_` got: pass model.parameters(), or launch with ddp (accelerate_configs/)"
+        )
     if max_norm != (clips_at or math.inf) or norm_type != 2:
         raise UserError(
             f"DeepSpeed clips the 2-norm at --max_grad_norm {clips_at:g}, not norm {norm_type:g} at the recipe's "

@@ -176,7 +176,7 @@ class Verification:
 def _reason_of_size(trial: Trial, one: Trial) -> str:
     """Why one process with other micro-batches gives other numbers."""
     if not trial.losses or math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
-        return "the backward pass starts from a mean over the micro-batch: use step.mean(losses)"
+        return "gradients are changed inside the loop over micro-batches: change them once, after it"
     if 0.5 < trial.losses[0] / one.losses[0] < 0.75:  # as the number of micro-batches, 7 instead of 11
         return "the losses are divided by the micro-batch's size: give step.mean one undivided loss per sample"
     return "a sample's loss depends on the other samples of its micro-batch (contrastive pairs, BatchNorm)"

@@ -1,0 +1,27 @@
+"""recipes/cls.py in fp16 with a loss scale that grows in every second step; for tests/jobs_worker.py."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from recipes import cls
+from toolkit.run import Run
+from toolkit.training.strategy import set_scaler
+
+INTERVAL = 2
+
+
+def main() -> None:
+    resume = Run.resume
+
+    def resume_growing(run: Run, model: Any, optimizer: Any, *more: Any) -> None:
+        resume(run, model, optimizer, *more)
+        set_scaler(run.accelerator, optimizer, {"cur_scale": 256.0})
+        if run.accelerator.scaler:
+            run.accelerator.scaler.set_growth_interval(INTERVAL)
+        else:
+            optimizer.optimizer.loss_scaler.scale_window = INTERVAL
+
+    with mock.patch.object(Run, "resume", resume_growing):
+        cls.main()

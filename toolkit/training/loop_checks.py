@@ -1,0 +1,277 @@
+"""Checks of the training loop, which users edit: what would train otherwise under another strategy is an error in its
+first steps."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit.errors import UserError, listing
+from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_model
+from toolkit.utils.modules import autograd_leaves, unwrapped
+
+
+class LoopChecks:
+    """Of one run. Methods raise UserError where the loop has not called what it must."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._first: int | None = None
+        """The number of this process's first step."""
+        self._step = 0
+        self._micro_batches = self._means = self._backwards = 0
+        """So far in this step: yielded; calls of `Step.mean` and `accelerator.backward`."""
+        self._share: torch.Tensor | None = None
+        """The last result of `Step.mean`, until it is passed to `accelerator.backward`."""
+        self._unscaled = False
+        """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
+        self._accumulates: torch.nn.Module | None = None
+        """Where each micro-batch adds to its parameters' `grad`."""
+        self._unchecked: torch.nn.Module | None = None
+        """Set until the loss of the first micro-batch is checked."""
+        self._forwards = 0
+        """Calls of the model in the first micro-batch."""
+        self._in_first = contextlib.ExitStack()
+        """Checks that end with the forward pass of the first micro-batch."""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within this context `accelerator.backward` and the first step's `accelerator.gather` are checked; clipping
+        a step's gradients again does not remove fp16's loss scale again, which torch refuses."""
+        accelerator: Any = self.accelerator
+        backward, unscale, gather = accelerator.backward, accelerator.unscale_gradients, accelerator.gather
+
+        def checked_backward(loss: torch.Tensor, **options: Any) -> None:
+            self._check_backward(loss)
+            backward(loss, **options)
+
+        def unscale_once(*optimizers: Any) -> None:
+            if not self._unscaled:
+                self._refuse_backwards(self._micro_batches)
+                self._unscaled = True
+                unscale(*optimizers)
+
+        def checked_gather(tensors: Any) -> Any:
+            if self._first == self._step and accelerator.num_processes > 1:
+                shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensors) if torch.is_tensor(each)]])
+                if any(each != shapes[0] for each in shapes):
+                    raise UserError(
+                        f"step {self._step}: accelerator.gather got other shapes in other processes: "
+                        f"{listing(map(str, shapes), 4)}: use `accelerator.reduce` of sums"
+                    )
+            return gather(tensors)
+
+        accelerator.backward, accelerator.unscale_gradients, accelerator.gather = (
+            checked_backward, unscale_once, checked_gather
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            accelerator.backward, accelerator.unscale_gradients, accelerator.gather = backward, unscale, gather
+
+    def begin_step(self, number: int, model: torch.nn.Module, accumulates: bool) -> None:
+        """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
+        refuse_changes(model)
+        if number == self._step and self.accelerator.state.deepspeed_plugin:
+            raise UserError(
+                f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
+                "`step.micro_batches`, which can be used once in a step: launch with ddp (accelerate_configs/)"
+            )
+        self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
+        self._share, self._unscaled, self._accumulates = None, False, None
+        if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
+            return
+        if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
+            raise UserError(
+                f"step {number} begins with an earlier one's gradients: call `optimizer.zero_grad()` after "
+                "`optimizer.step()`"
+            )
+        self._accumulates = model if accumulates else None
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
+        self._micro_batches += 1
+        with self._in_first:
+            if self._first is None:
+                self._first, self._unchecked = self._step, model
+                self._in_first.enter_context(refuse_shards(model))
+                self._in_first.callback(model.register_forward_pre_hook(self._count_forward).remove)
+            yield
+
+    def _count_forward(self, *_: Any) -> None:
+        self._forwards += 1
+
+    def check_losses(self, losses: torch.Tensor) -> None:
+        """Before `Step.mean` of a micro-batch's losses (B,)."""
+        if losses.dtype in (torch.bfloat16, torch.float16):
+            raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
+        self._refuse_means(self._micro_batches - 1)
+        if self._means and self._accumulates and all(each.grad is None for each in self._accumulates.parameters()):
+            raise UserError(
+                f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
+                "`optimizer.zero_grad()` only after `optimizer.step()`"
+            )
+        if self._unchecked is None:
+            return
+        refuse_foreign_parameters(self._unchecked, losses)
+        self._unchecked = None
+        if not self._forwards:
+            raise UserError(
+                "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients of "
+                "such a call are not averaged over processes"
+            )
+
+    def pass_share(self, share: torch.Tensor) -> torch.Tensor:
+        """Returns the result of `Step.mean`, which `accelerator.backward` must get."""
+        self._means += 1
+        self._share = share
+        return share
+
+    def _check_backward(self, loss: torch.Tensor) -> None:
+        self._in_first.close()
+        if loss is not self._share:
+            raise UserError(
+                f"step {self._step}: `accelerator.backward` takes the result of `step.mean(losses)` as it is, once in "
+                "each micro-batch: what is added to that result would count once per micro-batch. Add other terms to "
+                "the losses: `accelerator.backward(step.mean(losses + term))`"
+            )
+        self._share = None
+        self._backwards += 1
+
+    def end_step(self, number: int, micro_batches: int) -> None:
+        """Before the metrics of a step with `micro_batches` are gathered."""
+        self._refuse_means(micro_batches)
+        self._refuse_backwards(micro_batches)
+        if self.accelerator.scaler is not None and not self._unscaled:
+            raise UserError(
+                f"step {number}: fp16's gradients were clipped before their scale was removed, or not at all: call "
+                "`accelerator.clip_grad_norm_`, which removes it"
+            )
+        if not self.accelerator.sync_gradients:
+            raise UserError(
+                f"step {number}: gradients were not synchronised after the last micro-batch: `step.micro_batches` does "
+                "so, without `accelerator.accumulate`"
+            )
+
+    def _refuse_means(self, expected: int) -> None:
+        if self._means != expected:
+            times = "a second time" if self._means > expected else f"in {self._means} of {expected} micro-batches"
+            raise UserError(
+                f"step {self._step}: step.mean() was called {times}: call it once in each micro-batch, with the sum of "
+                "all losses (B,): `accelerator.backward(step.mean(losses))`"
+            )
+
+    def _refuse_backwards(self, expected: int) -> None:
+        if self._backwards < expected:
+            raise UserError(
+                f"step {self._step}: `accelerator.backward` was called {self._backwards} times in {expected} "
+                "micro-batches: call it in each, `accelerator.backward(step.mean(losses))`, not `.backward()`: it "
+                "scales the gradients"
+            )
+
+    def check_norm(self, number: int, norm: float, loss: float) -> None:
+        """Of a step's gradient."""
+        if number == self._first and self.accelerator.state.deepspeed_plugin and loss and not norm:
+            raise UserError(
+                "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, and "
+                "clips them at --max_grad_norm"
+            )
+
+
+def refuse_changes(model: Any) -> None:
+    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or a parameter
+    was added: a strategy allocates gradients and masters in `prepare`. Cheap enough for each step."""
+    module = unwrapped(model)
+    before, parameters = PREPARED.get(module, ([], []))
+    if before and not parameters:
+        parameters.extend(module.parameters())  # FSDP2 replaces them
+        if len(parameters) > len(before):
+            added = [name for name, _ in module.named_parameters() if name not in dict(before)]
+            raise UserError(f"add parameters to the model before the optimizer and `prepare`: {listing(added, 4)}")
+    pairs = zip(before, parameters, strict=False)
+    if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
+        raise UserError(
+            "requires_grad has changed since accelerator.prepare, which the optimizer does not support: "
+            f"{listing(changed, 4)}. {HOW_TO_FREEZE}"
+        )
+
+
+def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
+    """Raises UserError where losses depend on parameters outside the model."""
+    parameters = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
+    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return  # FSDP2 computes with gathered copies
+    leaves = [leaf for leaf in autograd_leaves(losses) if isinstance(leaf, torch.nn.Parameter)]
+    if foreign := [leaf for leaf in leaves if id(leaf) not in parameters]:
+        raise UserError(f"the loss has {not_in_model(foreign)}")
+
+
+def refuse_shards(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
+    UserError. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations fail on its shape."""
+    parameters = unwrapped(model).named_parameters()
+    names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
+    return _RefuseShards(model, names) if names else contextlib.nullcontext()
+
+
+class _RefuseShards(TorchFunctionMode):
+    def __init__(self, model: torch.nn.Module, names: dict[int, str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def __enter__(self) -> Any:
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._suspend),
+            self.model.register_forward_hook(self._resume, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def _suspend(self, *_: Any) -> None:
+        super().__exit__(None, None, None)
+
+    def _resume(self, *_: Any) -> None:
+        super().__enter__()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parameters = [each for each in tree_leaves((args, kwargs)) if id(each) in self.names]
+        sharded = [
+            self.names[id(each)]
+            for each in parameters
+            if isinstance(each, DTensor) or each.ds_status.name == "NOT_AVAILABLE"
+        ]
+        if not sharded or _called_by_strategy():
+            return function(*args, **(kwargs or {}))
+        try:
+            if not isinstance(result := function(*args, **(kwargs or {})), torch.Tensor):
+                return result  # its device, say
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            pass
+        raise UserError(
+            f"{listing(sharded, 4)}: sharded parameters are available only in the forward of their module: compute "
+            f"with them there ({LOSS_PARAMETERS})"
+        )
+
+
+def _called_by_strategy() -> bool:
+    """Whether DeepSpeed, Accelerate or FSDP2 is the caller, and not the recipe."""
+    frame: Any = sys._getframe(2)
+    while frame and (inner := re.search(r"/(torch|deepspeed|accelerate)/(distributed/)?", frame.f_code.co_filename)):
+        if inner[1] != "torch" or inner[2]:
+            return True
+        frame = frame.f_back
+    return False
