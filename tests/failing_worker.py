@@ -1,5 +1,5 @@
-"""Runs recipes/cls.py and ends one of its processes after step 4. Its tracker `trackio` is a fake that writes its steps
-when it is closed, not before.
+"""Runs recipes/cls.py and ends or stops one of its processes after step 4. Its tracker `trackio` is a fake that writes
+its steps when it is closed, not before.
 
 python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 """
@@ -60,9 +60,11 @@ WAYS: dict[str, Callable[[], object]] = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is interrupted twice": interrupt_twice,
     "hangs when it is stopped": hang_when_stopped,
+    "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
 if __name__ == "__main__":
+    import torch
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     from recipes import cls
@@ -78,8 +80,11 @@ if __name__ == "__main__":
         micro_batches = Step.micro_batches
 
         def ending(step: Any, model: Any) -> Iterator[Any]:
-            if step.number == STEPS + 1 and os.environ.get("RANK", "0") == rank:
-                WAYS[how]()
+            if step.number == STEPS + 1:
+                if torch.distributed.is_initialized():
+                    torch.distributed.barrier()  # rank 0 has logged step 4
+                if os.environ.get("RANK", "0") == rank:
+                    WAYS[how]()
             yield from micro_batches(step, model)
 
         Step.micro_batches = ending  # type: ignore[method-assign]

@@ -3,8 +3,8 @@
     python tests/fork_server.py [MODULE...]     the modules to import, instead of the default ones
 
 Each line of standard input is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "cwd": PATH, "largest_file":
-BYTES or null}; the answer is a line with the process id. The folder gets the output (`out`, `err`) and at the end the
-exit code (`code`); a pipe `in` there is the input.
+BYTES or null, "inside": the arguments of `enter` or null}; the answer is a line with the process id. The folder gets
+the output (`out`, `err`) and at the end the exit code (`code`); a pipe `in` there is the input.
 
 The new process runs as usual: the recipe, `accelerate launch`, torchrun's agent and its ranks. Only a Python program
 that one of them starts (Popen) is a fork, too.
@@ -13,16 +13,20 @@ that one of them starts (Popen) is a fork, too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
+import platform
 import resource
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +58,8 @@ def serve() -> None:
                     os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
                 if request["largest_file"] is not None:  # writing beyond it fails (EFBIG: Python ignores the signal)
                     resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"],) * 2)
+                if request["inside"] is not None:
+                    enter(**request["inside"])
                 become([sys.executable, *request["argv"]], request["env"])
             for name in ("out", "err"):
                 (folder / name).touch()
@@ -68,6 +74,23 @@ def serve() -> None:
                     (folder / "draft").rename(folder / "code")
 
 
+def enter(space: str, name: str, binds: Mapping[str, str]) -> None:
+    """As `ip netns exec SPACE` with this host name, and the files of `binds` (path -> source) mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: Any) -> None:
+        if getattr(libc, function)(*(os.fsencode(one) if isinstance(one, str) else one for one in arguments)):
+            raise OSError(ctypes.get_errno(), f"{function}{arguments}")
+
+    call("setns", os.open(f"/var/run/netns/{space}", os.O_RDONLY), 0x40000000)  # CLONE_NEWNET
+    call("unshare", 0x00020000 | 0x04000000)  # CLONE_NEWNS, CLONE_NEWUTS
+    call("mount", "none", "/", None, 1 << 14 | 1 << 19, None)  # MS_REC, MS_SLAVE
+    for path, source in {"/etc/hosts": f"/etc/netns/{space}/hosts", **binds}.items():
+        call("mount", source, path, None, 1 << 12, None)  # MS_BIND
+    socket.sethostname(name)
+    platform._uname_cache = None  # type: ignore[attr-defined]
+
+
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Continues as `python ...` would."""
     for number in signal.valid_signals():
@@ -76,6 +99,7 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
     if "TESTS_WITHOUT_PAGES" in env:  # the slowest part of a short run

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.runs import Finished, Process, begin
+from tests.runs import Finished, Process, begin, fork
 
 HOSTS = ("a", "b")
 NAMES = {"a": "hostA", "b": "hostB"}
@@ -40,9 +40,11 @@ _ETC = Path("/etc/netns")
 
 
 class TwoHosts:
-    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1."""
+    """Hosts "a" and "b". As on Debian, each resolves its own name to 127.0.1.1. With `forks`, Python scripts and
+    modules and `accelerate` start as forks of a process with warm imports."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: bool = False) -> None:
+        self._forks = forks
         stem = f"{_PREFIX}{os.getpid()}x{next(_COUNTER)}"
         self._spaces = {host: f"{stem}{host}" for host in HOSTS}
         self._folder = Path()
@@ -94,13 +96,23 @@ class TwoHosts:
         command: Sequence[str | Path],
         env: Mapping[str, str] | None = None,
         binds: Mapping[str | Path, str | Path] | None = None,
+        fresh: bool | None = None,
     ) -> Process:
-        """Starts a program on a host. `binds`: path -> file to mount there, for this program only."""
+        """Starts a program on a host. `binds`: path -> file to mount there, for this program only. `fresh`: never as a
+        fork."""
+        variables = {"TMPDIR": str(self._folder / host), **(env or {})}
+        program, *words = map(str, command)
+        if self._forks and not fresh and (program == "accelerate" or (program == sys.executable and words[0] != "-c")):
+            script = [Path(sys.executable).with_name(program)] if program == "accelerate" else []
+            inside = {"space": self._spaces[host], "name": NAMES[host],
+                      "binds": {str(path): str(source) for path, source in (binds or {}).items()}}  # fmt: skip
+            process = fork([*script, *words], {"TESTS_WITHOUT_PAGES": "1", **variables}, inside=inside)
+            self._started.append(process)
+            return process
         mounts = [shlex.join(["mount", "--bind", str(source), str(path)]) for path, source in (binds or {}).items()]
         prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
-        inside = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
-        variables = {"TMPDIR": str(self._folder / host), **(env or {})}
-        process = begin(["ip", "netns", "exec", self._spaces[host], *inside], variables)
+        shell = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
+        process = begin(["ip", "netns", "exec", self._spaces[host], *shell], variables)
         self._started.append(process)
         return process
 
@@ -169,7 +181,7 @@ def hosts() -> Iterator[TwoHosts]:
         if os.environ.get("CI"):
             pytest.fail(f"two hosts are needed here: {fault}")
         pytest.skip(f"two hosts: {fault}")
-    with TwoHosts() as hosts:
+    with TwoHosts(forks=True) as hosts:
         yield hosts
 
 

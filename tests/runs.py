@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from filelock import FileLock
 
@@ -217,16 +218,18 @@ def fork(
     imported: tuple[str, ...] = (),
     early: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    inside: Mapping[str, Any] | None = None,
 ) -> Process:
     """Starts `python WORDS` in a fork of tests/fork_server.py. Files cannot grow beyond `largest_file` bytes, as on a
-    full disk. A server with only these modules `imported` forks faster. `early`: variables that are read on import."""
+    full disk. A server with only these modules `imported` forks faster. `early`: variables that are read on import.
+    `inside`: arguments of the server's `enter`."""
     folder, pipe = _new_folder(), -1
     if stdin:
         os.mkfifo(folder / "in")
         pipe = os.open(folder / "in", os.O_RDWR)
     variables = {**environment(), **(early or {}), **(env or {})}
     request = {"argv": [str(word) for word in words], "env": variables, "folder": str(folder), "cwd": str(cwd),
-               "largest_file": largest_file}  # fmt: skip
+               "largest_file": largest_file, "inside": inside}  # fmt: skip
     server = _fork_server(imported, tuple((early or {}).items()))
     assert server.stdin
     assert server.stdout
@@ -353,6 +356,14 @@ def digests(folder: Path) -> dict[str, str]:
         elif path.is_file() and path.name != ".lock":
             contents[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
     return contents
+
+
+def wait_until_stopped(process: Process, seconds: float = 120) -> None:
+    """Waits until SIGSTOP has stopped it."""
+    deadline = time.monotonic() + seconds
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline, f"it was not stopped in {seconds} s"
+        time.sleep(0.01)
 
 
 def wait_for_steps(run: Path, steps: int = 1, processes: Iterable[Process] = (), seconds: float = 120) -> None:

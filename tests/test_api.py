@@ -52,11 +52,7 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
         call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
         script = folder / f"{name}.py"
         script.write_text(f'{train}\n\nif __name__ == "__main__":\n' + indent(call, "    "))
-        if name == "plain":
-            done = recipe(script=str(script), pages=True)
-        else:  # from a process that imports as little as a notebook's
-            done = start([sys.executable, script], env={"PYTHONPATH": str(ROOT)})
-        assert "Traceback" not in done.succeeded().err
+        assert "Traceback" not in recipe(script=str(script), pages=True).succeeded().err
     return folder
 
 

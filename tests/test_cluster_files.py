@@ -40,8 +40,8 @@ OPTIONS: dict[str, str | None] = {
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> {log}
 for word in "$@"; do case "$last" in --output_dir) folder=$word;; esac; last=$word; done
-touch {folder}/here
 trap 'exit 138' USR1
+touch {folder}/here
 case {what} in
     waits) for _ in $(seq 200); do sleep 0.1; done;;
     stops) exit 143;;
@@ -103,6 +103,11 @@ def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subpro
     return subprocess.Popen(["bash", folder / name], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
+def has_trap(pid: int) -> bool:
+    caught = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught[0], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
 # case -> (what the job does, restarts so far, exit code, requeued)
 ENDS = {
     "finishes": ("finishes", 0, 0, False),
@@ -119,10 +124,10 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
     what, restarts, code, requeued = ENDS[how]
     process = start_batch(name, what, tmp_path, restarts)
     deadline = time.monotonic() + 30
-    while what == "waits" and not (tmp_path / "here").exists() and time.monotonic() < deadline:
+    while what == "waits" and not ((tmp_path / "here").exists() and has_trap(process.pid)):
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     if what == "waits":
-        time.sleep(0.2)
         process.send_signal(signal.SIGUSR1)
     error = process.communicate(timeout=30)[1]
     called = (tmp_path / "log").read_text(encoding="utf-8")

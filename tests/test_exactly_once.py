@@ -12,7 +12,7 @@ WORLDS = {
     "single": (WAYS["single"], 4),
     "ddp x2": (WAYS["ddp x2"], 3),
     "ddp x3": (WAYS["ddp x3"], 2),
-    "zero3 x2": (WAYS["zero3 x2"], 3),
+    "zero3 x2": (WAYS["zero3 x2"], 2),
     "zero3 x3": (MORE_WAYS["zero3 x3"], 2),
 }
 

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.test_convert import convert
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, failed, losses_of
+from tests.runs import WAYS, failed, losses_of, slow_but
 from toolkit.training.half_precision import _linear
 
+# "ddp x2" shows what DDP reduces, and test_sameness.py three processes
+MANY = slow_but([way for way in WAYS if way != "single"], *(way for way in WAYS if way not in ("single", "ddp x3")))
 PROCESSES = {way: int(way[-1]) if way[-2:-1] == "x" else 1 for way in WAYS}
 COMMON = ["--dropout", 0, "--report_to", "none", "--global_batch_size", 48, "--weight_decay", 0]
 # A step of SGD with a learning rate of 1 moves the weights by the gradient.
@@ -30,11 +32,15 @@ FP16_WEIGHTS = torch.ops.mkldnn._is_mkldnn_fp16_supported()
 Runs = Callable[..., Path]
 
 
-def jobs_of(way: str, folder: Path, settings: list[Any], precision: str, more: dict[str, list[Any]]) -> list[list[Any]]:
-    jobs = {"gradient-4": GRADIENT, "gradient-16": GRADIENT, "curve-4": CURVE, **more}
+def jobs_of(way: str, folder: Path, settings: list[Any], precision: str) -> list[list[Any]]:
+    jobs = {"gradient-4": GRADIENT, "gradient-16": GRADIENT, "curve-4": CURVE}
+    if precision == "no":
+        jobs["still-1"] = STILL
+    elif way.startswith("fsdp2") or (way.startswith("zero") and (precision == "bf16" or FP16_WEIGHTS)):
+        jobs |= {"coarse-4": [*GRADIENT, *COARSE], "still-1": [*STILL, *COARSE]}
     return [
         [*settings, "--mixed_precision", precision, "--per_device_batch_size",
-         -(-48 // PROCESSES[way] // int(name.split("-")[1])), *words, "--output_dir", folder / name]
+         -(-48 // PROCESSES[way] // int(name.split("-")[1])), *words, "--output_dir", folder / precision / name]
         for name, words in jobs.items()
     ]  # fmt: skip
 
@@ -44,16 +50,14 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     """`runs_of("ddp x2", "bf16")` -> the folder with a run for each job; a way's processes are started once."""
 
     @functools.cache
-    def run(way: str, precision: str) -> Path:
+    def run(way: str) -> Path:
         folder = tmp_path_factory.mktemp("half")
         settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
-        more: dict[str, list[Any]] = {"still-1": STILL} if precision == "no" else {}
-        if way.startswith("fsdp2") or (way.startswith("zero") and (precision != "fp16" or FP16_WEIGHTS)):
-            more = {"coarse-4": [*GRADIENT, *COARSE], "still-1": [*STILL, *COARSE]}
-        run_jobs(folder, WAYS[way], jobs_of(way, folder, settings, precision, more))
+        precisions = ["bf16", "fp16", *(["no"] if way == "single" else [])]
+        run_jobs(folder, WAYS[way], [job for name in precisions for job in jobs_of(way, folder, settings, name)])
         return folder
 
-    return run
+    return lambda way, precision: run(way) / precision
 
 
 def weights_of(run: Path) -> torch.Tensor:
@@ -70,7 +74,7 @@ def error_of(run: Path, exact: Path) -> float:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "single"])
+@pytest.mark.parametrize("way", MANY)
 def test_bf16(way: str, runs_of: Runs) -> None:
     exact, one, many = runs_of("single", "no"), runs_of("single", "bf16"), runs_of(way, "bf16")
     for name in ("gradient-4", "gradient-16"):
@@ -105,7 +109,7 @@ def test_a_linear_layer_of_zero3_rounds_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
+@pytest.mark.parametrize("way", slow_but(["zero2 x2", "zero3 x2"], "zero3 x2"))
 def test_a_checkpoint_resumes_with_and_without_half_precision_weights(
     way: str, tiny_model: Path, reviews: Path, tmp_path: Path
 ) -> None:
@@ -128,7 +132,7 @@ def test_a_checkpoint_resumes_with_and_without_half_precision_weights(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "single"])
+@pytest.mark.parametrize("way", MANY)
 def test_fp16(way: str, runs_of: Runs) -> None:
     exact, one, many = runs_of("single", "no"), runs_of("single", "fp16"), runs_of(way, "fp16")
     for name in ("gradient-4", "gradient-16"):

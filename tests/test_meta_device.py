@@ -17,8 +17,9 @@ from tests.architectures import ARCHITECTURES, make_architecture
 from tests.meta_worker import DEVICE, Crossings
 from tests.runs import recipe
 
-COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 3, "--eval_every", 3, "--logging_steps", 3,
-          "--global_batch_size", 8, "--per_device_batch_size", 3]  # fmt: skip
+# each kind of micro-batch: a run's first, a step's last, those of a later step
+COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 2, "--eval_every", 2, "--logging_steps", 2,
+          "--global_batch_size", 5, "--per_device_batch_size", 3]  # fmt: skip
 META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # `meta` supports neither
 CLASSES = ["--label_column", "label"]
 TAGS = ["--label_column", "tags", "--problem_type", "multi_label_classification"]

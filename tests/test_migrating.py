@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from inspect import signature
@@ -15,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.runs import ROOT, Finished, fork, lines_of, start, train
 from toolkit.config import TaskSettings, sections_of
+from toolkit.launch.network import free_port
 
 PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
 VALIDATION = 101
@@ -65,7 +65,7 @@ def test_every_name_of_trainer_is_in_the_installed_version(page: Path) -> None:
 @pytest.mark.multiprocess
 def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(folder: Path, tiny_model: Path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
-    words = [torchrun, "--nproc_per_node", "2", "--master_port", str(29600 + os.getpid() % 300), "old_ddp.py"]
+    words = [torchrun, "--nproc_per_node", "2", "--master_port", str(free_port()), "old_ddp.py"]
     old = run(folder, *words, tiny_model, "train.csv", "valid.csv")
     assert f"of {VALIDATION + 1} samples" in old.out
     run(folder, "to_folder.py", tiny_model, "carried")

@@ -43,10 +43,10 @@ os.setuid(65534)
 for address, port in (place.rsplit(":", 1) for place in sys.argv[1:]):
     if os.fork():
         continue
-    signal.alarm(6)
+    signal.alarm(15)
     socket.create_connection((address, int(port)), 3).close()
     os.write(1, f"reached {address}:{port}\\n".encode())
-    store = dist.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=4), wait_for_workers=False)
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=12), wait_for_workers=False)
     os.write(1, "".join(f"{key}\\n" for key in store.list_keys()).encode())
     os._exit(0)
 for _ in sys.argv[1:]:

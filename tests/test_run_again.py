@@ -12,7 +12,7 @@ from unittest.mock import ANY
 import pytest
 
 from tests.faults import Fault
-from tests.runs import digests, failed, fork, lines_of, recipe, run_of, train, wait_for_steps
+from tests.runs import digests, failed, fork, lines_of, recipe, run_of, train, wait_until_stopped
 from toolkit.utils.units import size_text
 
 
@@ -48,16 +48,13 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused with the first one's process id; the first continues."""
     folder = tmp_path / "run"
     words = [*settings, "--max_steps", "30", "--checkpoint_every", "15", "--output_dir", folder]
-    first = fork(["recipes/cls.py", *words], {"TESTS_WITHOUT_PAGES": "1"})
-    wait_for_steps(folder)
-    first.send_signal(signal.SIGSTOP)  # until the second has started
-    try:
+    with fork(["tests/failing_worker.py", "stands still", "0", *words], {"TESTS_WITHOUT_PAGES": "1"}) as first:
+        wait_until_stopped(first)
         second = recipe(*words)
-    finally:
         first.send_signal(signal.SIGCONT)
+        first.finish(120).succeeded()
     assert second.code == 1
     assert f"another run is writing to it (process {first.pid} on " in second.err
-    first.finish(120).succeeded()
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 31))
     fault("a second run into the same folder", second.err)
 

@@ -7,13 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.failing_worker import STEPS
 from tests.hosts import ADDRESSES, TwoHosts
 from tests.runs import Finished, Process, lines_of, losses_of, slow_but, start, train, wait_for_steps
 from toolkit.checkpoint import folder as folders
@@ -21,7 +22,7 @@ from toolkit.checkpoint import folder as folders
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
 # A run with both hosts up takes about 20 s on two busy cores.
-SECONDS = 150
+SECONDS = 300
 FILES = {"ddp": "accelerate_configs/2node.yaml", "zero2": "accelerate_configs/2node_zero2.yaml",
          "zero3": "accelerate_configs/2node_zero3.yaml"}  # fmt: skip
 
@@ -49,9 +50,17 @@ class TwoDisks:
         binds = {"b": {self.path: self.on_b}}
         return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 
-    def recipe(self, way: str, *words: str | Path) -> dict[str, Process]:
-        return self.start("accelerate", "launch", "recipes/cls.py", "--config_file", FILES[way], "--main_process_ip",
+    def recipe(self, way: str, *words: str | Path, script: Sequence[str] = ("recipes/cls.py",)) -> dict[str, Process]:
+        return self.start("accelerate", "launch", *script, "--config_file", FILES[way], "--main_process_ip",
                           ADDRESSES["a"], *words, "--output_dir", self.run)  # fmt: skip
+
+    def kill_host_b(self, way: str, *words: str | Path, rank: int = 1) -> dict[str, Finished]:
+        """The results of a run whose host B is killed after step 4; its `rank` takes no fifth."""
+        started = self.recipe(way, *words, script=("tests/failing_worker.py", "stands still", str(rank)))
+        wait_for_steps(self.run, STEPS, started.values(), SECONDS)
+        for process in self.hosts.processes("b"):
+            process.kill()
+        return self.finish(started)
 
     def finish(self, started: Mapping[str, Process]) -> dict[str, Finished]:
         return self.hosts.finish_both(started, SECONDS)
@@ -69,11 +78,6 @@ def disks(hosts: TwoHosts, tmp_path: Path) -> TwoDisks:
     for name in ("out", "out-of-b"):
         (tmp_path / name).mkdir()
     return TwoDisks(hosts, tmp_path / "out", tmp_path / "out-of-b")
-
-
-def kill_host_b(disks: TwoDisks) -> None:
-    for process in disks.hosts.processes("b"):
-        process.kill()
 
 
 def assert_done(done: Mapping[str, Finished]) -> None:
@@ -97,10 +101,7 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
 @pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
 def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """The second host's files are sent to the first: one process there converts and resumes the checkpoint."""
-    started = disks.recipe(way, *settings)
-    wait_for_steps(disks.run, 5, started.values(), SECONDS)
-    kill_host_b(disks)
-    done = disks.finish(started)
+    done = disks.kill_host_b(way, *settings)
     assert done["a"].code, done["a"].err[-3000:]
     assert "rank 1 on hostB exited without an error message" in done["a"].err
     assert disks.steps("a")
@@ -121,10 +122,7 @@ def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], re
 def test_several_processes_on_each(disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """The other machine comes back with an empty disk."""
     more = [*settings, "--num_processes", "4", "--per_device_batch_size", "3"]
-    killed = disks.recipe("zero2", *more)
-    wait_for_steps(disks.run, 5, killed.values(), SECONDS)
-    kill_host_b(disks)
-    disks.finish(killed)
+    disks.kill_host_b("zero2", *more, rank=2)
     shutil.rmtree(disks.on_b / "run")
     done = disks.finish(disks.recipe("zero2", *more))
     assert_done(done)

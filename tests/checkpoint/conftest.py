@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
 from tests.checkpoint.deepspeed_worker import KINDS, Kind
-from tests.runs import groups
+from tests.runs import fork, groups
+from toolkit.checkpoint.convert import model_files
 
 # world size -> kinds
 WORLDS: Mapping[int, tuple[str, ...]] = {
@@ -52,6 +55,20 @@ def names() -> list[str]:
 @pytest.fixture
 def made(name: str, deepspeed_checkpoints: dict[str, Made]) -> Made:
     return deepspeed_checkpoints[name]
+
+
+@pytest.fixture
+def built_in_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`convert --verify` builds the model in a fork of a process with warm imports, instead of in a new one."""
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        *_, program, folder = command
+        (tmp_path / "build.py").write_text(program)
+        with fork([tmp_path / "build.py", folder]) as process:
+            done = process.finish(300).succeeded()
+        return subprocess.CompletedProcess(command, done.code, done.out, done.err)
+
+    monkeypatch.setattr(model_files.subprocess, "run", run)
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,8 @@ from tests.checkpoint.handmade import save_state
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 
-WAIT_SECONDS = 100
-HANG_SECONDS = 60  # of one restore
+WAIT_SECONDS = 600
+HANG_SECONDS = 300  # of one restore
 
 
 def make(model: str, name: str, root: Path) -> None:

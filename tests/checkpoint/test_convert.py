@@ -82,6 +82,7 @@ def test_from_pretrained_loads_it(made: Made, most: str, tiny_model: Path, tmp_p
     assert (out / "model.safetensors.index.json").is_file() == (len(shards) > 1) == (most == "20KB")
 
 
+@pytest.mark.usefixtures("built_in_a_fork")
 def test_verify_builds_the_model_of_the_config(
     deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -16,12 +16,11 @@ from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import refusal
 
-peft = pytest.importorskip("peft")
-
 pytestmark = pytest.mark.multiprocess
 
 
 def make_peft(model: Path, **options: Any) -> Any:
+    import peft
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(3)
@@ -50,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("built_in_a_fork")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -> None:
     without_base = variant in ("plain", "embedding")
@@ -72,6 +72,8 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     live = make_peft(tiny_model, **VARIANTS[variant])
     run = saved(live, tmp_path / "run", tiny_model)
     convert(run, tmp_path / "out", verify=True)
@@ -80,7 +82,7 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_pa
     ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert set(ours) == set(theirs)
     assert all(same_bits(ours[name], theirs[name]) for name in ours)
-    again = peft.PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
+    again = PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
     state, expected = again.state_dict(), live.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected if "lora_" in name or "modules_to" in name)
 

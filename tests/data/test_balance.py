@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.utils.class_weight import compute_class_weight
 
 from tests.faults import refusal
 from tests.splits import of_lengths
@@ -37,6 +36,8 @@ def balanced(**asked: Any) -> dict[str, Split]:
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
     splits = balanced(class_weights="balanced")
     train, other = splits["train"], splits["validation"]
     classes = np.unique(train.labels)

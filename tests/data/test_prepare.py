@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.model_selection import train_test_split
 
 from tests.faults import refusal
 from tests.prepared import MODEL
@@ -323,6 +322,8 @@ def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Prepa
 
 @pytest.mark.parametrize("classes", [None, 2, 3, 17])
 def test_what_is_held_back_is_what_scikit_learn_takes(classes: int | None) -> None:
+    from sklearn.model_selection import train_test_split
+
     for seed in range(60):
         random = np.random.default_rng(seed)
         count = int(random.integers(120, 400))

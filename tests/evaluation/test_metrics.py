@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as sk
 
 from tests.faults import refusal
 from tests.splits import of_lengths
@@ -48,6 +47,8 @@ def split_of(problem: ProblemType, truth: Any) -> Split:
 @pytest.mark.parametrize("problem", [SINGLE, MULTI])
 def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
     """A class without labels and predictions counts as zero."""
+    from sklearn import metrics as sk
+
     generator = np.random.default_rng(5)
     logits = generator.normal(size=(60, 4)) - [0, 0.2, 0.5, 20]
     truth = generator.integers(0, 3, 60) if problem == SINGLE else generator.random((60, 4)) < [0.5, 0.3, 0.2, 0]

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.virtualized import V
 
 from tests.models.test_bigbird import _seeded, batch, compare, fast, make
@@ -109,6 +108,7 @@ def test_one_shape_too_many_is_gathered(
 
 def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled in the forward pass, where gathered attention can still take over."""
+    from torch._dynamo.backends.common import aot_autograd
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("no valid choice")

@@ -168,6 +168,7 @@ def test_unreadable_cache(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_cached_digest(tmp_path: Path, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_LARGE_BYTES", 4)
+    monkeypatch.setattr(cache, "_SETTLED_SECONDS", 1e9)
     path, first = tmp_path / "a.csv", xxhash.xxh3_128(b"first").hexdigest()
     path.write_bytes(b"first")
     assert cached_digest(path) == first

@@ -40,7 +40,7 @@ def test_unreachable_hub(load: Any, setting: str, closed: str, capsys: pytest.Ca
     started = time.monotonic()
     says = [f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"]
     refusal(load, says=says)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert f"fetching it from {closed} (set HF_ENDPOINT for another hub)" in capsys.readouterr().err
 
 

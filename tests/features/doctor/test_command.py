@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +85,6 @@ def test_ctrl_c() -> None:
         command, cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr.readline().startswith("waiting for rank 1")
-        started = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - started < 5
     assert (process.returncode, errors) == (130, "interrupted\n")

@@ -84,7 +84,7 @@ def test_two_good_hosts_and_strangers_on_the_port(hosts: TwoHosts) -> None:
     for result in b["allreduce"]["gloo"]:
         assert result["ok"]
         assert result["mbytes_per_second"] > 1
-        assert 0 < result["latency_ms"] < 1000
+        assert result["latency_ms"] > 0
 
 
 def test_hosts_with_different_libraries(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_hosts_with_different_libraries(hosts: TwoHosts, tmp_path: Path) -> None
     newer.mkdir(parents=True)
     (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
     line = ["recipes/cls.py", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", ADDRESSES["a"]]
-    a, b = doctors(hosts, line, env={"PYTHONPATH": str(tmp_path / "extra")})
+    a, b = doctors(hosts, line, env={"PYTHONPATH": str(tmp_path / "extra")}, fresh=True)
     assert (a["code"], b["code"]) == (1, 1)
     assert a.finding("rendezvous") == b.finding("rendezvous")
     assert " and 99.0 on hostB" in a.finding("rendezvous")["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from toolkit.features.explain.page import Word, attribute
 from toolkit.models.classifier import choose_attention
 from toolkit.report.html import Sample, read_sample, write_report, write_report_of_folder
 
-pytest.importorskip("captum", reason="the extra `explain` is not installed")
+pytestmark = pytest.mark.skipif(find_spec("captum") is None, reason="the extra `explain` is not installed")
 
 TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good 服务很好", "服务很好，房间不好。A fine hotel"]
 AB = Labels("single_label_classification", ("a", "b"), ("label",))

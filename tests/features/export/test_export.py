@@ -29,13 +29,13 @@ from tests.faults import refusal
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.evaluation.saved_model import SavedModel
-
-pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
-pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
-
 from toolkit.features.export.command import _read_split, compare, export
 from toolkit.models.exported import ExportedClassifier
 
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"the extra `{extra}` is not installed")
+    for name, extra in (("openvino", "openvino"), ("onnxruntime", "onnx"))
+]
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
 KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
 
