@@ -48,8 +48,8 @@ write()
 path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.exists() else 0
 for step in range(done + 1, 5):
-    while step == 2 and not done and options["x"] == options.get("hangs"):
-        time.sleep(0.05)
+    if step == 2 and not done and options["x"] == options.get("hangs"):
+        time.sleep(60)
     time.sleep(float(options.get("takes", 0.05)))
     line = {"step": step, "loss": x, "samples": 1, "samples_per_second": 1.0}
     with path.open("a") as file:
@@ -137,7 +137,8 @@ def test_the_run_of_another_command_is_not_taken_for_this_one(run_sweep: Sweep, 
 
 def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
-    printed = run_sweep("--search", "x=1,2,3,4,50", "--takes=0", "--hangs=50")  # optuna's grid tries 50 last
+    # optuna's grid tries 50 last; others run long enough for their first steps to be compared
+    printed = run_sweep("--search", "x=1,2,3,4,50", "--takes=0.2", "--hangs=50")
     assert "trial-004: --x=50\n  pruned after step" in printed
     assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]
     assert len(lines_of(tmp_path / "sweep/trial-004/metrics.jsonl")) == 1
