@@ -254,7 +254,8 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     ),
     "clipping by value under DeepSpeed": (
         "zero2 x2", "metric", "        grad_norm = acc",
-        "        accelerator.clip_grad_value_(model.parameters(), 1.0)\n        grad_norm = acc", ("--max_grad_norm",),
+        "        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n        grad_norm = acc",
+        ("--max_grad_norm",),
     ),
     "a second pass under DeepSpeed": (
         "zero2 x2", "metric", "        grad_norm = acc",

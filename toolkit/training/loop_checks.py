@@ -55,21 +55,21 @@ class LoopChecks:
             self._check_backward(loss)
             backward(loss, **options)
 
-        def unscale_once(*optimizers: Any) -> None:
+        def unscale_once(optimizer: Any = None) -> None:
             if not self._unscaled:
                 self._refuse_backwards(self._micro_batches)
                 self._unscaled = True
-                unscale(*optimizers)
+                unscale(optimizer)
 
-        def checked_gather(tensors: Any) -> Any:
+        def checked_gather(tensor: Any) -> Any:
             if self._first == self._step and accelerator.num_processes > 1:
-                shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensors) if torch.is_tensor(each)]])
+                shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
                         f"step {self._step}: accelerator.gather got other shapes in other processes: "
                         f"{listing(map(str, shapes), 4)}: use `accelerator.reduce` of sums"
                     )
-            return gather(tensors)
+            return gather(tensor)
 
         accelerator.backward, accelerator.unscale_gradients, accelerator.gather = (
             checked_backward, unscale_once, checked_gather

@@ -130,7 +130,7 @@ def explain_config_errors() -> Iterator[None]:
         raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
 
 
-def _refuse_clipping_by_value(*_: Any) -> None:
+def _refuse_clipping_by_value(*_: Any, **__: Any) -> None:
     raise UserError(
         "ZeRO and FSDP2 cannot clip gradients by value: use `accelerator.clip_grad_norm_` and --max_grad_norm, or "
         "launch with ddp (accelerate_configs/)"
