@@ -228,9 +228,12 @@ def test_rank_that_is_started_again_while_others_are_awaited(port: int) -> None:
         first = pool.submit(join, 0)
         # rank 1 says hello and ends, and its launcher starts it again
         common = PrefixStore("toolkit/rendezvous", TCPStore(HERE, port, None, False))
-        hello = json.dumps(asdict(peer(1)))
-        PrefixStore(rendezvous.read(common, "coordinator")["number"], common).append("hellos", f"{hello}\n")
-        ranks = [first, pool.submit(join, 1, attempt=1), pool.submit(join, 2)]
+        store = PrefixStore(rendezvous.read(common, "coordinator")["number"], common)
+        store.append("hellos", f"{json.dumps(asdict(peer(1)))}\n")  # type: ignore[attr-defined]
+        ranks = [first, pool.submit(join, 1, attempt=1)]
+        while store.get("hellos").count(b"\n") < 2:  # before rank 2: with that the first process would do
+            time.sleep(0.01)
+        ranks.append(pool.submit(join, 2))
         assert [[each.attempt for each in rank.result().peers] for rank in ranks] == [[0, 1, 0]] * 3
 
 
