@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import meta_worker
 from toolkit.launch import world
+from toolkit.training import checks, optimizer_trial
 
 DEVICE = torch.device("cuda", 0)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -58,6 +59,11 @@ def give_gradients(accelerator: Any, loss: torch.Tensor) -> None:
                 weight.grad = torch.zeros_like(weight)
 
 
+def traced_step_fault(*arguments: Any) -> str:
+    with FAKE:
+        return optimizer_trial.step_fault(*arguments)
+
+
 class CollateHere:
     """`Ahead` without its thread, in which modes are not active."""
 
@@ -77,6 +83,12 @@ def pretend() -> None:
     torch.cuda.get_device_name = lambda *device: "NVIDIA H100 80GB HBM3"
     torch.cuda.max_memory_allocated = lambda *device: 0
     torch.cuda.reset_peak_memory_stats = lambda *device: None
+    torch.cuda.get_rng_state = lambda *device: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *state: None
+    # it reads whether a gradient is infinite: the one synchronization of a step in fp16
+    torch.amp.GradScaler._maybe_opt_step = (  # type: ignore[method-assign]
+        lambda scaler, optimizer, state, *arguments, **options: optimizer.step(*arguments, **options)
+    )
     world.verify_world = lambda *words: None
     torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[method-assign]
 
@@ -87,4 +99,5 @@ if __name__ == "__main__":
     meta_worker.Accelerator.backward = give_gradients
     for name in ("toolkit.training.steps", "toolkit.evaluation.outputs", "toolkit.data.batches"):
         sys.modules[name].Ahead = CollateHere  # type: ignore[attr-defined]
+    checks.step_fault = traced_step_fault
     meta_worker.main()
