@@ -32,13 +32,9 @@ _DUPLICATE_REPORT_SECONDS = 25.0
 _EXIT_BARRIER_SECONDS = 600.0
 # A rank that lost a connection waits this long for the report of who is gone, longer than a node may not answer.
 _PEER_REPORT_SECONDS = 20.0
-_CONNECTION_ERRORS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "remote process exited",
-    "connection was likely closed",
-    "timed out waiting",
+_CONNECTION_ERRORS = re.compile(
+    "(?i)connection (closed|reset) by peer|broken pipe|remote process exited|connection was likely closed"
+    "|timed out waiting"
 )
 _STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
 
@@ -151,7 +147,7 @@ def _describe(error: Exception) -> str:
 def _is_connection_error(error: Exception) -> bool:
     """Whether torch lost a connection to another rank. A tracker or a hub raises an OSError instead."""
     several = isinstance(error, RuntimeError) and _place().world_size > 1
-    return several and any(words in str(error).lower() for words in _CONNECTION_ERRORS)
+    return several and _CONNECTION_ERRORS.search(str(error)) is not None
 
 
 def _stdout_is_closed() -> bool:

@@ -31,7 +31,7 @@ from typing import Literal, NoReturn
 from toolkit.errors import UserError
 from toolkit.launch import network
 from toolkit.launch.environment import attempt, max_restarts, timeout_seconds
-from toolkit.launch.exit_state import close_resources, stop_launcher
+from toolkit.launch.exit_state import RESUME_HINT, close_resources, stop_launcher
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
@@ -245,17 +245,14 @@ class FailureDetector:
     def describe(self, failure: Failure) -> str:
         culprit = self.peers[failure.rank]
         who = f"rank {failure.rank} on {culprit.host}"
-        again = "; the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
-        if failure.kind == "interrupted":
-            return "interrupted"
-        if failure.kind == "failed":
-            return f"error: {who} failed: {failure.message}"
-        if failure.kind == "late":
-            return f"error: a collective hangs: the other ranks wait for {failure.message}"
-        if failure.kind == "lost":
-            machine = name_machine(culprit.host, nodes_of(self.peers)[culprit.node])
-            return f"error: lost the connection to {machine}: it or the network is down ({failure.message}){again}"
-        return f"error: {who} exited without an error message: it was killed or crashed; see the output there{again}"
+        machine = name_machine(culprit.host, nodes_of(self.peers)[culprit.node])
+        return {
+            "interrupted": "interrupted",
+            "failed": f"error: {who} failed: {failure.message}",
+            "late": f"error: a collective hangs: the other ranks wait for {failure.message}",
+            "lost": f"error: lost the connection to {machine}: it or the network is down ({failure.message})",
+            "gone": f"error: {who} exited without an error message: it was killed or crashed; see the output there",
+        }[failure.kind] + RESUME_HINT * (failure.kind in ("lost", "gone"))
 
     def _write(self, failure: Failure) -> Failure:
         """Returns the run's failure: the first that was written, or this one if the store does not answer."""

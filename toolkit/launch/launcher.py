@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from toolkit.launch import network
 from toolkit.launch.environment import started_by_accelerate_launch
+from toolkit.launch.exit_state import RESUME_HINT
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, LAUNCHER_PID, report_interrupt, restore_sigint
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
@@ -183,8 +184,7 @@ def _report_exit(exit_code: int, who: str, oom_kills: int) -> int:
             hint = ", by a user, a scheduler or a memory guard (not by the kernel for lack of memory)"
             if _count_oom_kills() > oom_kills:
                 hint = ", probably by the kernel: out of memory (`dmesg | tail`)"
-        again = "the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
-        logger.error(f"error: {who} on {socket.gethostname()} was killed by {name}{hint}; {again}")
+        logger.error(f"error: {who} on {socket.gethostname()} was killed by {name}{hint}{RESUME_HINT}")
     return exit_code if exit_code > 0 else 1
 
 

@@ -52,7 +52,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     """Splits a script's arguments into (launch options: str or None, the rest in order). Raises UserError."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+        choices = ("on", "off") if name == "failure_detector" else None
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", choices=choices)
     parser.add_argument("--deepspeed", action="store_true")  # a flag that many DeepSpeed scripts take
     options, rest = parser.parse_known_args(list(argv))
     del options.deepspeed
@@ -69,9 +70,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         if (value := getattr(options, name)) is not None:
             parse_int(f"--{name} (seconds)", value, minimum=1)
             os.environ[variable] = value
-    if options.failure_detector is not None:
-        if options.failure_detector not in ("on", "off"):
-            raise UserError(f"--failure_detector is on or off, not {options.failure_detector!r}")
+    if options.failure_detector:
         os.environ[FAILURE_DETECTOR] = options.failure_detector
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
     if not present:
@@ -84,10 +83,9 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
             "of that folder)"
         )
     arguments, requested = plan_launch(options, [argv[0], *rest], os.environ, module)
-    nodes = requested["nodes"]
-    if nodes["count"] > 1:
-        line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['rank_source']}"
-        logger.info(line)
+    count, rank, source = (requested["nodes"][name] for name in ("count", "rank", "rank_source"))
+    if count > 1:
+        logger.info(f"this is machine {rank} ({socket.gethostname()}) of {count}: {source}")
     if module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
         # `-m` would import from the current folder, perhaps a downloaded one, which this process does not
         os.environ["PYTHONSAFEPATH"] = "1"
@@ -103,7 +101,8 @@ def plan_launch(
     """
     path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
-    if config["distributed_type"] == "DEEPSPEED":
+    uses_deepspeed = config["distributed_type"] == "DEEPSPEED"
+    if uses_deepspeed:
         require_extra(str(options.config_file), "deepspeed")
     nodes = find_nodes(vars(options), config, path, env)
     processes = _processes(options, config, path, nodes.count)
@@ -111,8 +110,7 @@ def plan_launch(
     arguments = ["--config_file", str(path), "--num_processes", str(processes), "--main_process_port", "0"]
     if nodes.count > 1:
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
-        if config["distributed_type"] == "DEEPSPEED":
-            # DeepSpeed's default, pdsh, silently runs on one machine if there is no hostfile
+        if uses_deepspeed:  # its default, pdsh, silently runs on one machine if there is no hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
         parse_int("--max_restarts", options.max_restarts, minimum=0)
@@ -122,14 +120,14 @@ def plan_launch(
         raise UserError(
             f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
         )
-    if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
+    if options.deepspeed_config and not uses_deepspeed:
         raise UserError(
             f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect: use "
             "accelerate_configs/zero2.yaml, or leave it out"
         )
     if name := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]
-    if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
+    if config["distributed_type"] == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # otherwise `accelerate launch` silently starts one process
     if module:
         arguments.append("--module")
