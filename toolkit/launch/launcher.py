@@ -73,6 +73,7 @@ def launch(words: Sequence[str]) -> NoReturn:
         exit_code_file = Path(folder) / "exit_code"
         os.environ |= {EXIT_CODE_FILE: str(exit_code_file), LAUNCHER_PID: str(os.getpid())}
         arguments.config_file = str(_drop_machines(Path(arguments.config_file), Path(folder)))
+        signal.signal(signal.SIGTERM, _raise_signal)  # as torch does while it runs
         code = _launch(arguments, exit_code_file, _count_oom_kills())
     _end_accelerate_launch(code)
     sys.stdout.flush()
@@ -120,8 +121,6 @@ def _close(process: SubprocessHandler, death_sig: signal.Signals | None = None) 
 
 def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int) -> int:
     """Returns the exit code: the one in `exit_code_file` if a rank has stopped the launcher."""
-    if arguments.num_processes == 1:  # several are started by torch, which has such a handler
-        signal.signal(signal.SIGTERM, _raise_signal)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
