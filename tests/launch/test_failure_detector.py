@@ -90,30 +90,31 @@ def test_killed_rank_is_reported_once() -> None:
 
 
 @several_processes
-@pytest.mark.parametrize("culprit", range(4))
-def test_launchers_stop_no_rank_before_its_report(culprit: int) -> None:
+def test_launchers_stop_no_rank_before_its_report() -> None:
     """A launcher sends SIGTERM to the ranks of its node when the first has exited."""
-    bodies = [WAIT] * 4
-    bodies[culprit] = f"{WAIT}\nraise ValueError('x')"
-    with Group(*bodies, hosts=["A", "A", "B", "B"]) as started:
-        started.await_line()
-        started.release(culprit)
-        running, deadline = dict(enumerate(started.ranks)), time.monotonic() + SOON
-        while running and time.monotonic() < deadline:
-            exited = [rank for rank, process in running.items() if process.poll() is not None]
-            for rank in exited:
-                del running[rank]
-            for rank, process in running.items():
-                if any(started.hosts[rank] == started.hosts[other] for other in exited):
-                    process.send_signal(signal.SIGTERM)
+    fail = f"{WAIT}\nraise ValueError('x')"
+    with ExitStack() as stack:
+        runs = [stack.enter_context(Group(*(fail if rank == culprit else WAIT for rank in range(4)), hosts="AABB"))
+                for culprit in range(4)]  # fmt: skip
+        for culprit, started in enumerate(runs):
+            started.await_line()
+            started.release(culprit)
+        nodes = [started.ranks[first : first + 2] for started in runs for first in (0, 2)]
+        deadline = time.monotonic() + SOON
+        while nodes and time.monotonic() < deadline:
+            running = [[process for process in node if process.poll() is None] for node in nodes]
+            for process in [processes[0] for processes in running if len(processes) == 1]:
+                process.send_signal(signal.SIGTERM)
+            nodes = [node for node, processes in zip(nodes, running, strict=True) if processes]
             time.sleep(0.01)
-        ended = started.end(1.0)
-    name, there = f"rank {culprit} on {started.hosts[culprit]}", 2 - culprit // 2 * 2
-    assert ended[culprit].err.startswith(f"[{name}] Traceback")
-    assert ended[culprit].err.endswith("ValueError: x\n")
-    assert ended[culprit ^ 1].err == ""  # on the same host
-    (line,) = lines_of(ended, [there, there + 1])
-    assert line.endswith(f"error: {name} failed: ValueError: x")
+        for culprit, started in enumerate(runs):
+            ended = started.end(1.0)
+            name, there = f"rank {culprit} on {'AABB'[culprit]}", 2 - culprit // 2 * 2
+            assert ended[culprit].err.startswith(f"[{name}] Traceback")
+            assert ended[culprit].err.endswith("ValueError: x\n")
+            assert ended[culprit ^ 1].err == ""  # on the same host
+            (line,) = lines_of(ended, [there, there + 1])
+            assert line.endswith(f"error: {name} failed: ValueError: x")
 
 
 @several_processes
