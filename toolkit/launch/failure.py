@@ -13,18 +13,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from toolkit.errors import UserError, system_error_line
 from toolkit.launch import failure_detector, interrupted
 from toolkit.launch.environment import Place, place_of
-from toolkit.launch.exit_state import close_resources, exit_state, stop_launcher
+from toolkit.launch.exit_state import exit_state, stop_launcher
 from toolkit.launch.interrupted import INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
-from toolkit.utils.log import logger
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
@@ -160,7 +160,7 @@ def _stdout_is_closed() -> bool:
 
 
 def exit_process(message: str, code: int, short: str = "", permanent: bool = False, early: bool = False) -> NoReturn:
-    """Reports a failure and exits with `code`, without cleaning up the broken process group, which could hang.
+    """Reports a failure and exits with `code`.
 
     `short` is what other nodes report; `permanent`: a restart would fail again; `early`: the rendezvous may not have
     begun, so that the other nodes have no report yet.
@@ -175,21 +175,13 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
         time.sleep(_DUPLICATE_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
-    if prints:
-        who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
-        write_exit_code(code)
-        logger.error(f"{who}{message}")
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    if prints and early:
-        announce_early_failure(place, short)
-    close_resources()
-    if detector is not None:
-        detector.wait_for_readers()
-        permanent = detector.forbids_restart(permanent)
-    if permanent or (prints and code == INTERRUPTED):
-        stop_launcher(code)
-    os._exit(code)
+    who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
+    failure_detector.exit_now(
+        code,
+        f"{who}{message}" if prints else "",
+        permanent or (prints and code == INTERRUPTED),
+        partial(announce_early_failure, place, short) if prints and early else None,
+    )
 
 
 def _stop_deferring_sigterm() -> None:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -210,19 +210,11 @@ class FailureDetector:
                     pass
 
     def exit(self, failure: Failure) -> NoReturn:
-        """Exits without cleaning up the broken process group, which could hang."""
+        """Exits because of another rank's failure."""
         self._exiting.acquire()
+        line = f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}"
         code = INTERRUPTED if failure.kind == "interrupted" else 1
-        with contextlib.suppress(OSError):  # the output is closed
-            if self.reports_for_node(failure):
-                write_exit_code(code)
-                logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
-            sys.stdout.flush()
-        close_resources()
-        self.wait_for_readers()
-        if self.forbids_restart(failure.permanent):
-            stop_launcher(code)
-        os._exit(code)
+        exit_now(code, line if self.reports_for_node(failure) else "", failure.permanent)
 
     def forbids_restart(self, permanent: bool) -> bool:
         """Also true if one node has no restart left: the others would wait for it."""
@@ -374,6 +366,25 @@ def start(rendezvous: Rendezvous | None, timeout: int) -> None:
     if all(peer.failure_detector == "on" for peer in rendezvous.peers):
         current = FailureDetector(rendezvous)
         current.start(timeout)
+
+
+def exit_now(code: int, line: str, permanent: bool, announce: Callable[[], object] | None = None) -> NoReturn:
+    """Exits without cleaning up the broken process group, which could hang. `line` says why; it is empty if another
+    process does. `announce` is called after it. `permanent`: a restart would fail again."""
+    with contextlib.suppress(OSError):  # the output is closed
+        if line:
+            write_exit_code(code)
+            logger.error(line)
+        sys.stdout.flush()
+    if announce:
+        announce()
+    close_resources()
+    if current is not None:
+        current.wait_for_readers()
+        permanent = current.forbids_restart(permanent)
+    if permanent:
+        stop_launcher(code)
+    os._exit(code)
 
 
 def count_collectives() -> int:
