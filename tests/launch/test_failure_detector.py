@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,7 +104,8 @@ def test_launchers_stop_no_rank_before_its_report() -> None:
         while nodes and time.monotonic() < deadline:
             running = [[process for process in node if process.poll() is None] for node in nodes]
             for process in [processes[0] for processes in running if len(processes) == 1]:
-                process.send_signal(signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it has just ended
+                    process.send_signal(signal.SIGTERM)
             nodes = [node for node, processes in zip(nodes, running, strict=True) if processes]
             time.sleep(0.01)
         for culprit, started in enumerate(runs):

@@ -121,7 +121,7 @@ class FailureDetector:
         with network.listen(0, network.address_to_bind(address, local=len(nodes_of(self.peers)) == 1)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
             server.settimeout(2 * _CONNECT_SECONDS)
-            absent = {self._hello(rank): rank for rank in range(1, len(self.peers))}
+            absent = {peer.number.encode(): peer.rank for peer in self.peers[1:]}
             while absent:
                 try:
                     connection, _ = server.accept()
@@ -130,7 +130,7 @@ class FailureDetector:
                     continue
                 connection.settimeout(1.0)
                 with contextlib.suppress(OSError, KeyError):  # another program's connection
-                    rank = absent.pop(connection.recv(len(self._hello(0))))
+                    rank = absent.pop(connection.recv(len(self.me.number)))
                     connection.settimeout(None)
                     connections[rank] = connection
         return connections
@@ -145,12 +145,8 @@ class FailureDetector:
                 f"all TCP ports must be open between the machines of a run, not just one. To do: {error.remedy}"
             ) from error
         connection.settimeout(None)
-        connection.sendall(self._hello(self.me.rank))
+        connection.sendall(self.me.number.encode())  # one segment of TCP
         return connection
-
-    def _hello(self, rank: int) -> bytes:
-        """What a rank sends first to rank 0; one segment of TCP."""
-        return f"{self.peers[0].number} {rank:6}".encode()
 
     # --- for the main thread
 
