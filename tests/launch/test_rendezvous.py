@@ -128,23 +128,24 @@ def test_restart_in_the_launchers_store() -> None:
     assert store.num_keys() > 0  # the ranks used this store
 
 
-ENDS_AND_IS_STARTED_AGAIN = """
+# An earlier process of rank 0, which ends when rank 1 waits for it.
+EARLIER_PROCESS = """
 import json, time
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    from torch.distributed import PrefixStore
-    server = rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
-    store = PrefixStore("toolkit/rendezvous", rendezvous.network.serve_store("127.0.0.1", server))
-    place = dict(launcher="", rank=0, world_size=2, local_rank=0, local_world_size=1)
-    store.set("coordinator", json.dumps({**place, "host": "A", "node": "", "pid": 1, "number": "x"}))
-    time.sleep(2)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    os.execv(sys.executable, [sys.executable, __file__])
+from torch.distributed import PrefixStore
+server = rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
+store = PrefixStore("toolkit/rendezvous", rendezvous.network.serve_store("127.0.0.1", server))
+place = dict(launcher="", rank=0, world_size=2, local_rank=0, local_world_size=1)
+store.set("coordinator", json.dumps({**place, "host": "A", "node": "", "pid": 1, "number": "x"}))
+while not PrefixStore("x", store).check(["hellos"]):
+    time.sleep(0.1)
+del store
+os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
 """
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("counts", "before"), [("10", {}), ("01", {}), ("00", {0: ENDS_AND_IS_STARTED_AGAIN})], ids=["0", "1", "0 ends"]
+    ("counts", "before"), [("10", {}), ("01", {}), ("00", {0: EARLIER_PROCESS})], ids=["0", "1", "0 ends"]
 )
 def test_restart_before_the_rendezvous(counts: str, before: dict[int, str]) -> None:
     """Their attempt counts differ, or rank 0 is restarted while rank 1 waits for it."""

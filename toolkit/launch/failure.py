@@ -28,8 +28,6 @@ from toolkit.utils import collector
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
-# A process that is done waits this long for the others: rank 0 may still draw the report.
-_EXIT_BARRIER_SECONDS = 600.0
 # A rank that lost a connection waits this long for the report of who is gone, longer than a node may not answer.
 _PEER_REPORT_SECONDS = 20.0
 _CONNECTION_ERRORS = re.compile(
@@ -206,7 +204,7 @@ def _exit_with_others() -> None:
     aborts the process (`terminate called without an active exception`), and the launcher would report a failure.
     """
     if failure_detector.current is not None:
-        failure_detector.current.wait_for_all(_EXIT_BARRIER_SECONDS)
+        failure_detector.current.wait_for_all()
     if exit_state.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
         write_exit_code(exit_state.exit_code)

@@ -49,6 +49,7 @@ _SILENCE_SECONDS = 15.0
 # Rank 0, which may serve the store, waits this long for ranks that still have to read the failure; on several nodes the
 # others wait too: a launcher stops all ranks of its node, with the one that reports, when the first has exited.
 _LINGER_SECONDS, _READ_SECONDS = 10.0, 3.0
+_BARRIER_SECONDS = 600.0
 _DONE = b"d"
 _MAX_FRAMES = 6
 
@@ -116,7 +117,7 @@ class FailureDetector:
     def _accept(self) -> dict[int, socket.socket]:
         """Rank 0's connections: all ranks have read the verdict and connect now."""
         master = os.environ["MASTER_ADDR"]
-        address = master if network.is_this_machine(master) else network.source_address_for(master) or master
+        address = master if network.is_this_machine(master) else self.me.address or master
         connections: dict[int, socket.socket] = {}
         with network.listen(0, network.address_to_bind(address, local=len(nodes_of(self.peers)) == 1)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
@@ -175,16 +176,16 @@ class FailureDetector:
         self._failed.wait(seconds)
 
     def mark_done(self) -> None:
-        """Tells rank 0 that this rank may exit; from rank 0, that all ranks may."""
+        """Reports to rank 0 that this rank may exit; from rank 0, that all ranks may."""
         if not self.finished and self.failure is None:
             self.finished = True
             self._send_done()
 
-    def wait_for_all(self, seconds: float) -> None:
-        """A barrier: returns when all ranks are done, or after `seconds`."""
+    def wait_for_all(self) -> None:
+        """A barrier: returns when all ranks are done, or after ten minutes: rank 0 may still draw the report."""
         if self.me.rank:
             self._send_done()
-        self._all_done.wait(seconds)
+        self._all_done.wait(_BARRIER_SECONDS)
         self.mark_done()
         self.wait_for_readers()
 

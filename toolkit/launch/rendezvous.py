@@ -309,7 +309,7 @@ def join_ranks(place: Place, script: str, seconds: float, failure: str = "", dev
 
 
 def announce_early_failure(place: Place, message: str) -> None:
-    """Tells the other nodes of a failure before the rendezvous (a setting, a file). It takes seconds."""
+    """Reports a failure before the rendezvous (a setting, a file) to the other nodes. It takes seconds."""
     if not place.is_local and current is None and os.environ.get("MASTER_ADDR"):
         failure = f"rank {place.rank} on {socket.gethostname()} failed: {message}"
         with contextlib.suppress(Exception):  # the failure has been reported here
