@@ -58,10 +58,9 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
         options: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
-        names: Mapping[str, Sequence[str]] | None = None,
         **config: object,
     ) -> Nodes:
-        pretend_network(monkeypatch, own, names)
+        pretend_network(monkeypatch, own)
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
         return find_nodes(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,10 +47,7 @@ CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 ONE_MACHINE = [path for path in CONFIGS if not path.name.startswith("2node")]
 TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
 DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
-
-
-def by_name(path: Path) -> str:
-    return path.name
+by_name = attrgetter("name")
 
 
 def planned(path: Path | str, **options: str) -> tuple[Namespace, dict[str, Any]]:
