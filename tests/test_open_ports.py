@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -55,8 +54,8 @@ for _ in sys.argv[1:]:
 
 
 @contextlib.contextmanager
-def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple[Any, dict[str, set[str]]]]:
-    """(the processes, host -> each `address port inode` that has listened there); kills what still runs."""
+def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
+    """A run, after its first step: host -> each `address port inode` that has listened there. Killed afterwards."""
     started, over = hosts.start_both(command), threading.Event()
     listened: dict[str, set[str]] = {host: set() for host in started}
 
@@ -70,24 +69,16 @@ def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield started, listened
-    finally:
-        over.set()
-        thread.join()
-        for host in started:
-            for process in hosts.processes(host):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-        hosts.finish_both(started)
-
-
-@contextlib.contextmanager
-def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
-    """A run, after its first step."""
-    with watched(hosts, command) as (started, listened):
         wait_for_steps(folder, 1, started.values())
         yield listened
         wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # the calls did no harm
+    finally:
+        over.set()
+        thread.join()
+        for process in [process for host in started for process in hosts.processes(host)]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        hosts.finish_both(started)
 
 
 def listening(pid: int) -> Iterator[str]:

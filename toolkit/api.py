@@ -119,4 +119,4 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
 def wait_for_all() -> None:
     """A barrier over all processes: call it last in the function that `notebook_launcher` runs."""
     if failure_detector.current is not None:
-        failure_detector.current.wait_for_all(600)
+        failure_detector.current.wait_for_all()

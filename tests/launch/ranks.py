@@ -1,6 +1,6 @@
 """Ranks with RANK, WORLD_SIZE and MASTER_* set by hand, for tests of the rendezvous and the failure detector.
 
-    with group("wait_for_line()", "raise ValueError('x')", hosts=["A", "B"]) as started:
+    with Group("wait_for_line()", "raise ValueError('x')", hosts=["A", "B"]) as started:
         started.await_line()
         ended = started.end()
 
@@ -13,8 +13,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,8 @@ launch.run(main)
 
 
 class Group:
-    """The ranks of a run; each prints `here` after the rendezvous and then executes its body.
+    """The ranks of a run; each prints `here` after the rendezvous and then executes its body. Leaving the context kills
+    them.
 
     `hosts`: the host name of each rank. `env`: variables for all, or for each rank. `before`: code by rank that is
     executed first.
@@ -60,7 +60,7 @@ class Group:
 
     def __init__(
         self,
-        bodies: Sequence[str],
+        *bodies: str,
         hosts: Sequence[str] = (),
         env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
         before: Mapping[int, str] | None = None,
@@ -107,26 +107,22 @@ class Group:
         deadline = time.monotonic() + seconds
         return [process.finish(max(0.0, deadline - time.monotonic())) for process in self.ranks]
 
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.__exit__()
+
     def _errors(self) -> list[str]:
         for process in self.ranks:
             process.kill_session()
         return [process.left().err[-2000:] for process in self.ranks]
 
 
-@contextmanager
-def group(*bodies: str, **options: Any) -> Iterator[Group]:
-    """Kills the ranks that still run at the end of the block."""
-    started = Group(bodies, **options)
-    try:
-        yield started
-    finally:
-        for process in started.ranks:
-            process.__exit__()
-
-
 def run_group(*bodies: str, ranks: Sequence[int] | None = None, **options: Any) -> list[Finished]:
     """Starts a group, releases these ranks (or all) when all have joined, and returns the results."""
-    with group(*bodies, **options) as started:
+    with Group(*bodies, **options) as started:
         started.await_line()
         started.release(*(range(len(bodies)) if ranks is None else ranks))
         return started.end()

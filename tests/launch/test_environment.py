@@ -166,15 +166,15 @@ WAYS: dict[str, tuple[list[str], list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_threads_of_each_launcher(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "variable"), [*((way, ["-u", "OMP_NUM_THREADS"]) for way in WAYS),
+                                               ("python and a file", ["OMP_NUM_THREADS=1"])])  # fmt: skip
+def test_threads_of_each_launcher(way: str, variable: list[str], tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text(SCRIPT)
     before, behind, processes = WAYS[way]
-    for threads, expected in ((None, 8 // processes), ("1", 1)):
-        command = ["env", *(["-u", "OMP_NUM_THREADS"] if threads is None else [f"OMP_NUM_THREADS={threads}"])]
-        finished = start([*command, *before, script, *behind], fresh=True).succeeded()
-        assert finished.out.split("\n").count(f"{processes} x {expected}") == processes, finished
+    finished = start(["env", *variable, *before, script, *behind], fresh=True).succeeded()
+    expected = 8 // processes if "-u" in variable else 1
+    assert finished.out.split("\n").count(f"{processes} x {expected}") == processes, finished
 
 
 ACCELERATE, OURS = {"ACCELERATE_MIXED_PRECISION": "x"}, {MARKER: "x"}

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from tests.launch.ranks import Group, codes, errors, group, run_group
+from tests.launch.ranks import Group, codes, errors, run_group
 from tests.runs import Finished
 from toolkit.launch.failure_detector import Failure, FailureDetector, count_collectives
 from toolkit.launch.interrupted import EXIT_CODE_FILE
@@ -55,10 +55,10 @@ def slow() -> Iterator[dict[str, Group]]:
     short, impatient = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
     with ExitStack() as stack:
         reduce = f"{JOIN}wait_for_line()\ndist.all_reduce(torch.ones(1))"
-        late = stack.enter_context(group(reduce, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "8"}))
-        headless = stack.enter_context(group(WAIT, WAIT, env=short, before=impatient))
-        idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
-        partly = stack.enter_context(group(PART, PART, PART, env=short))
+        late = stack.enter_context(Group(reduce, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "8"}))
+        headless = stack.enter_context(Group(WAIT, WAIT, env=short, before=impatient))
+        idle = stack.enter_context(Group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
+        partly = stack.enter_context(Group(PART, PART, PART, env=short))
         for started in (late, headless, idle, partly):
             started.await_line("here")
         headless.ranks[0].send_signal(signal.SIGSTOP)
@@ -73,7 +73,7 @@ def several_processes(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def kill_rank_1(*bodies: str, **options: Any) -> list[Finished]:
-    with group(*bodies, **options) as started:
+    with Group(*bodies, **options) as started:
         started.await_line("here")
         started.await_line("joined")
         started.ranks[1].kill()
@@ -90,29 +90,32 @@ def test_killed_rank_is_reported_once() -> None:
 
 
 @several_processes
-@pytest.mark.parametrize("culprit", range(4))
-def test_launchers_stop_no_rank_before_its_report(culprit: int) -> None:
+def test_launchers_stop_no_rank_before_its_report() -> None:
     """A launcher sends SIGTERM to the ranks of its node when the first has exited."""
-    bodies = [WAIT] * 4
-    bodies[culprit] = f"{WAIT}\nraise ValueError('x')"
-    with group(*bodies, hosts=["A", "A", "B", "B"]) as started:
-        started.await_line()
-        started.release(culprit)
-        running, deadline = dict(enumerate(started.ranks)), time.monotonic() + SOON
-        while running and time.monotonic() < deadline:
-            exited = [rank for rank, process in running.items() if process.poll() is not None]
-            for rank in exited:
-                del running[rank]
-            for rank, process in running.items():
-                if any(started.hosts[rank] == started.hosts[other] for other in exited):
+    fail = f"{WAIT}\nraise ValueError('x')"
+    with ExitStack() as stack:
+        runs = [stack.enter_context(Group(*(fail if rank == culprit else WAIT for rank in range(4)), hosts="AABB"))
+                for culprit in range(4)]  # fmt: skip
+        for culprit, started in enumerate(runs):
+            started.await_line()
+            started.release(culprit)
+        nodes = [started.ranks[first : first + 2] for started in runs for first in (0, 2)]
+        deadline = time.monotonic() + SOON
+        while nodes and time.monotonic() < deadline:
+            running = [[process for process in node if process.poll() is None] for node in nodes]
+            for process in [processes[0] for processes in running if len(processes) == 1]:
+                with suppress(ProcessLookupError):  # it has just ended
                     process.send_signal(signal.SIGTERM)
+            nodes = [node for node, processes in zip(nodes, running, strict=True) if processes]
             time.sleep(0.01)
-        ended = started.end(1.0)
-    name, there = f"rank {culprit} on {started.hosts[culprit]}", 2 - culprit // 2 * 2
-    assert f"[{name}] " in ended[culprit].err
-    assert ended[culprit].err.endswith("ValueError: x\n")
-    (line,) = lines_of(ended, [there, there + 1])
-    assert line.endswith(f"error: {name} failed: ValueError: x")
+        for culprit, started in enumerate(runs):
+            ended = started.end(1.0)
+            name, there = f"rank {culprit} on {'AABB'[culprit]}", 2 - culprit // 2 * 2
+            assert ended[culprit].err.startswith(f"[{name}] Traceback")
+            assert ended[culprit].err.endswith("ValueError: x\n")
+            assert ended[culprit ^ 1].err == ""  # on the same host
+            (line,) = lines_of(ended, [there, there + 1])
+            assert line.endswith(f"error: {name} failed: ValueError: x")
 
 
 @several_processes
@@ -136,7 +139,7 @@ if helper == 0:
 print(helper, flush=True)
 wait_for_line()
 """
-    with group(WAIT, fork) as started:
+    with Group(WAIT, fork) as started:
         started.await_line()
         helper = int(started.ranks[1].line())
         try:
@@ -149,18 +152,6 @@ wait_for_line()
     assert codes(ended) == [1, -signal.SIGKILL]
     (line,) = errors(ended)
     assert f"rank 1 on {HOST}" in line
-
-
-@several_processes
-def test_failed_rank_is_reported_once_per_machine() -> None:
-    fail = f"{WAIT}\nraise ValueError('a broken thing')"
-    ended = run_group(WAIT, fail, WAIT, hosts=["A", "A", "B"], ranks=[1])
-    assert codes(ended) == [1, 1, 1]
-    assert ended[0].err == ""
-    assert ended[1].err.count("ValueError: a broken thing") == 1
-    assert ended[1].err.startswith("[rank 1 on A] Traceback")
-    (line,) = lines_of(ended, [2])
-    assert line == "[rank 2 on B] error: rank 1 on A failed: ValueError: a broken thing"
 
 
 @several_processes
@@ -188,7 +179,7 @@ def test_sys_exit_with_a_code_ends_all_ranks(rank: int, hosts: str) -> None:
 
 @several_processes
 def test_interrupt_of_all_ranks() -> None:
-    with group(WAIT, WAIT) as started:
+    with Group(WAIT, WAIT) as started:
         started.await_line()
         for rank in started.ranks[::-1]:  # Ctrl-C reaches them all, rank 0 last
             rank.send_signal(signal.SIGINT)
@@ -205,7 +196,7 @@ def test_first_cause_is_reported_though_rank_0_polls_late() -> None:
     busy = "failure_detector.FailureDetector._receive = lambda self, rank: (time.sleep(4), receive(self, rank))[1]"
     busy = f"import time\nreceive = failure_detector.FailureDetector._receive\n{busy}"
     fail = f"{WAIT}\nraise ValueError('a consequence')"
-    with group(WAIT, WAIT, fail, before={0: busy}) as started:
+    with Group(WAIT, WAIT, fail, before={0: busy}) as started:
         started.await_line("here")
         started.ranks[1].kill()
         started.ranks[1].wait(60)
@@ -289,14 +280,6 @@ def test_one_process_per_machine_reports(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")  # a launcher that restarts is silent
     reporting = [each.me.rank for each in detectors if each.reports_for_node(Failure(culprit, kind, ""))]
     assert reporting == any_launcher
-
-
-def test_first_written_failure_is_the_runs() -> None:
-    ranks = fake_rendezvous("AABB", 0)
-    one, other = FailureDetector(ranks), FailureDetector(ranks)
-    gone, failed = Failure(2, "gone"), Failure(1, "failed", "x")
-    assert one._write(gone) == gone
-    assert other._write(failed) == gone
 
 
 @pytest.mark.parametrize(

@@ -58,21 +58,14 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
         options: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
-        names: Mapping[str, Sequence[str]] | None = None,
         **config: object,
     ) -> Nodes:
-        pretend_network(monkeypatch, own, names)
+        pretend_network(monkeypatch, own)
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
         return find_nodes(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
 
     return find_in_file
-
-
-@pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (ELSEWHERE, 1)])
-def test_rank_by_the_first_machines_address(find: Find, own: str, rank: int) -> None:
-    nodes = find({"main_process_ip": FIRST}, own=[own])
-    assert (nodes.rank, nodes.count, nodes.first, FIRST in nodes.rank_source) == (rank, 2, FIRST, True)
 
 
 @pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
@@ -93,27 +86,24 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "rank", "how"),
+    ("options", "env", "config", "own", "rank", "source"),
     [
-        ({"machine_rank": "0"}, {"NODE_RANK": "1"}, 0, "--machine_rank"),
-        ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, 1, "NODE_RANK"),
-        ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 0, "SLURM_NODEID"),
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, 0, "GROUP_RANK"),
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, 1, FIRST),  # one machine's launcher: no rank among nodes
+        ({}, {}, {}, FIRST, 0, FIRST), ({}, {}, {}, SECOND, 1, FIRST), ({}, {}, {}, ELSEWHERE, 1, FIRST),
+        ({"machine_rank": "0"}, {"NODE_RANK": "1"}, {}, SECOND, 0, "--machine_rank"),
+        ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, {}, SECOND, 1, "NODE_RANK"),
+        ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "SLURM_NODEID"),
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "GROUP_RANK"),
+        # one machine's launcher: no rank among nodes
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, {}, SECOND, 1, FIRST),
+        # the first machine's address comes before the rank in the file
+        ({}, {}, {"machine_rank": 1}, FIRST, 0, FIRST), ({}, {}, {"machine_rank": 0}, SECOND, 0, "config file"),
     ],
-)
-def test_options_and_variables_come_before_addresses(
-    find: Find, options: dict[str, str], env: dict[str, str], rank: int, how: str
+)  # fmt: skip
+def test_source_of_the_rank(
+    find: Find, options: dict[str, str], env: dict[str, str], config: dict[str, int], own: str, rank: int, source: str
 ) -> None:
-    machines = find({"main_process_ip": FIRST, **options}, env, own=[SECOND])
-    assert machines.rank == rank
-    assert how in machines.rank_source
-
-
-def test_address_comes_before_the_files_machine_rank(find: Find) -> None:
-    assert find({"main_process_ip": FIRST}, own=[FIRST], machine_rank=1).rank == 0
-    elsewhere = find({"main_process_ip": FIRST}, own=[SECOND], machine_rank=0)
-    assert (elsewhere.rank, "config file" in elsewhere.rank_source) == (0, True)
+    nodes = find({"main_process_ip": FIRST, **options}, env, own=[own], **config)
+    assert (nodes.rank, nodes.count, nodes.first, source in nodes.rank_source) == (rank, 2, FIRST, True)
 
 
 @pytest.mark.parametrize(

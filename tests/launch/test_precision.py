@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, start
+from tests.launch.ranks import run_group
+from tests.runs import start
 from toolkit.config import PretrainedSettings
 from toolkit.launch import precision
 from toolkit.launch.precision import (
@@ -151,24 +151,17 @@ def test_layer_of(config: dict[str, Any] | None, widths: tuple[int, int], tmp_pa
     assert layer_of(PretrainedSettings(model_name_or_path=str(tmp_path)))() == widths
 
 
-@pytest.mark.multiprocess
-def test_ranks_that_measured_differently_agree(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    (tmp_path / "unlike.py").write_text(UNLIKE)
-    settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 1, "--report_to", "none"]
-    error = run_jobs(tmp_path, WAYS["ddp x2"], [["unlike", *settings, "--output_dir", tmp_path / "run"]]).err
-    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
-    assert world["mixed_precision"] == "no"
-    assert world["precision_trial_ms"] == {"no": 10.0, "bf16": 9.5}
-    assert "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16" in error
-
-
 UNLIKE = """
-import os
-from unittest import mock
-from recipes import cls
-
-def main():
-    trials = ({"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5})
-    with mock.patch("toolkit.launch.precision.measure_cached", lambda widths: trials[int(os.environ["RANK"])]):
-        cls.main()
+from toolkit.launch import precision
+trials = {"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5}
+precision.measure_cached = lambda _: trials[int(os.environ["RANK"])]
+print(launch.make_accelerator("auto").state.precision_trial)
 """
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_measured_differently_agree() -> None:
+    ended = run_group(UNLIKE, UNLIKE)
+    assert [one.out for one in ended] == ["{'no': 10.0, 'bf16': 9.5}\n"] * 2
+    line = "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16 on this CPU"
+    assert ended[0].err.startswith(line)

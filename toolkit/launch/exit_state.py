@@ -15,6 +15,7 @@ from toolkit.launch.environment import attempt, max_restarts
 from toolkit.launch.interrupted import LAUNCHER_PID, write_exit_code
 from toolkit.utils.timeouts import call_with_timeout
 
+RESUME_HINT = "; the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
 _closing = threading.Lock()
 

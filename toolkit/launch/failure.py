@@ -13,32 +13,26 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from toolkit.errors import UserError, system_error_line
 from toolkit.launch import failure_detector, interrupted
 from toolkit.launch.environment import Place, place_of
-from toolkit.launch.exit_state import close_resources, exit_state, stop_launcher
+from toolkit.launch.exit_state import exit_state, stop_launcher
 from toolkit.launch.interrupted import INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
-from toolkit.utils.log import logger
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
-# A process that is done waits this long for the others: rank 0 may still draw the report.
-_EXIT_BARRIER_SECONDS = 600.0
 # A rank that lost a connection waits this long for the report of who is gone, longer than a node may not answer.
 _PEER_REPORT_SECONDS = 20.0
-_CONNECTION_ERRORS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "remote process exited",
-    "connection was likely closed",
-    "timed out waiting",
+_CONNECTION_ERRORS = re.compile(
+    "(?i)connection (closed|reset) by peer|broken pipe|remote process exited|connection was likely closed"
+    "|timed out waiting"
 )
 _STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
 
@@ -151,7 +145,7 @@ def _describe(error: Exception) -> str:
 def _is_connection_error(error: Exception) -> bool:
     """Whether torch lost a connection to another rank. A tracker or a hub raises an OSError instead."""
     several = isinstance(error, RuntimeError) and _place().world_size > 1
-    return several and any(words in str(error).lower() for words in _CONNECTION_ERRORS)
+    return several and _CONNECTION_ERRORS.search(str(error)) is not None
 
 
 def _stdout_is_closed() -> bool:
@@ -164,7 +158,7 @@ def _stdout_is_closed() -> bool:
 
 
 def exit_process(message: str, code: int, short: str = "", permanent: bool = False, early: bool = False) -> NoReturn:
-    """Reports a failure and exits with `code`, without cleaning up the broken process group, which could hang.
+    """Reports a failure and exits with `code`.
 
     `short` is what other nodes report; `permanent`: a restart would fail again; `early`: the rendezvous may not have
     begun, so that the other nodes have no report yet.
@@ -179,21 +173,13 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
         time.sleep(_DUPLICATE_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
-    if prints:
-        who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
-        write_exit_code(code)
-        logger.error(f"{who}{message}")
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    if prints and early:
-        announce_early_failure(place, short)
-    close_resources()
-    if detector is not None:
-        detector.wait_for_readers()
-        permanent = detector.forbids_restart(permanent)
-    if permanent or (prints and code == INTERRUPTED):
-        stop_launcher(code)
-    os._exit(code)
+    who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
+    failure_detector.exit_now(
+        code,
+        f"{who}{message}" if prints else "",
+        permanent or (prints and code == INTERRUPTED),
+        partial(announce_early_failure, place, short) if prints and early else None,
+    )
 
 
 def _stop_deferring_sigterm() -> None:
@@ -218,7 +204,7 @@ def _exit_with_others() -> None:
     aborts the process (`terminate called without an active exception`), and the launcher would report a failure.
     """
     if failure_detector.current is not None:
-        failure_detector.current.wait_for_all(_EXIT_BARRIER_SECONDS)
+        failure_detector.current.wait_for_all()
     if exit_state.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
         write_exit_code(exit_state.exit_code)

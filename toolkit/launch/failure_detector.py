@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Literal, NoReturn
 from toolkit.errors import UserError
 from toolkit.launch import network
 from toolkit.launch.environment import attempt, max_restarts, timeout_seconds
-from toolkit.launch.exit_state import close_resources, stop_launcher
+from toolkit.launch.exit_state import RESUME_HINT, close_resources, stop_launcher
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
@@ -49,6 +49,7 @@ _SILENCE_SECONDS = 15.0
 # Rank 0, which may serve the store, waits this long for ranks that still have to read the failure; on several nodes the
 # others wait too: a launcher stops all ranks of its node, with the one that reports, when the first has exited.
 _LINGER_SECONDS, _READ_SECONDS = 10.0, 3.0
+_BARRIER_SECONDS = 600.0
 _DONE = b"d"
 _MAX_FRAMES = 6
 
@@ -116,12 +117,12 @@ class FailureDetector:
     def _accept(self) -> dict[int, socket.socket]:
         """Rank 0's connections: all ranks have read the verdict and connect now."""
         master = os.environ["MASTER_ADDR"]
-        address = master if network.is_this_machine(master) else network.source_address_for(master) or master
+        address = master if network.is_this_machine(master) else self.me.address or master
         connections: dict[int, socket.socket] = {}
         with network.listen(0, network.address_to_bind(address, local=len(nodes_of(self.peers)) == 1)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
             server.settimeout(2 * _CONNECT_SECONDS)
-            absent = {self._hello(rank): rank for rank in range(1, len(self.peers))}
+            absent = {peer.number.encode(): peer.rank for peer in self.peers[1:]}
             while absent:
                 try:
                     connection, _ = server.accept()
@@ -130,7 +131,7 @@ class FailureDetector:
                     continue
                 connection.settimeout(1.0)
                 with contextlib.suppress(OSError, KeyError):  # another program's connection
-                    rank = absent.pop(connection.recv(len(self._hello(0))))
+                    rank = absent.pop(connection.recv(len(self.me.number)))
                     connection.settimeout(None)
                     connections[rank] = connection
         return connections
@@ -145,12 +146,8 @@ class FailureDetector:
                 f"all TCP ports must be open between the machines of a run, not just one. To do: {error.remedy}"
             ) from error
         connection.settimeout(None)
-        connection.sendall(self._hello(self.me.rank))
+        connection.sendall(self.me.number.encode())  # one segment of TCP
         return connection
-
-    def _hello(self, rank: int) -> bytes:
-        """What a rank sends first to rank 0; one segment of TCP."""
-        return f"{self.peers[0].number} {rank:6}".encode()
 
     # --- for the main thread
 
@@ -179,16 +176,16 @@ class FailureDetector:
         self._failed.wait(seconds)
 
     def mark_done(self) -> None:
-        """Tells rank 0 that this rank may exit; from rank 0, that all ranks may."""
+        """Reports to rank 0 that this rank may exit; from rank 0, that all ranks may."""
         if not self.finished and self.failure is None:
             self.finished = True
             self._send_done()
 
-    def wait_for_all(self, seconds: float) -> None:
-        """A barrier: returns when all ranks are done, or after `seconds`."""
+    def wait_for_all(self) -> None:
+        """A barrier: returns when all ranks are done, or after ten minutes: rank 0 may still draw the report."""
         if self.me.rank:
             self._send_done()
-        self._all_done.wait(seconds)
+        self._all_done.wait(_BARRIER_SECONDS)
         self.mark_done()
         self.wait_for_readers()
 
@@ -210,19 +207,11 @@ class FailureDetector:
                     pass
 
     def exit(self, failure: Failure) -> NoReturn:
-        """Exits without cleaning up the broken process group, which could hang."""
+        """Exits because of another rank's failure."""
         self._exiting.acquire()
+        line = f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}"
         code = INTERRUPTED if failure.kind == "interrupted" else 1
-        with contextlib.suppress(OSError):  # the output is closed
-            if self.reports_for_node(failure):
-                write_exit_code(code)
-                logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
-            sys.stdout.flush()
-        close_resources()
-        self.wait_for_readers()
-        if self.forbids_restart(failure.permanent):
-            stop_launcher(code)
-        os._exit(code)
+        exit_now(code, line if self.reports_for_node(failure) else "", failure.permanent)
 
     def forbids_restart(self, permanent: bool) -> bool:
         """Also true if one node has no restart left: the others would wait for it."""
@@ -245,17 +234,14 @@ class FailureDetector:
     def describe(self, failure: Failure) -> str:
         culprit = self.peers[failure.rank]
         who = f"rank {failure.rank} on {culprit.host}"
-        again = "; the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
-        if failure.kind == "interrupted":
-            return "interrupted"
-        if failure.kind == "failed":
-            return f"error: {who} failed: {failure.message}"
-        if failure.kind == "late":
-            return f"error: a collective hangs: the other ranks wait for {failure.message}"
-        if failure.kind == "lost":
-            machine = name_machine(culprit.host, nodes_of(self.peers)[culprit.node])
-            return f"error: lost the connection to {machine}: it or the network is down ({failure.message}){again}"
-        return f"error: {who} exited without an error message: it was killed or crashed; see the output there{again}"
+        machine = name_machine(culprit.host, nodes_of(self.peers)[culprit.node])
+        return {
+            "interrupted": "interrupted",
+            "failed": f"error: {who} failed: {failure.message}",
+            "late": f"error: a collective hangs: the other ranks wait for {failure.message}",
+            "lost": f"error: lost the connection to {machine}: it or the network is down ({failure.message})",
+            "gone": f"error: {who} exited without an error message: it was killed or crashed; see the output there",
+        }[failure.kind] + RESUME_HINT * (failure.kind in ("lost", "gone"))
 
     def _write(self, failure: Failure) -> Failure:
         """Returns the run's failure: the first that was written, or this one if the store does not answer."""
@@ -377,6 +363,25 @@ def start(rendezvous: Rendezvous | None, timeout: int) -> None:
     if all(peer.failure_detector == "on" for peer in rendezvous.peers):
         current = FailureDetector(rendezvous)
         current.start(timeout)
+
+
+def exit_now(code: int, line: str, permanent: bool, announce: Callable[[], object] | None = None) -> NoReturn:
+    """Exits without cleaning up the broken process group, which could hang. `line` says why; it is empty if another
+    process does. `announce` is called after it. `permanent`: a restart would fail again."""
+    with contextlib.suppress(OSError):  # the output is closed
+        if line:
+            write_exit_code(code)
+            logger.error(line)
+        sys.stdout.flush()
+    if announce:
+        announce()
+    close_resources()
+    if current is not None:
+        current.wait_for_readers()
+        permanent = current.forbids_restart(permanent)
+    if permanent:
+        stop_launcher(code)
+    os._exit(code)
 
 
 def count_collectives() -> int:

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from toolkit.launch import network
 from toolkit.launch.environment import started_by_accelerate_launch
+from toolkit.launch.exit_state import RESUME_HINT
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, LAUNCHER_PID, report_interrupt, restore_sigint
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
@@ -72,6 +73,7 @@ def launch(words: Sequence[str]) -> NoReturn:
         exit_code_file = Path(folder) / "exit_code"
         os.environ |= {EXIT_CODE_FILE: str(exit_code_file), LAUNCHER_PID: str(os.getpid())}
         arguments.config_file = str(_drop_machines(Path(arguments.config_file), Path(folder)))
+        signal.signal(signal.SIGTERM, _raise_signal)  # as torch does while it runs
         code = _launch(arguments, exit_code_file, _count_oom_kills())
     _end_accelerate_launch(code)
     sys.stdout.flush()
@@ -119,8 +121,6 @@ def _close(process: SubprocessHandler, death_sig: signal.Signals | None = None) 
 
 def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int) -> int:
     """Returns the exit code: the one in `exit_code_file` if a rank has stopped the launcher."""
-    if arguments.num_processes == 1:  # several are started by torch, which has such a handler
-        signal.signal(signal.SIGTERM, _raise_signal)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -183,8 +183,7 @@ def _report_exit(exit_code: int, who: str, oom_kills: int) -> int:
             hint = ", by a user, a scheduler or a memory guard (not by the kernel for lack of memory)"
             if _count_oom_kills() > oom_kills:
                 hint = ", probably by the kernel: out of memory (`dmesg | tail`)"
-        again = "the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
-        logger.error(f"error: {who} on {socket.gethostname()} was killed by {name}{hint}; {again}")
+        logger.error(f"error: {who} on {socket.gethostname()} was killed by {name}{hint}{RESUME_HINT}")
     return exit_code if exit_code > 0 else 1
 
 

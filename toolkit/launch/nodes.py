@@ -14,8 +14,7 @@ from toolkit.launch.environment import first_host, launch_request, parse_int
 from toolkit.launch.network import external_addresses, is_loopback, is_this_machine, resolve_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
-# With several nodes not torch's default port, which the user's `accelerate launch` keeps open meanwhile.
-SINGLE_NODE_PORT, RENDEZVOUS_PORT = 29500, 29600
+RENDEZVOUS_PORT = 29600  # not torch's default, which the user's `accelerate launch` keeps open meanwhile
 
 
 @dataclass(frozen=True)
@@ -112,18 +111,18 @@ def find_nodes(
     count = parse_int("num_machines", config.get("num_machines") or 1, path)
     if count == 1:
         _refuse_multi_node_options(options, config, path)
-        return Nodes(1, 0, "", ("127.0.0.1",), _port(options, config, SINGLE_NODE_PORT, path))
+        return Nodes(1, 0, "", ("127.0.0.1",), _port(options, config, path))
     machines = _machines(options.get("machines"), config.get("machines"), count, path)
     first = options.get("main_process_ip") or (machines[0] if machines else _first_address(config, count, path, env))
-    port = _port(options, config, RENDEZVOUS_PORT, path)
-    rank, source = _rank(options.get("machine_rank"), config, machines or [first], count, path, env)
+    sources = {**env, "--machine_rank": options.get("machine_rank")}
+    rank, source = _rank(sources, config, machines or [first], count, path)
     if rank is None or not 0 <= rank < count:
         reason = f"cannot tell its rank{source}" if rank is None else f"has rank {rank} ({source})"
         raise UserError(
             f"{path} is for {count} machines, and this one {reason}: pass --machine_rank 0 on the first and up to "
             f"{count - 1} on the others (or set NODE_RANK, or list them: --machines ADDRESS,ADDRESS)"
         )
-    return Nodes(count, rank, source, (first, *machines[1:]), port)
+    return Nodes(count, rank, source, (first, *machines[1:]), _port(options, config, path))
 
 
 def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> None:
@@ -138,8 +137,8 @@ def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mappin
         )
 
 
-def _port(options: Mapping[str, str | None], config: Mapping[str, Any], default: int, path: Path) -> int:
-    value = options.get("main_process_port") or config.get("main_process_port") or default
+def _port(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> int:
+    value = options.get("main_process_port") or config.get("main_process_port") or RENDEZVOUS_PORT
     port = parse_int("main_process_port", value, path)
     if not 0 < port <= 65535:
         raise UserError(f"{path}: main_process_port {port} is not a TCP port: choose one from 1024 to 65535")
@@ -187,24 +186,18 @@ def _refuse_loopback(machines: Sequence[str]) -> None:
 
 
 def _rank(
-    option: str | None,
-    config: Mapping[str, Any],
-    machines: Sequence[str],
-    count: int,
-    path: Path,
-    env: Mapping[str, str],
+    sources: Mapping[str, str | None], config: Mapping[str, Any], machines: Sequence[str], count: int, path: Path
 ) -> tuple[int | None, str]:
-    """(this node's rank, its source)."""
+    """(this node's rank, its source). `sources`: options and variables."""
     # GROUP_RANK counts only if an outer launcher spans nodes
-    spans = parse_int("GROUP_WORLD_SIZE", env.get("GROUP_WORLD_SIZE", "1")) > 1
-    names = ("NODE_RANK", "SLURM_NODEID", *(("GROUP_RANK",) if spans else ()))
-    for name, value in {"--machine_rank": option, **{name: env.get(name) for name in names}}.items():
-        if value is not None:
+    spans = parse_int("GROUP_WORLD_SIZE", sources.get("GROUP_WORLD_SIZE", "1")) > 1
+    for name in ("--machine_rank", "NODE_RANK", "SLURM_NODEID", *["GROUP_RANK"] * spans):
+        if (value := sources.get(name)) is not None:
             return parse_int(name.lstrip("-"), value), name
     _refuse_loopback(machines)
-    matches = [rank for rank, name in enumerate(machines) if is_this_machine(name)]
-    if matches:
-        return matches[0], f"{machines[matches[0]]} is an address of this machine"
+    for rank, name in enumerate(machines):
+        if is_this_machine(name):
+            return rank, f"{name} is an address of this machine"
     if config.get("machine_rank") is not None:
         return parse_int("machine_rank", config["machine_rank"], path), "machine_rank in the config file"
     if count == 2 and len(machines) == 1:

@@ -20,16 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import Parser, UserError, did_you_mean
-from toolkit.launch.environment import (
-    FAILURE_DETECTOR,
-    MARKER,
-    THREADS,
-    TIMEOUTS,
-    parse_int,
-    place_of,
-    started_by_accelerate_launch,
-    user_threads,
-)
+from toolkit.launch import environment
 from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.nodes import find_nodes
 from toolkit.utils.extras import require_extra
@@ -39,7 +30,7 @@ from toolkit.utils.plain_yaml import read_yaml
 
 _LAUNCH = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
            "max_restarts")  # fmt: skip
-OPTIONS = (*_LAUNCH, *TIMEOUTS, "failure_detector", "deepspeed_config", "local_rank")
+OPTIONS = (*_LAUNCH, *environment.TIMEOUTS, "failure_detector", "deepspeed_config", "local_rank")
 """Options that are taken from a script's arguments before its settings are parsed; each takes a value."""
 _SET_BY_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
@@ -52,7 +43,8 @@ def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     """Splits a script's arguments into (launch options: str or None, the rest in order). Raises UserError."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+        choices = ("on", "off") if name == "failure_detector" else None
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", choices=choices)
     parser.add_argument("--deepspeed", action="store_true")  # a flag that many DeepSpeed scripts take
     options, rest = parser.parse_known_args(list(argv))
     del options.deepspeed
@@ -65,18 +57,16 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     `argv` is `sys.argv`; `module` names the package for `python -m`.
     """
     options, rest = split_arguments(argv[1:])
-    for name, (variable, _) in TIMEOUTS.items():
+    for name, (variable, _) in environment.TIMEOUTS.items():
         if (value := getattr(options, name)) is not None:
-            parse_int(f"--{name} (seconds)", value, minimum=1)
+            environment.parse_int(f"--{name} (seconds)", value, minimum=1)
             os.environ[variable] = value
-    if options.failure_detector is not None:
-        if options.failure_detector not in ("on", "off"):
-            raise UserError(f"--failure_detector is on or off, not {options.failure_detector!r}")
-        os.environ[FAILURE_DETECTOR] = options.failure_detector
+    if options.failure_detector:
+        os.environ[environment.FAILURE_DETECTOR] = options.failure_detector
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
     if not present:
         return [argv[0], *rest], options
-    if place_of(os.environ).local_rank != 0:
+    if environment.place_of(os.environ).local_rank != 0:
         raise SystemExit(0)  # local rank 0 starts all processes of this machine
     if options.config_file is None:
         raise UserError(
@@ -84,10 +74,9 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
             "of that folder)"
         )
     arguments, requested = plan_launch(options, [argv[0], *rest], os.environ, module)
-    nodes = requested["nodes"]
-    if nodes["count"] > 1:
-        line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['rank_source']}"
-        logger.info(line)
+    count, rank, source = (requested["nodes"][name] for name in ("count", "rank", "rank_source"))
+    if count > 1:
+        logger.info(f"this is machine {rank} ({socket.gethostname()}) of {count}: {source}")
     if module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
         # `-m` would import from the current folder, perhaps a downloaded one, which this process does not
         os.environ["PYTHONSAFEPATH"] = "1"
@@ -103,7 +92,8 @@ def plan_launch(
     """
     path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
-    if config["distributed_type"] == "DEEPSPEED":
+    uses_deepspeed = config["distributed_type"] == "DEEPSPEED"
+    if uses_deepspeed:
         require_extra(str(options.config_file), "deepspeed")
     nodes = find_nodes(vars(options), config, path, env)
     processes = _processes(options, config, path, nodes.count)
@@ -111,25 +101,24 @@ def plan_launch(
     arguments = ["--config_file", str(path), "--num_processes", str(processes), "--main_process_port", "0"]
     if nodes.count > 1:
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
-        if config["distributed_type"] == "DEEPSPEED":
-            # DeepSpeed's default, pdsh, silently runs on one machine if there is no hostfile
+        if uses_deepspeed:  # its default, pdsh, silently runs on one machine if there is no hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
-        parse_int("--max_restarts", options.max_restarts, minimum=0)
+        environment.parse_int("--max_restarts", options.max_restarts, minimum=0)
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
         raise UserError(
             f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
         )
-    if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
+    if options.deepspeed_config and not uses_deepspeed:
         raise UserError(
             f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect: use "
             "accelerate_configs/zero2.yaml, or leave it out"
         )
     if name := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]
-    if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
+    if config["distributed_type"] == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # otherwise `accelerate launch` silently starts one process
     if module:
         arguments.append("--module")
@@ -147,7 +136,7 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
             import torch
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU
-    processes = parse_int("num_processes", number, path, minimum=1)
+    processes = environment.parse_int("num_processes", number, path, minimum=1)
     if processes > 1 and config["distributed_type"] == "NO":
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
@@ -185,19 +174,19 @@ def find_file(name: str, script: str, folder: str) -> Path:
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without the variables of an outer launcher."""
     clean = {name: value for name, value in env.items() if not _SET_BY_LAUNCHERS.match(name)}
-    if user_threads(env) is None:
-        clean.pop(THREADS, None)
+    if environment.user_threads(env) is None:
+        clean.pop(environment.THREADS, None)
     return clean
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
-    if "TORCHELASTIC_RUN_ID" in os.environ or started_by_accelerate_launch():
+    if "TORCHELASTIC_RUN_ID" in os.environ or environment.started_by_accelerate_launch():
         stop_with_parent()  # `accelerate launch` forwards no stop signal
     env = clean_environment(os.environ)
-    env[MARKER] = json.dumps(requested)
+    env[environment.MARKER] = json.dumps(requested)
     if requested["use_cpu"]:
         env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher sets it for a single process only
-    env.setdefault(THREADS, "1")  # torchrun's default, without its long warning
+    env.setdefault(environment.THREADS, "1")  # torchrun's default, without its long warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every address without a host name
     os.environ.clear()
     os.environ.update(env)

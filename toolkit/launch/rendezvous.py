@@ -121,7 +121,27 @@ class Rendezvous:
 
         self._server = self._open_store()  # kept alive: this process may serve it
         common = PrefixStore("toolkit/rendezvous", self._server)
-        self._coordinate(common) if self.me.rank == 0 else self._follow(common)
+        hello, coordinator = json.dumps(asdict(self.me)), ""
+        if self._serves:  # a second rank 0 may have come first
+            common.compare_set("coordinator", "", hello)
+        elif self.me.rank == 0:  # in a launcher's store another coordinator is one of an earlier attempt
+            common.set("coordinator", hello)
+        while True:
+            if common.check(["coordinator"]) and (first := Peer(**read(common, "coordinator"))).number != coordinator:
+                coordinator, self.store = first.number, PrefixStore(first.number, common)
+                if coordinator != self.me.number:
+                    self.store.append("hellos", f"{hello}\n")  # type: ignore[attr-defined]  # torch's stubs lack it
+                    self._raise_any(_conflict([first, self.me]))
+            if coordinator == self.me.number:
+                self._judge()
+            if coordinator and self.store.check(["verdict"]):
+                verdict = read(self.store, "verdict")
+                self._raise_any(verdict["fault"])
+                peers = [Peer(**peer) for peer in verdict["peers"]]
+                if self.me in peers:  # not an earlier attempt's
+                    self.peers = peers
+                    return
+            time.sleep(_POLL_SECONDS)
 
     def _log_once(self, line: str) -> None:
         """Logs the first line that comes after some seconds of waiting, on local rank 0."""
@@ -168,74 +188,43 @@ class Rendezvous:
                     raise RendezvousError(f"{fault}. To do: {error.remedy}{hint}. {doctor}", [0], error) from error
             time.sleep(_POLL_SECONDS)
 
-    def _coordinate(self, common: Store) -> None:
-        from torch.distributed import PrefixStore
-
-        first, hello = self.me, json.dumps(asdict(self.me))
-        if self._serves:  # a second rank 0 may have come first
-            first = Peer(**json.loads(common.compare_set("coordinator", "", hello)))
-        else:  # in a launcher's store another coordinator is one of an earlier attempt
-            common.set("coordinator", hello)
-        self.store = PrefixStore(first.number, common)
-        peers, missing = [self.me], list(range(1, self.me.world_size))
-        fault = self.me.failure if first == self.me else _conflict([first, self.me])
-        while missing and not fault:
-            lines = self.store.get("hellos").decode().splitlines() if self.store.check(["hellos"]) else []
-            if len(lines) >= len(peers):
-                peers.append(Peer(**json.loads(lines[len(peers) - 1])))
-                missing = [rank for rank in missing if rank != peers[-1].rank]
-                fault = _conflict(peers) or peers[-1].failure
-            elif self.store.check(["verdict"]):  # written by a second rank 0
-                raise RendezvousError(read(self.store, "verdict")["fault"])
-            elif time.monotonic() > self._deadline:
-                fault = self._name_missing(missing, peers)
-            else:
-                self._log_once(f"waiting for {name_ranks(missing)}: start the same command there")
-                time.sleep(_POLL_SECONDS)
-        self.peers = sorted({peer.rank: peer for peer in peers}.values(), key=lambda peer: peer.rank)
-        fault = fault or _difference(self.peers)
-        verdict = json.dumps({"fault": fault, "peers": [asdict(peer) for peer in self.peers]})
-        if not fault:
-            self.store.set("verdict", verdict)
+    def _judge(self) -> None:
+        """Compares the hellos that have come; writes the verdict if it is clear."""
+        lines = self.store.get("hellos").decode().splitlines() if self.store.check(["hellos"]) else []
+        peers = [self.me, *(Peer(**json.loads(line)) for line in lines)]
+        by_rank = {peer.rank: peer for peer in peers}
+        self.peers = [by_rank[rank] for rank in sorted(by_rank)]
+        faults = (_conflict(peers[:count]) or peers[count - 1].failure for count in range(1, len(peers) + 1))
+        self._raise_any(next(filter(None, faults), ""))
+        missing = [rank for rank in range(self.me.world_size) if rank not in by_rank]
+        if missing and time.monotonic() < self._deadline:
+            self._log_once(f"waiting for {name_ranks(missing)}: start the same command there")
             return
-        readers = self.me.world_size if time.monotonic() < self._deadline else len(peers)
+        self._raise_any(self._name_missing(missing) if missing else _difference(self.peers), missing)
+        self.store.set("verdict", json.dumps({"fault": "", "peers": [asdict(peer) for peer in self.peers]}))
+
+    def _raise_any(self, fault: str, missing: Sequence[int] = ()) -> None:
+        """Raises RendezvousError if there is a fault; on rank 0, which may serve the store, when all have read it."""
+        if not fault:
+            return
+        readers = self.me.world_size if time.monotonic() < self._deadline else len(self.peers)
         last = self._deadline if self.me.failure else time.monotonic() + _FAULT_SECONDS
-        with contextlib.suppress(RuntimeError):  # a second rank 0, which serves the store, has exited
-            self.store.set("verdict", verdict)
-            while self.store.add("readers", 0) < readers - 1 and time.monotonic() < last:
+        with contextlib.suppress(RuntimeError):  # another rank 0, which serves the store, has exited
+            if self.me.rank:
+                self.store.add("readers", 1)
+            else:
+                self.store.set("verdict", json.dumps({"fault": fault}))
+            while self.me.rank == 0 and self.store.add("readers", 0) < readers - 1 and time.monotonic() < last:
                 time.sleep(_POLL_SECONDS)
         raise RendezvousError(fault, missing)
 
-    def _follow(self, common: Store) -> None:
-        from torch.distributed import PrefixStore
-
-        coordinator = ""
-        while True:
-            if common.check(["coordinator"]) and (first := Peer(**read(common, "coordinator"))).number != coordinator:
-                coordinator, self.store = first.number, PrefixStore(first.number, common)
-                hello = f"{json.dumps(asdict(self.me))}\n"
-                self.store.append("hellos", hello)  # type: ignore[attr-defined]  # torch's stubs lack it
-                if fault := _conflict([first, self.me]):
-                    raise RendezvousError(fault)
-            if coordinator and self.store.check(["verdict"]):
-                verdict = read(self.store, "verdict")
-                if verdict["fault"]:
-                    with contextlib.suppress(RuntimeError):  # rank 0 has exited meanwhile
-                        self.store.add("readers", 1)
-                    raise RendezvousError(verdict["fault"])
-                peers = [Peer(**hello) for hello in verdict["peers"]]
-                if self.me in peers:  # not an earlier attempt's
-                    self.peers = peers
-                    return
-            time.sleep(_POLL_SECONDS)
-
-    def _name_missing(self, missing: Sequence[int], peers: Sequence[Peer]) -> str:
-        hosts = {peer.rank: peer.host for peer in peers}
-        by_node = sorted(map(sorted, nodes_of(peers).values()))
-        came, nodes = "; ".join(f"{name_ranks(ranks)} on {hosts[ranks[0]]}" for ranks in by_node), requested_nodes()
+    def _name_missing(self, missing: Sequence[int]) -> str:
+        hosts = {peer.rank: peer.host for peer in self.peers}
+        connected = [f"{name_ranks(ranks)} on {hosts[ranks[0]]}" for ranks in nodes_of(self.peers).values()]
+        nodes = requested_nodes()
         fault = (
             f"{name_ranks(missing)} of {self.me.world_size} did not connect to {self.address}:{self.port} within "
-            f"{self.seconds:.0f} s (connected: {came})"
+            f"{self.seconds:.0f} s (connected: {'; '.join(connected)})"
         )
         if nodes and not network.is_this_machine(self.address):
             return f"{fault}: {wrong_first_machine(self.address)}"
@@ -320,7 +309,7 @@ def join_ranks(place: Place, script: str, seconds: float, failure: str = "", dev
 
 
 def announce_early_failure(place: Place, message: str) -> None:
-    """Tells the other nodes of a failure before the rendezvous (a setting, a file). It takes seconds."""
+    """Reports a failure before the rendezvous (a setting, a file) to the other nodes. It takes seconds."""
     if not place.is_local and current is None and os.environ.get("MASTER_ADDR"):
         failure = f"rank {place.rank} on {socket.gethostname()} failed: {message}"
         with contextlib.suppress(Exception):  # the failure has been reported here

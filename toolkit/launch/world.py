@@ -21,18 +21,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import UserError, first_line
-from toolkit.launch import failure_detector, precision, rendezvous
-from toolkit.launch.environment import (
-    GPU_PEER_TIMEOUT,
-    THREADS,
-    TIMEOUTS,
-    Place,
-    accelerate_arguments,
-    launch_request,
-    set_torch_variables,
-    timeout_seconds,
-    user_threads,
-)
+from toolkit.launch import environment, failure_detector, precision, rendezvous
+from toolkit.launch.environment import Place, launch_request, timeout_seconds
 from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
@@ -65,7 +55,7 @@ def make_accelerator(
     # otherwise this process would train on when our launcher is killed
     stop_with_parent(int(os.environ.get(LAUNCHER_PID, "-1")))
     set_global_ranks(os.environ)
-    place = set_torch_variables(os.environ)
+    place = environment.set_torch_variables(os.environ)
     _check_devices(place)
     import torch  # after the environment is set: torch reads OMP_NUM_THREADS on import
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -75,11 +65,9 @@ def make_accelerator(
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
     deepspeed = _use_deepspeed(place)
-    for name in TIMEOUTS:
-        timeout_seconds(name)  # raises here: the threads that read it later could not report it
     device_type = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
     ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
-    failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
+    failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else environment.GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
@@ -209,7 +197,7 @@ def launch_config() -> dict[str, Any] | None:
 def _parse_launch(line: list[str]) -> dict[str, Any] | None:
     """The config of an `accelerate launch` command line, parsed by accelerate: the file, the options that override it,
     and the `source` of num_processes; None for other commands."""
-    if (words := accelerate_arguments(line)) is None:
+    if (words := environment.accelerate_arguments(line)) is None:
         return None
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
@@ -297,8 +285,8 @@ def _set_threads(place: Place) -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = user_threads(os.environ) or max(1, cores // place.local_world_size)
-    os.environ[THREADS] = str(threads)
+    threads = environment.user_threads(os.environ) or max(1, cores // place.local_world_size)
+    os.environ[environment.THREADS] = str(threads)
     torch.set_num_threads(threads)
 
 
