@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.live import Fragment, LiveState, full_shape, persistent_buffers
-from toolkit.checkpoint.optimizer_state import TORCH_DTYPES
+from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, full_shape, persistent_buffers
 from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex
 from toolkit.errors import Faults, UserError, listing
 

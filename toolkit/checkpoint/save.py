@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from toolkit.checkpoint.checksums import crc32, crc32_combine
 from toolkit.checkpoint.folder import OPTIMIZER_FILE, WEIGHTS_FILE
-from toolkit.checkpoint.live import LiveState, full_shape
-from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_hyperparameters, is_json, split_state
+from toolkit.checkpoint.live import DTYPE_NAMES, LiveState, changed_hyperparameters, full_shape, is_json, split_state
 from toolkit.checkpoint.safetensors_header import Layout, lay_out
+from toolkit.checkpoint.tensor_index import crc32, crc32_combine
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json
 
@@ -134,7 +133,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     data_crc32 = 0
     with (folder / draft.name).open("xb") as file:
         file.write(layout.header())  # a placeholder of the final header's length
-        for name in layout.tensors:
+        for name in layout.offsets:
             content = bytes_of(draft.tensors[name][0])
             checksums[name] = crc32(content)
             data_crc32 = crc32_combine(data_crc32, checksums[name], len(content))

@@ -10,13 +10,15 @@ import math
 import os
 import shlex
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.checkpoint.checksums import crc32
 from toolkit.errors import UserError
+
+_CRC32_POLYNOMIAL = 0xEDB88320  # bit 31 is the lowest power, and x^32 is left out
 
 # safetensors' dtype -> its format in `struct`, which lacks bf16.
 _FORMATS = {
@@ -26,6 +28,31 @@ _FORMATS = {
 ITEM_BYTES = {dtype: struct.calcsize(f"={letter}") for dtype, letter in _FORMATS.items()}
 """Bytes of one element."""
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo CRC32's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        product ^= b if a >> bit & 1 else 0
+        b = b >> 1 ^ (_CRC32_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def combine(first: int, second: int, size: int) -> int:
+    """The CRC32 of two concatenated byte strings from theirs; the second has `size` bytes. As zlib's crc32_combine:
+    first * x^(8 size) + second."""
+    power = 1 << 23  # x^8
+    while size:
+        first = _multiply(power, first) if size & 1 else first
+        power, size = _multiply(power, power), size >> 1
+    return first ^ second
+
+
+try:
+    from isal.isal_zlib import crc32, crc32_combine  # 30 GB/s; the extra `fast`
+except ImportError:
+    crc32, crc32_combine = zlib.crc32, combine  # 1 to 3 GB/s
 
 
 def blocks(file: Path, start: int, size: int, block: int = 1 << 20) -> Iterator[memoryview]:

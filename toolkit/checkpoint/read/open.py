@@ -10,24 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.checksums import crc32_combine
 from toolkit.checkpoint.folder import (
     MANIFEST,
     OPTIMIZER_FILE,
     WEIGHTS_FILE,
     complete,
     find_fault,
+    first_with,
     read_manifest,
     step_number,
 )
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.checkpoint.read.weights import SUFFIXES, first_with, open_weights
+from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
 from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import (
     CheckpointReader,
     Member,
     Scalar,
     TensorIndex,
+    crc32_combine,
     crc32_of_range,
     join_shards,
     mixed_saves,
@@ -191,11 +192,11 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
     headers = {file: read_header(file) for file in files}
-    for file, header in headers.items():
-        places, parameters = (json.loads(header.metadata.get(table, "{}")) for table in ("slices", "numbers"))
+    for file, (stored, metadata) in headers.items():
+        places, parameters = (json.loads(metadata.get(table, "{}")) for table in ("slices", "numbers"))
         for parameter, numbers in parameters.items():
             scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
-        for name, tensor in header.tensors.items():
+        for name, tensor in stored.items():
             key, _, parameter = name.partition(".")
             if file.name == WEIGHTS_FILE:
                 key, parameter = "buffer" if name in (manifest.get("buffers") or ()) else "weight", name
@@ -221,9 +222,7 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
                 state[parameter][key] = tensor
     return CheckpointReader(
         path=path,
-        members=tuple(
-            span.member for header in headers.values() for tensor in header.tensors.values() for span in tensor.spans
-        ),
+        members=tuple(tensor.spans[0].member for stored, _ in headers.values() for tensor in stored.values()),
         weights=weights,
         buffers=buffers,
         optimizer_state=dict(state),

@@ -10,12 +10,12 @@ Parameters and buffers are not distinguished: all are `weights`. The optimizer's
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.folder import first_with
 from toolkit.checkpoint.lora import live_name
 from toolkit.checkpoint.read.torch_archive import open_torch_archive
 from toolkit.checkpoint.read.unpickle import MAX_BYTES, Inert, Tensor, unpickle
@@ -70,11 +70,6 @@ def open_weights(path: Path) -> CheckpointReader | None:
     )
 
 
-def first_with(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that contains `name`."""
-    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
-
-
 def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
     """(the files of the first existing kind of `SINGLE` and `INDEXES`, the tensors that their index names)."""
     for single, index in zip_longest(SINGLE, INDEXES):
@@ -117,10 +112,9 @@ def _state_of_file(file: Path) -> State:
     """Of a file of safetensors or torch.save; an adapter's tensors by their names in a live model."""
     details: dict[str, Any] = {}
     if file.suffix == ".safetensors":
-        header = read_header(file)
-        tensors = dict(header.tensors)
+        tensors, metadata = read_header(file)
         # safetensors' save_model lists tied names in the metadata, {omitted: written}; accelerate does not
-        tied = {name: other for name, other in header.metadata.items() if other in tensors and name != "format"}
+        tied = {name: other for name, other in metadata.items() if other in tensors and name != "format"}
     else:
         tensors, tied, details = _state_of_archive(file)
     if file.stem == "adapter_model":
