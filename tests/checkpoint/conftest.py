@@ -32,8 +32,7 @@ class Made:
     folder: Path
     """With `latest` and the tag's folder."""
     reference: Path
-    """A safetensors file of the state in memory: `weight.NAME` (fp32 masters, frozen ones in the engine's dtype; tied
-    ones once), `buffer.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
+    """A safetensors file of the state in memory, see `elastic_ways.truth_of`."""
     kind: Kind
     world: int
 

@@ -134,7 +134,7 @@ def build(model: str, name: str) -> Way:
     make, keys = OPTIMIZERS.get(model, (torch.optim.AdamW, ADAM))
     optimizer = make(list(groups_of(module)), lr=0.01)
     if strategy.startswith("zero"):
-        return with_deepspeed(module, optimizer, int(strategy[-1]), options, keys)
+        return with_deepspeed(engine_of(module, optimizer, int(strategy[-1]), options), options, keys)
     if strategy == "fsdp":
         return sharded_by_rows(module, make, keys)
     engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
@@ -192,13 +192,12 @@ def engine_of(module: nn.Module, optimizer: Any, stage: int, options: Sequence[s
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
-def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str], keys: Sequence[str]) -> Way:
-    engine = engine_of(module, optimizer, stage, options)
-
+def with_deepspeed(engine: Any, options: list[str], keys: Sequence[str]) -> Way:
     def update(loss: torch.Tensor) -> None:
         engine.backward(loss)
         engine.step()
 
+    stage = engine.zero_optimization_stage()
     plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
     state = live_state(accelerator, engine)
@@ -262,13 +261,16 @@ def truth_of(way: Way) -> dict[str, torch.Tensor]:
         copy = _unshard(parameter)
         if not parameter.requires_grad:
             actual[f"frozen.{name}"] = copy
-        elif name != "nothing":
+        elif not copy.numel():
+            actual[f"weight.{name}"] = copy
+        else:
             master, moments = way.masters(parameter)
-            actual[f"weight.{name}"] = master.detach().clone().view(-1)
-            actual |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
+            for key, value in {"weight": master, **moments}.items():
+                value = value.detach().clone()
+                actual[f"{key}.{name}"] = value.view(copy.shape) if value.numel() == copy.numel() else value
             if name in steps:
                 actual[f"step.{name}"] = torch.tensor(steps[name])
-            if not torch.equal(copy.view(-1), actual[f"weight.{name}"].to(copy.dtype)):
+            if not torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)):
                 raise AssertionError(f"{name}: the weight is not its master")
     for name, buffer in persistent_buffers(way.state.module):
         actual[f"buffer.{name}"] = buffer.clone()
@@ -288,7 +290,8 @@ def _unshard(parameter: Any) -> torch.Tensor:
 
 def _steps(way: Way) -> dict[str, float]:
     """On all ranks; fails where they differ."""
-    local = {part.name: float(part.scalars["step"]) for part in way.state.fragments() if "step" in part.scalars}
+    scalars = {part.name: part.state.scalars for part in way.state.fragments()}
+    local = {name: float(values["step"]) for name, values in scalars.items() if "step" in values}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, local)
     steps: dict[str, float] = {}

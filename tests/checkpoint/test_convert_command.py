@@ -20,16 +20,11 @@ from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import Fault, refusal
-from tests.runs import Finished, edit_json, start
+from tests.runs import edit_json, start
 from toolkit import cli
 from toolkit.checkpoint.convert import conversion, transfer
 
 TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
-
-
-def command(*words: Any) -> Finished:
-    """`toolkit WORDS` in a new process."""
-    return start([sys.executable, "-m", "toolkit", *words])
 
 
 @pytest.fixture
@@ -223,7 +218,7 @@ def test_inspect_imports_nothing_heavy(name: str, made: Made) -> None:
     assert not {"torch", "transformers", "deepspeed", "numpy"} & imported
     assert "step 2" in done.out
     assert f"{made.world} process" in done.out
-    message = json.loads(command("convert", "--inspect", "--json", made.folder).out)
+    message = json.loads(start(["toolkit", "convert", "--inspect", "--json", made.folder]).out)
     assert message["step"] == 2
     assert message["shapes"]
     assert any("config" in what for what in message["missing"])

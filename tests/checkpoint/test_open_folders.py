@@ -49,10 +49,10 @@ def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
 
 
 def read_reference(made: Made) -> dict[str, torch.Tensor]:
-    truth = load_file(made.reference)
-    trained = {name.replace("exp_avg.", "weight.", 1) for name in truth if name.startswith("exp_avg.")}
-    frozen = {name for name in truth if name.startswith("weight.")} - trained - {"weight.nothing"}
-    return {name: tensor for name, tensor in truth.items() if not (made.kind.exclude and name in frozen)}
+    truth = {key: tensor for key, tensor in load_file(made.reference).items() if not key.startswith("step.")}
+    frozen = [key for key in truth if key.startswith("frozen.")]
+    saved = {key.replace("frozen", "weight", 1): truth.pop(key) for key in frozen}
+    return truth if made.kind.exclude else truth | saved
 
 
 @pytest.mark.multiprocess

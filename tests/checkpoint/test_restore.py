@@ -79,7 +79,7 @@ def save(state: LiveState, folder: Path, without: Collection[str] = (), **manife
 def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
     actual = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
     for part in state.fragments():
-        for key, value in {**part.state, **part.factors, **part.scalars}.items():
+        for key, value in {**part.state.elements, **part.state.factors, **part.state.scalars}.items():
             actual[f"{key}.{part.name}"] = torch.as_tensor(-1 if value is None else value).clone()
     return actual
 
@@ -148,10 +148,10 @@ def test_different_steps_are_restored_but_not_under_zero(tmp_path: Path) -> None
     saved = trained(1)
     for part in saved.fragments():
         if part.name == "scalar":
-            part.scalars["step"].fill_(1.0)
+            part.state.scalars["step"].fill_(1.0)
     fresh, reader = trained(2), save(saved, tmp_path / "one")
     restore(fresh, reader, 3)
-    steps = {part.name: part.scalars.get("step") for part in fresh.fragments()}
+    steps = {part.name: part.state.scalars.get("step") for part in fresh.fragments()}
     assert (steps["scalar"], steps["brief"]) == (1.0, 3.0)
     # ZeRO has one count
     message = refused(Flattened(trained(2)), reader)

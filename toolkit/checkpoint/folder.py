@@ -171,13 +171,6 @@ def set_link(checkpoints: Path, name: str, folder: Path) -> None:
         draft.symlink_to(folder.name)
 
 
-def link_target(checkpoints: Path, name: str) -> Path | None:
-    """The complete checkpoint that `best` or `last` points to."""
-    link = checkpoints / name
-    target = link.resolve()
-    return target if link.is_symlink() and (target / MANIFEST).is_file() else None
-
-
 def set_links(checkpoints: Path, best_step: int) -> None:
     """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
     `best_step`, or removes the link where it is gone: a run that resumed an older checkpoint ignores better ones after
@@ -199,7 +192,7 @@ def prune(checkpoints: Path, keep: int) -> None:
         elif draft.name.startswith(SENT):
             remove(draft)
     newest = complete(checkpoints)[:keep]
-    targets = [link_target(checkpoints, name) for name in ("best", "last")]
+    targets = [(checkpoints / name).resolve() for name in ("best", "last")]
     for folder in _step_folders(checkpoints):
         if folder not in newest and folder.resolve() not in targets:
             try:

@@ -21,30 +21,28 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from toolkit.checkpoint.tensor_index import DTYPES
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
 from toolkit.utils.files import as_json
 from toolkit.utils.modules import unwrapped
 
-# By safetensors' names, as in `TensorIndex.dtype`
-TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, (_, name, _) in DTYPES.items()}
+"""By safetensors' names, as in `TensorIndex.dtype`."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _JSON_SCALARS = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
-    """An optimizer's state of one tensor, by the optimizer's keys (`exp_avg`, `step`)."""
+    """An optimizer's state of one tensor, by the optimizer's keys."""
 
     elements: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the same shape."""
+    """Tensors of the same shape (`exp_avg`, `momentum_buffer`)."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors of another shape, such as Adafactor's rows and columns (Shazeer and Stern, 2018)."""
     scalars: dict[str, Any] = field(default_factory=dict)
-    """0-dimensional tensors, numbers, bools, strings, None."""
+    """0-dimensional tensors, numbers, bools, strings, None (`step`)."""
     unknown: dict[str, Any] = field(default_factory=dict)
     """Anything else: it cannot be saved."""
 
@@ -75,12 +73,9 @@ class Fragment:
     """First element, in the parameter's row-major order."""
     values: torch.Tensor
     """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(n,) views of the optimizer's state of each element, by the optimizer's keys (`exp_avg`, `momentum_buffer`)."""
-    factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """State of another shape, such as Adafactor's rows and columns; only unsharded parameters have it."""
-    scalars: dict[str, Any] = field(default_factory=dict)
-    """State such as `step`; shared by all parameters of one flat master."""
+    state: State = field(default_factory=State)
+    """Its `elements` are (n,) views. Only unsharded parameters have `factors`; all parameters of one flat master share
+    the `scalars`."""
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
@@ -152,9 +147,8 @@ class LiveState:
         """None where this rank has no element of the parameter."""
         fragment = self.frozen_fragment(name, parameter)
         if fragment is not None:
-            state = split_state(self.optimizer, parameter)
-            fragment.state = {key: _local_shard(value)[1].view(-1) for key, value in state.elements.items()}
-            fragment.factors, fragment.scalars = state.factors, state.scalars
+            state = fragment.state = split_state(self.optimizer, parameter)
+            state.elements |= {key: _local_shard(value)[1].view(-1) for key, value in state.elements.items()}
         return fragment
 
     def frozen_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
@@ -225,8 +219,8 @@ class ZeroState(LiveState):
             return flat.data.view(-1).narrow(0, offset, count)
 
         state = split_state(self.optimizer, master)
-        elements = {key: narrow(value) for key, value in state.elements.items()}
-        return Fragment(name, start, narrow(master), elements, state.factors, state.scalars)
+        state.elements |= {key: narrow(value) for key, value in state.elements.items()}
+        return Fragment(name, start, narrow(master), state)
 
     def after_loading(self, steps: int) -> None:
         self.engine.global_steps = steps
@@ -313,12 +307,8 @@ class Stage3State(ZeroState):
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that are in the state_dict, shared ones once."""
-    seen = set()
-    for prefix, child in module.named_modules():
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    saved = module.state_dict().keys()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:

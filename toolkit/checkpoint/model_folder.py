@@ -66,8 +66,7 @@ def save_model(
         if lora:  # after the model: if killed in between, a resumed run sees the model's step and saves both again
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 adapter = {saved_name(name): tensor for name, tensor in state.items() if in_adapter(name)}
-                adapter = _cast(adapter, DTYPES[dtype])
-                save_file(adapter, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+                save_file(_cast(adapter, DTYPES[dtype]), draft / "adapter_model.safetensors", metadata={"format": "pt"})
                 write_adapter_config(module, draft)
                 make_readable(draft)
     accelerator.wait_for_everyone()

@@ -44,9 +44,9 @@ def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
         return  # excluded from the checkpoint: it has the base model's values
     _copy_elements(fragment.values, tensor, fragment.start)
     state = reader.optimizer_state.get(_saved_name(reader, fragment.name), {})
-    for key, values in fragment.state.items():
+    for key, values in fragment.state.elements.items():
         _copy_elements(values, state[key], fragment.start)
-    for key, values in fragment.factors.items():
+    for key, values in fragment.state.factors.items():
         _copy_elements(values.view(-1), state[key], 0)
 
 

@@ -65,14 +65,15 @@ def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
             continue
         weights[name] = (fragment.values, shape)
         elements = {"buffer" if name in buffers else "weight": fragment.values} if sharded else {}
-        for key, values in {**elements, **fragment.state}.items():
+        for key, values in {**elements, **fragment.state.elements}.items():
             states[f"{key}.{name}"] = (values, (values.numel(),) if sharded else shape)
             places[f"{key}.{name}"] = {"shape": list(shape), "start": fragment.start}
-        counts = {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
-        for key, values in {**fragment.factors, **counts}.items():
+        scalars = fragment.state.scalars
+        counts = {key: value for key, value in scalars.items() if isinstance(value, torch.Tensor)}
+        for key, values in {**fragment.state.factors, **counts}.items():
             states[f"{key}.{name}"] = (values, (1,) if sharded else tuple(values.shape))
             places[f"{key}.{name}"] = {"shape": [], "start": 0}
-        if plain := {key: value for key, value in fragment.scalars.items() if key not in counts}:
+        if plain := {key: value for key, value in scalars.items() if key not in counts}:
             numbers[name] = plain
     metadata = {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
     if sharded:

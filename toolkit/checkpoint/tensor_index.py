@@ -20,12 +20,14 @@ from toolkit.errors import UserError
 
 _CRC32_POLYNOMIAL = 0xEDB88320  # bit 31 is the lowest power, and x^32 is left out
 
-# safetensors' dtype -> its format in `struct`, which lacks bf16.
-_FORMATS = {
-    "F64": "d", "F32": "f", "F16": "e", "BF16": "H", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B",
-    "BOOL": "?",
+# safetensors' dtype -> (its format in `struct`, which lacks bf16; torch's name; that of torch's storage)
+DTYPES = {
+    "F64": ("d", "float64", "Double"), "F32": ("f", "float32", "Float"), "F16": ("e", "float16", "Half"),
+    "BF16": ("H", "bfloat16", "BFloat16"), "I64": ("q", "int64", "Long"), "I32": ("i", "int32", "Int"),
+    "I16": ("h", "int16", "Short"), "I8": ("b", "int8", "Char"), "U8": ("B", "uint8", "Byte"),
+    "BOOL": ("?", "bool", "Bool"),
 }  # fmt: skip
-ITEM_BYTES = {dtype: struct.calcsize(f"={letter}") for dtype, letter in _FORMATS.items()}
+ITEM_BYTES = {dtype: struct.calcsize(f"={letter}") for dtype, (letter, _, _) in DTYPES.items()}
 """Bytes of one element."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -150,7 +152,7 @@ class TensorIndex:
         """The value of a tensor with one element; None for any other."""
         if self.count != 1:
             return None
-        content, letter = bytes(self.read()), _FORMATS[self.dtype]
+        content, letter = bytes(self.read()), DTYPES[self.dtype][0]
         if self.dtype == "BF16":  # the upper half of a float32
             content, letter = b"\0\0" + content, "f"
         value: int | float | bool = struct.unpack(f"<{letter}", content)[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
+from toolkit.checkpoint.tensor_index import DTYPES
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.files import read_table, refuse_link_out, write_new
 from toolkit.utils.model_config import check_model_config
@@ -19,7 +20,6 @@ from toolkit.utils.model_config import check_model_config
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
 """Thresholds and temperature of the model; they belong to the weights of one step."""
-_TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # The files to copy from a model folder.
 _COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
@@ -58,7 +58,7 @@ def copied_files(
         refuse_link_out(folder / name, folder)
     if is_adapter:
         return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **files}
-    config, name = _read_config(folder), _TORCH_NAMES[dtype]
+    config, name = _read_config(folder), DTYPES[dtype][1]
     kind = re.fullmatch(r"(\w+?)(Model|For\w+)", (config.get("architectures") or [""])[0])
     if classes and kind and kind[2] != "ForSequenceClassification":
         labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them

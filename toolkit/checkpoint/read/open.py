@@ -42,7 +42,6 @@ _EXPECTED = (
 )
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # other files of Trainer and accelerate
-_ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 _DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
 
 
@@ -209,23 +208,22 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
             elif (one := tensor.number()) != (two := others[0][1].number()):
                 what = "the optimizer step" if key == "step" else name
                 raise mixed_saves(file, others[0][1].spans[0].member.file, f"{what} ({one} and {two})")
-    tensors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
-    for (key, parameter), parts in shards.items():
-        tensors[key][parameter] = join_shards(path, parameter, shapes[key, parameter], parts)
-    weights, buffers = tensors.pop("weight", {}), tensors.pop("buffer", {})
+    tables: dict[str, dict[str, TensorIndex]] = {"weight": {}, "buffer": {}}
     state: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
-    for key, by_parameter in tensors.items():
-        for parameter, tensor in by_parameter.items():
-            if key == "step" or (not tensor.shape and weights[parameter].shape):
-                scalars[parameter][key] = Scalar(tensor.number(), tensor.dtype)
-            else:
-                state[parameter][key] = tensor
+    for (key, parameter), parts in shards.items():
+        tensor = join_shards(path, parameter, shapes[key, parameter], parts)
+        if key in tables:
+            tables[key][parameter] = tensor
+        elif key == "step" or (not tensor.shape and shapes["weight", parameter]):
+            scalars[parameter][key] = Scalar(tensor.number(), tensor.dtype)
+        else:
+            state[parameter][key] = tensor
     return CheckpointReader(
         path=path,
         members=tuple(tensor.spans[0].member for stored, _ in headers.values() for tensor in stored.values()),
-        weights=weights,
-        buffers=buffers,
+        weights=tables["weight"],
+        buffers=tables["buffer"],
         optimizer_state=dict(state),
         optimizer_scalars=dict(scalars),
-        engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
+        engine_dtype={"bf16": "BF16", "fp16": "F16"}.get(str(manifest.get("mixed_precision")), "F32"),
     )

@@ -33,8 +33,8 @@ SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 
 State = tuple[dict[str, TensorIndex], dict[str, str], dict[str, Any]]
 """(tensors by name, other name -> name of tied tensors, details)."""
-# (tensor, offsets of a chunk) -> (file, first byte, bytes).
 _Chunks = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
+"""(tensor, offsets of a chunk) -> (file, first byte, bytes)."""
 
 
 def open_weights(path: Path) -> CheckpointReader | None:
