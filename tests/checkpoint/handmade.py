@@ -55,21 +55,20 @@ def save_state(
     state: LiveState, folder: Path, step: int, engine: Any = None, without: Collection[str] = (), **manifest: Any
 ) -> None:
     """As toolkit/training/checkpoints.py, without a run; all ranks must call it."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
+    if state.rank == 0:
         folders.create_empty(folder)
     if dist.is_initialized():
         dist.barrier()
     if state.file_format == "deepspeed":
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
     else:
-        for draft in make_drafts(state, set(without), rank):
+        for draft in make_drafts(state, set(without)):
             write(draft, folder)
     facts = optimizer_facts(state)
-    entries: list[Any] = [folders.manifest_entries(folder, files_of_rank(folder, rank))] * state.world
+    entries: list[Any] = [folders.manifest_entries(folder, files_of_rank(folder, state.rank))] * state.world
     if dist.is_initialized():
         dist.all_gather_object(entries, entries[0])
-    if rank == 0:
+    if state.rank == 0:
         files = {name: entry for part in entries for name, entry in part.items()}
         known = {"format": 1, "step": step, "files": files, "optimizer": facts, "tied": tied_names(state.module),
                  "state": state.file_format, "strategy": state.strategy, "world": state.world}  # fmt: skip

@@ -46,12 +46,14 @@ class Draft:
         return Draft(self.name, copies, self.metadata)
 
 
-def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
+def make_drafts(state: LiveState, excluded: set[str]) -> list[Draft]:
     """The files that this rank writes, without the `excluded` parameters: unsharded state is written by rank 0 alone.
 
     The drafts refer to the live tensors: nothing is copied.
     """
     sharded = state.file_format == "slices"
+    if state.rank != 0 and not sharded:
+        return []
     parameters, buffers = dict(state.module.named_parameters()), dict(state.module.named_buffers())
     shapes = {name: full_shape(tensor) for name, tensor in (parameters | buffers).items()}
     weights, states = {}, {}
@@ -60,8 +62,7 @@ def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
     for fragment in state.fragments():
         name, shape = fragment.name, shapes[fragment.name]
         # buffers and unsharded tensors are the same on all ranks
-        replicated = not sharded or fragment.values.numel() == math.prod(shape)
-        if name in excluded or (replicated and rank != 0):
+        if name in excluded or (state.rank != 0 and fragment.values.numel() == math.prod(shape)):
             continue
         weights[name] = (fragment.values, shape)
         elements = {"buffer" if name in buffers else "weight": fragment.values} if sharded else {}
@@ -78,9 +79,7 @@ def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
     metadata = {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
     if sharded:
         metadata = {"slices": json.dumps(places, ensure_ascii=False), **metadata}
-        return [Draft(f"slices-rank-{rank:05d}.safetensors", states, metadata)]
-    if rank != 0:
-        return []
+        return [Draft(f"slices-rank-{state.rank:05d}.safetensors", states, metadata)]
     return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, states, metadata)]
 
 

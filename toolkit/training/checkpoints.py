@@ -125,7 +125,7 @@ class Checkpoints:
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
             engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
-            drafts = make_drafts(state, set(manifest["excluded"]), rank)
+            drafts = make_drafts(state, set(manifest["excluded"]))
         if state.file_format == "slices":
             entries = {draft.name: write(draft, folder) for draft in drafts}
             drafts = []
