@@ -181,7 +181,7 @@ def test_the_best_model_until_the_checkpoint(settings: list[Any], tmp_path: Path
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_manifest(checkpoint(tmp_path / "whole", 6))["best"]
     target = (tmp_path / "whole" / "checkpoints" / "best").resolve()
-    assert (state["step"], target) != (4, checkpoint(tmp_path, 4))
+    assert (folders.step_number(target) or 0) > 6 > state["step"]
     run = rewound(tmp_path / "whole", tmp_path / "run", 6)
     assert "is gone" not in train(*arguments, "--output_dir", run)
     assert_same_run(run, tmp_path / "whole")

@@ -107,8 +107,6 @@ class Way:
     state: LiveState
     engine: Any
     """Computes the loss."""
-    strategy: str
-    dtype: torch.dtype
     update: Callable[[torch.Tensor], None]
     """Backward and an optimizer step."""
     masters: Masters
@@ -143,7 +141,7 @@ def build(model: str, name: str) -> Way:
         state = optimizer.state[parameter]
         return parameter.data, {key: state[key] for key in keys if key in state}
 
-    return with_torch(engine, optimizer, strategy, masters)
+    return with_torch(engine, optimizer, masters)
 
 
 def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -152,15 +150,14 @@ def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {"params": parameters[number::2], "weight_decay": 0.1 * number}
 
 
-def with_torch(engine: Any, optimizer: Any, strategy: str, masters: Masters) -> Way:
+def with_torch(engine: Any, optimizer: Any, masters: Masters) -> Way:
     def update(loss: torch.Tensor) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.NO)
-    state = live_state(accelerator, engine, optimizer)
-    return Way(state, engine, strategy, torch.float32, update, masters)
+    return Way(live_state(accelerator, engine, optimizer), engine, update, masters)
 
 
 def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
@@ -176,7 +173,7 @@ def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
         state = optimizer.state[parameter]
         return parameter.full_tensor(), {key: state[key].full_tensor() for key in keys}
 
-    return with_torch(module, optimizer, "fsdp2", masters)
+    return with_torch(module, optimizer, masters)
 
 
 def engine_of(module: nn.Module, optimizer: Any, stage: int, options: Sequence[str]) -> Any:
@@ -197,13 +194,10 @@ def with_deepspeed(engine: Any, options: list[str], keys: Sequence[str]) -> Way:
         engine.backward(loss)
         engine.step()
 
-    stage = engine.zero_optimization_stage()
-    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=engine.zero_optimization_stage()))
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
-    state = live_state(accelerator, engine)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
     masters = flat_masters_of(engine) if "robin" in options else masters_of(engine, keys)
-    return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)
+    return Way(live_state(accelerator, engine), engine, update, masters, engine.destroy)
 
 
 def masters_of(engine: Any, keys: Sequence[str]) -> Masters:

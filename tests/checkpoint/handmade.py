@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import zipfile
@@ -17,6 +18,9 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import LiveState, tied_names
 from toolkit.checkpoint.save import Draft, files_of_rank, make_drafts, optimizer_facts, write
 from toolkit.checkpoint.tensor_index import crc32_of_range
+
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+"""Of two tensors, or two dicts of tensors."""
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
@@ -46,7 +50,7 @@ def write_manifest(folder: Path, **manifest: Any) -> Path:
 
 def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any) -> Path:
     """A run's checkpoint of one process."""
-    (folder / "model").mkdir(parents=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "weights.safetensors", tensors, format="pt")
     return write_manifest(folder, **{"step": 7, "state": "whole", "strategy": "single", "world": 1, **manifest})
 
@@ -82,10 +86,3 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         actual |= load_file(path)
     return actual
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.checkpoint.handmade import save_state
+from tests.checkpoint.handmade import assert_same, save_state
 from tests.faults import refusal
 from toolkit.checkpoint import live, machines
 from toolkit.checkpoint import restore as restoring
@@ -82,13 +82,6 @@ def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
         for key, value in {**part.state.elements, **part.state.factors, **part.state.scalars}.items():
             actual[f"{key}.{part.name}"] = torch.as_tensor(-1 if value is None else value).clone()
     return actual
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype, name
-        assert torch.equal(one[name], other[name]), name
 
 
 @pytest.mark.parametrize("block", [4, restoring._BLOCK])
