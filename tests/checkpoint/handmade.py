@@ -24,8 +24,7 @@ assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
-    shaped = {name: (value, tuple(value.shape)) for name, value in tensors.items()}
-    write(Draft(file.name, shaped, metadata), file.parent)
+    write(Draft(file.name, tensors, metadata), file.parent)
 
 
 def rewritten(file: Path, change: Callable[[str, bytes], bytes]) -> bytes:

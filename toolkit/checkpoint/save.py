@@ -31,18 +31,17 @@ class Draft:
 
     name: str
     """Its name in the checkpoint's folder."""
-    tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]
-    """Name -> (values, shape)."""
+    tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
 
     @property
     def layout(self) -> Layout:
-        tensors = {name: (DTYPE_NAMES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
+        tensors = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         return lay_out(tensors, self.metadata, checksums=True)
 
     def copy_to_host(self) -> Draft:
         """A draft with copies of the tensors in host memory, which training does not change."""
-        copies = {name: (values.detach().to("cpu", copy=True), shape) for name, (values, shape) in self.tensors.items()}
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
         return Draft(self.name, copies, self.metadata)
 
 
@@ -64,15 +63,15 @@ def make_drafts(state: LiveState, excluded: set[str]) -> list[Draft]:
         # buffers and unsharded tensors are the same on all ranks
         if name in excluded or (state.rank != 0 and fragment.values.numel() == math.prod(shape)):
             continue
-        weights[name] = (fragment.values, shape)
+        weights[name] = fragment.values if sharded else fragment.values.view(shape)
         elements = {"buffer" if name in buffers else "weight": fragment.values} if sharded else {}
         for key, values in {**elements, **fragment.state.elements}.items():
-            states[f"{key}.{name}"] = (values, (values.numel(),) if sharded else shape)
+            states[f"{key}.{name}"] = values if sharded else values.view(shape)
             places[f"{key}.{name}"] = {"shape": list(shape), "start": fragment.start}
         scalars = fragment.state.scalars
         counts = {key: value for key, value in scalars.items() if isinstance(value, torch.Tensor)}
         for key, values in {**fragment.state.factors, **counts}.items():
-            states[f"{key}.{name}"] = (values, (1,) if sharded else tuple(values.shape))
+            states[f"{key}.{name}"] = values.view(1) if sharded else values
             places[f"{key}.{name}"] = {"shape": [], "start": 0}
         if plain := {key: value for key, value in scalars.items() if key not in counts}:
             numbers[name] = plain
@@ -134,7 +133,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     with (folder / draft.name).open("xb") as file:
         file.write(layout.header())  # a placeholder of the final header's length
         for name in layout.offsets:
-            content = bytes_of(draft.tensors[name][0])
+            content = bytes_of(draft.tensors[name])
             checksums[name] = crc32(content)
             data_crc32 = crc32_combine(data_crc32, checksums[name], len(content))
             file.write(content)
