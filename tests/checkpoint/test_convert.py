@@ -108,8 +108,6 @@ def test_a_flipped_bit_is_found_and_named(made: Made, tmp_path: Path) -> None:
 
 
 def flip(file: Path, place: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(place)
-        byte = opened.read(1)[0]
-        opened.seek(place)
-        opened.write(bytes([byte ^ 0x10]))
+    content = bytearray(file.read_bytes())
+    content[place] ^= 0x10
+    file.write_bytes(content)

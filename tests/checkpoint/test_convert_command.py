@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import bert_config, convert
+from tests.checkpoint.test_folder import names_in
 from tests.faults import Fault, refusal
 from tests.runs import edit_json, start
 from toolkit import cli
@@ -30,10 +31,6 @@ TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", TENSORS)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(

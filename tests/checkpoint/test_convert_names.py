@@ -61,6 +61,7 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     assert "position_embeddings.weight of shape [8, 4], and c/config.json has max_position_embeddings = 512" in rows
     labels = faults(SHAPES, id2label={"0": 1, "1": 2, "2": 3})
     assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in labels
+    assert "score.weight of shape [3, 4], and c/config.json has 2 labels" in faults({"score.weight": (3, 4)})
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])

@@ -169,10 +169,9 @@ def random_file(rank: int) -> str:
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
     """The states of all random generators that training uses, as JSON can hold them."""
-    kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "numpy": as_json(np.random.get_state()),
         "torch": _base64(torch.get_rng_state()),
     }
     if accelerator.device.type == "cuda":

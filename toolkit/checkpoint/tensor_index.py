@@ -84,9 +84,8 @@ def _read_exactly(opened: IO[bytes], file: Path, start: int, view: memoryview) -
         view, start = view[count:], start + count
 
 
-def crc32_of_range(file: Path, start: int = 0, size: int | None = None) -> int:
-    """The CRC32 of `size` bytes from `start` on, by default to the end of the file."""
-    value = 0
+def crc32_of_range(file: Path, start: int = 0, size: int | None = None, value: int = 0) -> int:
+    """The CRC32 of `size` bytes from `start` on, by default to the end of the file. `value`: of the bytes before."""
     for block in blocks(file, start, file.stat().st_size - start if size is None else size):
         value = crc32(block, value)
     return value

@@ -146,8 +146,7 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
         if any(member.crc32 is None for member in members):
             continue
         for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
-            between = member.offset - end
-            value = crc32_combine(value, crc32_of_range(file, end, between), between)
+            value = crc32_of_range(file, end, member.offset - end, value)
             value, end = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
             raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
