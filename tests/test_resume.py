@@ -172,7 +172,7 @@ def test_without_the_best_checkpoint_the_next_evaluation_counts(
     message = train(*settings, "--output_dir", run)
     assert f"the best model so far, of step {best}, is gone" in message
     assert best_step(run) == STEPS
-    assert folders.link_target(run / "checkpoints", "best") == checkpoint(run, STEPS)
+    assert (run / "checkpoints" / "best").resolve() == checkpoint(run, STEPS)
 
 
 def test_the_best_model_until_the_checkpoint(settings: list[Any], tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_the_best_model_until_the_checkpoint(settings: list[Any], tmp_path: Path
     arguments = [*settings, "--metric_for_best_model", "loss", "--max_steps", 9, "--warmup_steps", 0]
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_manifest(checkpoint(tmp_path / "whole", 6))["best"]
-    target = folders.link_target(tmp_path / "whole" / "checkpoints", "best")
-    assert (state["step"], target) != (4, checkpoint(tmp_path, 4))
+    target = (tmp_path / "whole" / "checkpoints" / "best").resolve()
+    assert (folders.step_number(target) or 0) > 6 > state["step"]
     run = rewound(tmp_path / "whole", tmp_path / "run", 6)
     assert "is gone" not in train(*arguments, "--output_dir", run)
     assert_same_run(run, tmp_path / "whole")

@@ -30,21 +30,10 @@ class Made:
     """A checkpoint of DeepSpeed's save_checkpoint after two optimizer steps. Tests must not write into it."""
 
     folder: Path
-    """With `latest` and the tag's folder."""
-    reference: Path
-    """A safetensors file of the state in memory: `weight.NAME` (fp32 masters, frozen ones in the engine's dtype; tied
-    ones once), `buffer.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
+    """With `latest` and the tag's folder. Beside it FOLDER.safetensors is what was in memory (`elastic_ways.truth_of`),
+    and for kinds with `later` FOLDER-later the save one step later."""
     kind: Kind
     world: int
-
-    @property
-    def tag(self) -> Path:
-        return self.folder / "global_step2"
-
-    @property
-    def later(self) -> Path:
-        """The folder of the save one step later, for kinds with `later`."""
-        return self.folder.with_name(f"{self.folder.name}-later")
 
 
 def names() -> list[str]:
@@ -81,7 +70,7 @@ def deepspeed_checkpoints(tiny_model: Path) -> dict[str, Made]:
             groups("tests.checkpoint.deepspeed_worker", words)
             Path(f"{root}.draft").rename(root)
     return {
-        f"{name} x{world}": Made(root / f"x{world}" / name, root / f"x{world}" / f"{name}.safetensors", kind, world)
+        f"{name} x{world}": Made(root / f"x{world}" / name, KINDS[name], world)
         for world, kinds in WORLDS.items()
-        for name, kind in ((name, KINDS[name]) for name in kinds)
+        for name in kinds
     }

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node N tests/checkpoint/deepspeed_worker.py MODEL FOLDER NAME ...
 
-writes, for each NAME of `KINDS`, FOLDER/NAME/{latest, tag, ...} as DeepSpeed does, and FOLDER/NAME.safetensors with
-`weight.X`, `buffer.X`, `exp_avg.X` and `exp_avg_sq.X` from memory. MODEL is a folder with a BERT, for some kinds.
+writes, for each NAME of `KINDS`, FOLDER/NAME/{latest, tag, ...} as DeepSpeed does, and FOLDER/NAME.safetensors: what
+`truth_of` reads from memory (of stage 0 the weights and buffers). MODEL is a folder with a BERT, for some kinds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.checkpoint.elastic_ways import ADAM, Odd, engine_of, flat_masters_of, masters_of, start_group
+from tests.checkpoint.elastic_ways import ADAM, Odd, engine_of, start_group, truth_of, with_deepspeed
+from toolkit.checkpoint.live import persistent_buffers
 
 STEPS = 2
 
@@ -89,38 +90,22 @@ def take_step(engine: Any, kind: Kind, step: int) -> None:
 
 
 def make(kind: Kind, folder: Path) -> None:
-    model = make_model(kind)
-    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(groups_of(model, kind), lr=0.01)
-    engine = engine_of(model, optimizer, kind.stage, kind.options.split())
+    model, options = make_model(kind), kind.options.split()
+    engine = engine_of(model, torch.optim.AdamW(groups_of(model, kind), lr=0.01), kind.stage, options)
     for step in range(STEPS):
         take_step(engine, kind, step)
     engine.save_checkpoint(str(folder), exclude_frozen_parameters=kind.exclude)
-    truth = {**weights_and_moments(engine, kind, whole), **buffers_of(engine)}
+    if kind.stage:
+        truth = truth_of(with_deepspeed(engine, options, ADAM))
+    else:
+        tensors = {"weight": model.named_parameters(), "buffer": persistent_buffers(engine.module)}
+        truth = {f"{key}.{name}": tensor for key, pairs in tensors.items() for name, tensor in pairs}
     if dist.get_rank() == 0:
-        save_file({name: tensor.contiguous() for name, tensor in truth.items()}, f"{folder}.safetensors")
+        save_file({name: tensor.detach().contiguous() for name, tensor in truth.items()}, f"{folder}.safetensors")
     if kind.later:
         take_step(engine, kind, STEPS)
         engine.save_checkpoint(f"{folder}-later")
     engine.destroy()
-
-
-def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
-    persistent = engine.module.state_dict()
-    return {f"buffer.{name}": buffer for name, buffer in engine.module.named_buffers() if name in persistent}
-
-
-def weights_and_moments(engine: Any, kind: Kind, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    masters = flat_masters_of(engine) if "robin" in kind.options else masters_of(engine, ADAM)
-    actual = {}
-    for name, parameter in engine.module.named_parameters():
-        if kind.stage and parameter.requires_grad and name != "nothing":
-            value, moments = masters(parameter)
-            actual |= {f"{key}.{name}": moment for key, moment in moments.items()}
-        else:  # unchanged, or its own master
-            value = whole[name].to(parameter.dtype) if kind.stage == 3 else parameter.data
-        actual[f"weight.{name}"] = value
-    return {key: value.detach().clone().view(whole[key.partition(".")[2]].shape) for key, value in actual.items()}
 
 
 def main() -> None:

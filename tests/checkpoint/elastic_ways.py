@@ -107,8 +107,6 @@ class Way:
     state: LiveState
     engine: Any
     """Computes the loss."""
-    strategy: str
-    dtype: torch.dtype
     update: Callable[[torch.Tensor], None]
     """Backward and an optimizer step."""
     masters: Masters
@@ -134,7 +132,7 @@ def build(model: str, name: str) -> Way:
     make, keys = OPTIMIZERS.get(model, (torch.optim.AdamW, ADAM))
     optimizer = make(list(groups_of(module)), lr=0.01)
     if strategy.startswith("zero"):
-        return with_deepspeed(module, optimizer, int(strategy[-1]), options, keys)
+        return with_deepspeed(engine_of(module, optimizer, int(strategy[-1]), options), options, keys)
     if strategy == "fsdp":
         return sharded_by_rows(module, make, keys)
     engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
@@ -143,7 +141,7 @@ def build(model: str, name: str) -> Way:
         state = optimizer.state[parameter]
         return parameter.data, {key: state[key] for key in keys if key in state}
 
-    return with_torch(engine, optimizer, strategy, masters)
+    return with_torch(engine, optimizer, masters)
 
 
 def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -152,15 +150,14 @@ def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {"params": parameters[number::2], "weight_decay": 0.1 * number}
 
 
-def with_torch(engine: Any, optimizer: Any, strategy: str, masters: Masters) -> Way:
+def with_torch(engine: Any, optimizer: Any, masters: Masters) -> Way:
     def update(loss: torch.Tensor) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.NO)
-    state = live_state(accelerator, engine, optimizer)
-    return Way(state, engine, strategy, torch.float32, update, masters)
+    return Way(live_state(accelerator, engine, optimizer), engine, update, masters)
 
 
 def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
@@ -176,7 +173,7 @@ def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
         state = optimizer.state[parameter]
         return parameter.full_tensor(), {key: state[key].full_tensor() for key in keys}
 
-    return with_torch(module, optimizer, "fsdp2", masters)
+    return with_torch(module, optimizer, masters)
 
 
 def engine_of(module: nn.Module, optimizer: Any, stage: int, options: Sequence[str]) -> Any:
@@ -192,19 +189,15 @@ def engine_of(module: nn.Module, optimizer: Any, stage: int, options: Sequence[s
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
-def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str], keys: Sequence[str]) -> Way:
-    engine = engine_of(module, optimizer, stage, options)
-
+def with_deepspeed(engine: Any, options: list[str], keys: Sequence[str]) -> Way:
     def update(loss: torch.Tensor) -> None:
         engine.backward(loss)
         engine.step()
 
-    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=engine.zero_optimization_stage()))
     accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
-    state = live_state(accelerator, engine)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
     masters = flat_masters_of(engine) if "robin" in options else masters_of(engine, keys)
-    return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)
+    return Way(live_state(accelerator, engine), engine, update, masters, engine.destroy)
 
 
 def masters_of(engine: Any, keys: Sequence[str]) -> Masters:
@@ -262,13 +255,16 @@ def truth_of(way: Way) -> dict[str, torch.Tensor]:
         copy = _unshard(parameter)
         if not parameter.requires_grad:
             actual[f"frozen.{name}"] = copy
-        elif name != "nothing":
+        elif not copy.numel():
+            actual[f"weight.{name}"] = copy
+        else:
             master, moments = way.masters(parameter)
-            actual[f"weight.{name}"] = master.detach().clone().view(-1)
-            actual |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
+            for key, value in {"weight": master, **moments}.items():
+                value = value.detach().clone()
+                actual[f"{key}.{name}"] = value.view(copy.shape) if value.numel() == copy.numel() else value
             if name in steps:
                 actual[f"step.{name}"] = torch.tensor(steps[name])
-            if not torch.equal(copy.view(-1), actual[f"weight.{name}"].to(copy.dtype)):
+            if not torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)):
                 raise AssertionError(f"{name}: the weight is not its master")
     for name, buffer in persistent_buffers(way.state.module):
         actual[f"buffer.{name}"] = buffer.clone()
@@ -288,7 +284,8 @@ def _unshard(parameter: Any) -> torch.Tensor:
 
 def _steps(way: Way) -> dict[str, float]:
     """On all ranks; fails where they differ."""
-    local = {part.name: float(part.scalars["step"]) for part in way.state.fragments() if "step" in part.scalars}
+    scalars = {part.name: part.state.scalars for part in way.state.fragments()}
+    local = {name: float(values["step"]) for name, values in scalars.items() if "step" in values}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, local)
     steps: dict[str, float] = {}

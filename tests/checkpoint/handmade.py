@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import zipfile
@@ -18,10 +19,12 @@ from toolkit.checkpoint.live import LiveState, tied_names
 from toolkit.checkpoint.save import Draft, files_of_rank, make_drafts, optimizer_facts, write
 from toolkit.checkpoint.tensor_index import crc32_of_range
 
+assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+"""Of two tensors, or two dicts of tensors."""
+
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
-    shaped = {name: (value, tuple(value.shape)) for name, value in tensors.items()}
-    write(Draft(file.name, shaped, metadata), file.parent)
+    write(Draft(file.name, tensors, metadata), file.parent)
 
 
 def rewritten(file: Path, change: Callable[[str, bytes], bytes]) -> bytes:
@@ -46,7 +49,7 @@ def write_manifest(folder: Path, **manifest: Any) -> Path:
 
 def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any) -> Path:
     """A run's checkpoint of one process."""
-    (folder / "model").mkdir(parents=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "weights.safetensors", tensors, format="pt")
     return write_manifest(folder, **{"step": 7, "state": "whole", "strategy": "single", "world": 1, **manifest})
 
@@ -55,21 +58,20 @@ def save_state(
     state: LiveState, folder: Path, step: int, engine: Any = None, without: Collection[str] = (), **manifest: Any
 ) -> None:
     """As toolkit/training/checkpoints.py, without a run; all ranks must call it."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
+    if state.rank == 0:
         folders.create_empty(folder)
     if dist.is_initialized():
         dist.barrier()
     if state.file_format == "deepspeed":
         engine.save_checkpoint(str(folder), tag=f"global_step{step}")
     else:
-        for draft in make_drafts(state, set(without), rank):
+        for draft in make_drafts(state, set(without)):
             write(draft, folder)
     facts = optimizer_facts(state)
-    entries: list[Any] = [folders.manifest_entries(folder, files_of_rank(folder, rank))] * state.world
+    entries: list[Any] = [folders.manifest_entries(folder, files_of_rank(folder, state.rank))] * state.world
     if dist.is_initialized():
         dist.all_gather_object(entries, entries[0])
-    if rank == 0:
+    if state.rank == 0:
         files = {name: entry for part in entries for name, entry in part.items()}
         known = {"format": 1, "step": step, "files": files, "optimizer": facts, "tied": tied_names(state.module),
                  "state": state.file_format, "strategy": state.strategy, "world": state.world}  # fmt: skip
@@ -83,10 +85,3 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         actual |= load_file(path)
     return actual
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))

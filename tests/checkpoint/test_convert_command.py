@@ -17,28 +17,20 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoint.conftest import Made
-from tests.checkpoint.handmade import read_folder, same_bits, write_run
+from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import bert_config, convert
+from tests.checkpoint.test_folder import names_in
 from tests.faults import Fault, refusal
-from tests.runs import Finished, edit_json, start
+from tests.runs import edit_json, start
 from toolkit import cli
 from toolkit.checkpoint.convert import conversion, transfer
 
 TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
 
 
-def command(*words: Any) -> Finished:
-    """`toolkit WORDS` in a new process."""
-    return start([sys.executable, "-m", "toolkit", *words])
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", TENSORS)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +215,7 @@ def test_inspect_imports_nothing_heavy(name: str, made: Made) -> None:
     assert not {"torch", "transformers", "deepspeed", "numpy"} & imported
     assert "step 2" in done.out
     assert f"{made.world} process" in done.out
-    message = json.loads(command("convert", "--inspect", "--json", made.folder).out)
+    message = json.loads(start(["toolkit", "convert", "--inspect", "--json", made.folder]).out)
     assert message["step"] == 2
     assert message["shapes"]
     assert any("config" in what for what in message["missing"])
@@ -247,10 +239,10 @@ def test_tied_weights_are_written_once_and_tied_again(stored: str, tiny_model: P
     assert not stored.startswith("bert") or "BertForMaskedLM" in message[1]
     assert all(words in message[-1] for words in ("left out: ", f" {omitted} (tied to {stored})", "--keep_tied"))
     assert "left out" not in "".join(convert(run, tmp_path / "both", config_from=config, keep_tied=True))
-    assert all(same_bits(read_folder(tmp_path / "both")[name], state[name]) for name in state)
+    assert_same(read_folder(tmp_path / "both"), state)
     again, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    assert all(same_bits(tensor, state[key]) for key, tensor in again.state_dict().items())
+    assert_same(dict(again.state_dict()), state)
 
 
 def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,4 +254,4 @@ def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(transfer, "MAX_THREADS", threads)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, threads=threads: range(threads))
         convert(run, tmp_path / f"out{threads}", verify=True)
-        assert all(same_bits(tensor, tensors[name]) for name, tensor in read_folder(tmp_path / f"out{threads}").items())
+        assert_same(read_folder(tmp_path / f"out{threads}"), tensors)

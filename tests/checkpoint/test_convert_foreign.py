@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.checkpoint.handmade import read_folder
-from tests.checkpoint.test_convert import assert_same, convert
+from tests.checkpoint.handmade import assert_same, read_folder
+from tests.checkpoint.test_convert import convert
 from tests.faults import Fault, refusal
 from tests.runs import edit_json
 from toolkit.config import PretrainedSettings

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.checkpoint.handmade import read_folder, same_bits, write_run
+from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import refusal
 
@@ -61,9 +60,7 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -
     make_peft(tiny_model).unload().save_pretrained(base)
     message = convert(run, tmp_path / "out", merge_lora=True, base_model=base, verify=variant == "embedding")
     expected = live.merge_and_unload().state_dict()
-    actual = read_folder(tmp_path / "out")
-    assert set(actual) == set(expected)
-    assert all(torch.allclose(actual[name], expected[name], rtol=1e-6, atol=1e-6) for name in expected)
+    torch.testing.assert_close(read_folder(tmp_path / "out"), expected, rtol=1e-6, atol=1e-6)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     if variant == "embedding":
         assert "the sum with their adapter" in message[0]
@@ -78,10 +75,7 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_pa
     run = saved(live, tmp_path / "run", tiny_model)
     convert(run, tmp_path / "out", verify=True)
     live.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
-    ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert set(ours) == set(theirs)
-    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+    assert_same(read_folder(tmp_path / "out"), read_folder(tmp_path / "theirs"))
     again = PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
     state, expected = again.state_dict(), live.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected if "lora_" in name or "modules_to" in name)

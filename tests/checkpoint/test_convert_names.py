@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoint.handmade import read_folder, same_bits, write_run
+from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
 from toolkit.checkpoint.convert.casts import narrow, widen
@@ -61,6 +61,7 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     assert "position_embeddings.weight of shape [8, 4], and c/config.json has max_position_embeddings = 512" in rows
     labels = faults(SHAPES, id2label={"0": 1, "1": 2, "2": 3})
     assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in labels
+    assert "score.weight of shape [3, 4], and c/config.json has 2 labels" in faults({"score.weight": (3, 4)})
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])
@@ -112,9 +113,8 @@ def test_excluded_parameters_come_from_the_base_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
     base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
     convert(run, tmp_path / "out", base_model=base, verify=True)
-    actual = read_folder(tmp_path / "out")
-    assert set(actual) == {*HEAD, *EXCLUDED}  # and no pooler, which the run's model has not
-    assert all(same_bits(actual[f"bert.{name}"], tensor) for name, tensor in BASE.items())
+    # no pooler, which the run's model lacks
+    assert_same(read_folder(tmp_path / "out"), HEAD | {f"bert.{name}": tensor for name, tensor in BASE.items()})
     # a run's base model is used if it is a folder
     (base / "config.json").write_text('{"model_type": "bert"}')
     convert(write_run(tmp_path / "named", HEAD, excluded=EXCLUDED, base_model=str(base)), tmp_path / "from the run")
@@ -154,10 +154,8 @@ def test_integers_and_buffers_stay(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(5), "ids": torch.arange(9), "mask": torch.tensor([True, False]),
                "double": torch.randn(3, dtype=torch.float64), "none": torch.empty(0, 4)}  # fmt: skip
     convert(write_run(tmp_path / "run", tensors), tmp_path / "out", dtype="bf16", verify=True)
-    actual = read_folder(tmp_path / "out")
-    for name, tensor in tensors.items():
-        expected = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
-        assert same_bits(actual[name], expected), name
+    expected = {name: each.float().bfloat16() if each.is_floating_point() else each for name, each in tensors.items()}
+    assert_same(read_folder(tmp_path / "out"), expected)
 
 
 ALL_HALVES = np.arange(1 << 16, dtype=np.uint16)

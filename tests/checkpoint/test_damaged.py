@@ -22,10 +22,8 @@ KINDS = ("zero0 x2", "zero2-bf16 x3", "zero3-bf16 x3")
 def copied(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> Callable[..., Path]:
     """`copied("zero2-bf16 x2")` -> a copy of the folder of save_checkpoint."""
 
-    def copy(name: str, later: bool = False, to: str = "saved") -> Path:
-        made = deepspeed_checkpoints[name]
-        shutil.copytree(made.later if later else made.folder, tmp_path / to)
-        return tmp_path / to
+    def copy(name: str, which: str = "", to: str = "saved") -> Path:
+        return Path(shutil.copytree(f"{deepspeed_checkpoints[name].folder}{which}", tmp_path / to))
 
     return copy
 
@@ -86,7 +84,7 @@ def test_all_missing_ranks_are_named(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_of_another_step_and_swapped_ranks(stage: int, copied: Callable[..., Path]) -> None:
-    root, later = copied(f"zero{stage}-bf16 x2"), copied(f"zero{stage}-bf16 x2", later=True, to="later")
+    root, later = copied(f"zero{stage}-bf16 x2"), copied(f"zero{stage}-bf16 x2", "-later", to="later")
     for file in files_of(root):
         content = file.read_bytes()
         shutil.copy(tag_of(later) / file.name, file)

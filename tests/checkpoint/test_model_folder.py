@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.checkpoint.handmade import assert_same
 from tests.faults import refusal
 from toolkit.checkpoint.model_folder import DTYPES, load_weights, save_model
 
@@ -44,8 +45,7 @@ def test_there_and_back(tmp_path: Path, make: Any) -> None:
         for tensor in other.state_dict().values():
             tensor.zero_()
     load_weights(accelerator, other, tmp_path / "model")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name]), name
+    assert_same(dict(model.state_dict()), dict(other.state_dict()))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

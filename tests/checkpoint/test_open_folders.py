@@ -8,14 +8,13 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from tests.checkpoint.conftest import Made, names
-from tests.checkpoint.handmade import write_manifest, write_tensors
+from tests.checkpoint.handmade import assert_same, write_manifest, write_run, write_tensors
 from tests.checkpoint.test_damaged import fault_of
 from tests.faults import refusal
 from tests.runs import groups
@@ -49,22 +48,17 @@ def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
 
 
 def read_reference(made: Made) -> dict[str, torch.Tensor]:
-    truth = load_file(made.reference)
-    trained = {name.replace("exp_avg.", "weight.", 1) for name in truth if name.startswith("exp_avg.")}
-    frozen = {name for name in truth if name.startswith("weight.")} - trained - {"weight.nothing"}
-    return {name: tensor for name, tensor in truth.items() if not (made.kind.exclude and name in frozen)}
+    truth = load_file(f"{made.folder}.safetensors")
+    absent = ("step.", "frozen.") if made.kind.exclude else ("step.",)
+    return {key.replace("frozen.", "weight.", 1): truth[key] for key in truth if not key.startswith(absent)}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", names())
 def test_every_tensor_is_that_in_memory(made: Made) -> None:
     reader = open_checkpoint(made.folder)
-    actual, expected = everything_of(reader), read_reference(made)
-    assert set(actual) == set(expected)
-    for key, tensor in expected.items():
-        read = tensor_of(actual[key])
-        assert read.dtype == tensor.dtype, key
-        assert torch.equal(read, tensor), key
+    actual = everything_of(reader)
+    same(actual, read_reference(made))
     assert (reader.world, reader.step) == (made.world, 2)
     assert reader.strategy == (f"zero{made.kind.stage}" if made.kind.stage else "ddp" if made.world > 1 else "single")
     assert reader.engine_dtype == {"bf16": "BF16", "fp16": "F16"}.get(made.kind.options[:4], "F32")
@@ -87,23 +81,17 @@ def test_the_config_next_to_latest(deepspeed_checkpoints: dict[str, Made], tmp_p
     assert (tag.model_folder, tag.weights) == (tmp_path / "saved", open_checkpoint(tmp_path / "saved").weights)
 
 
-def same(source_tensors: Mapping[str, Any], truth: Mapping[str, torch.Tensor]) -> None:
-    assert set(source_tensors) == set(truth)
-    for name, tensor in truth.items():
-        assert torch.equal(tensor_of(source_tensors[name]), tensor), name
+def same(stored: Mapping[str, TensorIndex], truth: Mapping[str, torch.Tensor]) -> None:
+    assert_same({name: tensor_of(tensor) for name, tensor in stored.items()}, truth)
 
 
-def write_whole(folder: Path, step: int = 4, **manifest: Any) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "model").mkdir()
+def write_whole(folder: Path, step: int = 4) -> Path:
+    (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
-    buffers = {"count": torch.tensor(5)}
     moments = {f"{key}.{name}": tensor + step for name, tensor in WEIGHTS.items() for key in ("exp_avg", "exp_avg_sq")}
     steps = {f"step.{name}": torch.tensor(float(step)) for name in WEIGHTS}
-    for name, tensors in (("weights", {**WEIGHTS, **buffers}), ("optimizer", {**moments, **steps})):
-        write_tensors(folder / f"{name}.safetensors", tensors)
-    known = {"state": "whole", "strategy": "ddp", "world": 2, "buffers": ["count"], "mixed_precision": "bf16"}
-    return write_manifest(folder, **{**known, "step": step, "epoch": 1, **manifest})
+    write_tensors(folder / "optimizer.safetensors", {**moments, **steps})
+    return write_run(folder, {**WEIGHTS, "count": torch.tensor(5)}, buffers=["count"], step=step)
 
 
 def write_slices(folder: Path, cut: int, steps: tuple[float, float] = (4.0, 4.0)) -> Path:
@@ -250,7 +238,7 @@ def test_damaged_hugging_face(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "two.safetensors")
     assert re.search(r"two\.safetensors: a .*another file", fault_of(tmp_path))
     save_file({"c": torch.ones(3)}, tmp_path / "two.safetensors")
-    assert re.search("index .* names b", fault_of(tmp_path))
+    assert "index.json names b" in fault_of(tmp_path)
     (tmp_path / "one.safetensors").write_bytes(b"\xff" * 20)
     assert "one.safetensors" in fault_of(tmp_path)
 
@@ -261,7 +249,7 @@ def test_a_file_of_another_save_is_refused(name: str, tmp_path: Path) -> None:
     folder, other = write_whole(tmp_path / "one", 4), write_whole(tmp_path / "other", 2)
     (other / "weights.safetensors").unlink()
     tensors = {key: value + 1 for key, value in WEIGHTS.items()}
-    write_tensors(other / "weights.safetensors", {**tensors, "count": torch.tensor(5)})
+    write_tensors(other / "weights.safetensors", {**tensors, "count": torch.tensor(5)}, format="pt")
     assert (folder / name).stat().st_size == (other / name).stat().st_size
     (folder / name).write_bytes((other / name).read_bytes())
     refusal(open_checkpoint, folder, match=rf"{name} and .*manifest.json differ")

@@ -16,7 +16,8 @@ import transformers
 from torch import nn
 
 from tests.checkpoint.elastic_ways import OPTIMIZERS, Lion
-from tests.checkpoint.test_restore import ACCELERATOR, Flattened, assert_same, refused, save, snapshot
+from tests.checkpoint.handmade import assert_same
+from tests.checkpoint.test_restore import ACCELERATOR, Flattened, refused, save, snapshot
 from tests.faults import refusal
 from toolkit.checkpoint.live import LiveState, live_state
 from toolkit.checkpoint.restore import restore

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.checkpoint.handmade import save_state
+from tests.checkpoint.handmade import assert_same, save_state
 from tests.faults import refusal
 from toolkit.checkpoint import live, machines
 from toolkit.checkpoint import restore as restoring
@@ -79,16 +79,9 @@ def save(state: LiveState, folder: Path, without: Collection[str] = (), **manife
 def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
     actual = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
     for part in state.fragments():
-        for key, value in {**part.state, **part.factors, **part.scalars}.items():
+        for key, value in {**part.state.elements, **part.state.factors, **part.state.scalars}.items():
             actual[f"{key}.{part.name}"] = torch.as_tensor(-1 if value is None else value).clone()
     return actual
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype, name
-        assert torch.equal(one[name], other[name]), name
 
 
 @pytest.mark.parametrize("block", [4, restoring._BLOCK])
@@ -148,10 +141,10 @@ def test_different_steps_are_restored_but_not_under_zero(tmp_path: Path) -> None
     saved = trained(1)
     for part in saved.fragments():
         if part.name == "scalar":
-            part.scalars["step"].fill_(1.0)
+            part.state.scalars["step"].fill_(1.0)
     fresh, reader = trained(2), save(saved, tmp_path / "one")
     restore(fresh, reader, 3)
-    steps = {part.name: part.scalars.get("step") for part in fresh.fragments()}
+    steps = {part.name: part.state.scalars.get("step") for part in fresh.fragments()}
     assert (steps["scalar"], steps["brief"]) == (1.0, 3.0)
     # ZeRO has one count
     message = refused(Flattened(trained(2)), reader)

@@ -6,6 +6,7 @@ import json
 import struct
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.handmade import write_run
 from tests.faults import refusal
-from toolkit.checkpoint.optimizer_state import DTYPE_NAMES as NAMES
+from toolkit.checkpoint.live import DTYPE_NAMES as NAMES
 from toolkit.checkpoint.safetensors_header import lay_out, read_header
 from toolkit.checkpoint.save import bytes_of
 
@@ -30,41 +31,29 @@ def many() -> dict[str, torch.Tensor]:
 
 
 def test_the_library_has_the_same_layout(tmp_path: Path) -> None:
-    refusal(lay_out, {"__metadata__": ("F32", (2,))}, match="a tensor is named __metadata__")
-    tensors = many()
-    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in reversed(tensors.items())}
-    layout = lay_out(described, {"format": "pt"})
-    content = layout.header() + b"".join(bytes_of(tensors[name]) for name in layout.tensors)
-    assert content == (tmp_path / "theirs").read_bytes()
+    refusal(lay_out, {"__metadata__": ("F32", (2,))}, {}, match="a tensor is named __metadata__")
+    tensors, metadata, file = many(), {"who": "我"}, tmp_path / "theirs"
+    save_file(tensors, file, metadata=metadata)
+    described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    layout = lay_out(dict(reversed(described.items())), metadata)
+    content = layout.header() + b"".join(bytes_of(tensors[name]) for name in layout.offsets)
+    assert content == file.read_bytes()
     assert layout.size == len(content)
+    read, read_metadata = read_header(file)
+    assert ({name: (each.dtype, each.shape) for name, each in read.items()}, read_metadata) == (described, metadata)
     for name, tensor in tensors.items():
         start = layout.offsets[name]
-        assert content[start : start + len(bytes_of(tensor))] == bytes_of(tensor)
+        assert read[name].read() == content[start : start + read[name].size] == bytes_of(tensor)
         assert start % tensor.element_size() == 0
-
-
-def test_a_header_is_read_as_the_library_wrote_it(tmp_path: Path) -> None:
-    tensors = many()
-    save_file(tensors, tmp_path / "file", metadata={"format": "pt", "who": "我"})
-    header = read_header(tmp_path / "file")
-    assert header.metadata == {"format": "pt", "who": "我"}
-    assert set(header.tensors) == set(tensors)
-    for name, tensor in tensors.items():
-        stored = header.tensors[name]
-        assert (stored.shape, stored.dtype) == (tuple(tensor.shape), NAMES[tensor.dtype])
-        assert bytes(stored.read()) == bytes_of(tensor)
 
 
 def test_checksums_do_not_move_the_data(tmp_path: Path) -> None:
     described = {"a": ("F32", (2, 2)), "b": ("F16", (3,))}
-    layout = lay_out(described, checksums=True)
+    layout = lay_out(described, {}, checksums=True)
     assert len(layout.header()) == len(layout.header({"a": 1, "b": 0xFFFFFFFF})) == min(layout.offsets.values())
     write_run(tmp_path / "run", many())
     written = tmp_path / "run" / "weights.safetensors"
-    from zlib import crc32
-
-    for stored in read_header(written).tensors.values():
+    for stored in read_header(written)[0].values():
         assert stored.spans[0].member.crc32 == crc32(stored.read())
     assert set(load_file(written)) == set(many())
     with safe_open(written, "pt") as opened:

@@ -20,8 +20,7 @@ NAMES = {
     "torch.distributed.distributed_c10d": (
         "pg_map", "_device_types", "_get_backend", "default_pg_timeout", "default_pg_nccl_timeout"),
     "torch.nn.modules.module": (
-        "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-        "_backward_pre_hooks"),
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
     "torch._functorch.config": ("force_non_lazy_backward_lowering", "donated_buffer"),
     "torch._inductor.choices": ("get_flex_attention_bwd_configs",),
@@ -38,7 +37,6 @@ NAMES = {
         "real_dp_process_group", "update_lp_params"),
     "deepspeed.runtime.bf16_optimizer": ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params"),
     "deepspeed.runtime.zero.linear": ("LinearFunctionForZeroStage3", "forward"),
-    "deepspeed.utils.mixed_precision_linkage": ("_hp_mapping",),
     "deepspeed.runtime.zero.stage3": (
         "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "fp16_groups",
         "grad_position", "get_param_id", "checkpoint_event_prologue", "checkpoint_event_epilogue"),

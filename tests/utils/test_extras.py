@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import CLASSIFIER, ROOT, Finished, fork
-from toolkit.checkpoint import checksums
+from toolkit.checkpoint.tensor_index import combine, crc32, crc32_combine
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 OF_TESTS = {"all", "dev", "docs"}
@@ -92,5 +92,5 @@ def test_checksums_of_parts_make_that_of_the_whole() -> None:
         first, second = drawn.randbytes(31), drawn.randbytes(size)
         expected = zlib.crc32(first + second)
         parts = zlib.crc32(first), zlib.crc32(second), size
-        assert checksums.combine(*parts) == checksums.crc32_combine(*parts) == expected
-        assert checksums.crc32(first + second) == expected
+        assert combine(*parts) == crc32_combine(*parts) == expected
+        assert crc32(first + second) == expected

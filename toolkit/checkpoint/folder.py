@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -15,8 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit.checkpoint.checksums import crc32
-from toolkit.checkpoint.tensor_index import crc32_of_range
+from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
 from toolkit.utils.log import logger
@@ -25,6 +25,11 @@ from toolkit.utils.units import size_text
 MANIFEST, WEIGHTS_FILE, OPTIMIZER_FILE = "manifest.json", "weights.safetensors", "optimizer.safetensors"
 PROBE, SENT = ".disk-", ".sent-"
 """Prefixes of temporary files: to test whether nodes share the disk, and copies of another node's checkpoints."""
+
+
+def first_with(name: str, *folders: Path | None) -> Path | None:
+    """The first folder that contains `name`."""
+    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -166,13 +171,6 @@ def set_link(checkpoints: Path, name: str, folder: Path) -> None:
         draft.symlink_to(folder.name)
 
 
-def link_target(checkpoints: Path, name: str) -> Path | None:
-    """The complete checkpoint that `best` or `last` points to."""
-    link = checkpoints / name
-    target = link.resolve()
-    return target if link.is_symlink() and (target / MANIFEST).is_file() else None
-
-
 def set_links(checkpoints: Path, best_step: int) -> None:
     """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
     `best_step`, or removes the link where it is gone: a run that resumed an older checkpoint ignores better ones after
@@ -194,7 +192,7 @@ def prune(checkpoints: Path, keep: int) -> None:
         elif draft.name.startswith(SENT):
             remove(draft)
     newest = complete(checkpoints)[:keep]
-    targets = [link_target(checkpoints, name) for name in ("best", "last")]
+    targets = [(checkpoints / name).resolve() for name in ("best", "last")]
     for folder in _step_folders(checkpoints):
         if folder not in newest and folder.resolve() not in targets:
             try:

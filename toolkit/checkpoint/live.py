@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -20,10 +21,47 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from toolkit.checkpoint.optimizer_state import remember_groups, split_state
+from toolkit.checkpoint.tensor_index import DTYPES
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
+from toolkit.utils.files import as_json
 from toolkit.utils.modules import unwrapped
+
+TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, (_, name, _) in DTYPES.items()}
+"""By safetensors' names, as in `TensorIndex.dtype`."""
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_JSON_SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass
+class State:
+    """An optimizer's state of one tensor, by the optimizer's keys."""
+
+    elements: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of the same shape (`exp_avg`, `momentum_buffer`)."""
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of another shape, such as Adafactor's rows and columns (Shazeer and Stern, 2018)."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """0-dimensional tensors, numbers, bools, strings, None (`step`)."""
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Anything else: it cannot be saved."""
+
+
+def split_state(optimizer: Any, tensor: torch.Tensor) -> State:
+    """An optimizer's state of a tensor, by kind; empty before the first step."""
+    state = State()
+    for key, value in optimizer.state.get(tensor, {}).items():
+        if not isinstance(key, str) or "." in key:
+            state.unknown[str(key)] = value
+        elif not isinstance(value, torch.Tensor):
+            (state.scalars if isinstance(value, _JSON_SCALARS) else state.unknown)[key] = value
+        elif value.dtype not in DTYPE_NAMES:
+            state.unknown[key] = value
+        elif value.shape == tensor.shape and (value.dim() or key != "step"):
+            state.elements[key] = value
+        else:
+            (state.factors if value.dim() else state.scalars)[key] = value
+    return state
 
 
 @dataclass
@@ -35,12 +73,9 @@ class Fragment:
     """First element, in the parameter's row-major order."""
     values: torch.Tensor
     """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(n,) views of the optimizer's state of each element, by the optimizer's keys (`exp_avg`, `momentum_buffer`)."""
-    factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """State of another shape, such as Adafactor's rows and columns; only unsharded parameters have it."""
-    scalars: dict[str, Any] = field(default_factory=dict)
-    """State such as `step`; shared by all parameters of one flat master."""
+    state: State = field(default_factory=State)
+    """Its `elements` are (n,) views. Only unsharded parameters have `factors`; all parameters of one flat master share
+    the `scalars`."""
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
@@ -112,9 +147,8 @@ class LiveState:
         """None where this rank has no element of the parameter."""
         fragment = self.frozen_fragment(name, parameter)
         if fragment is not None:
-            state = split_state(self.optimizer, parameter)
-            fragment.state = {key: _local_shard(value)[1].view(-1) for key, value in state.elements.items()}
-            fragment.factors, fragment.scalars = state.factors, state.scalars
+            state = fragment.state = split_state(self.optimizer, parameter)
+            state.elements |= {key: _local_shard(value)[1].view(-1) for key, value in state.elements.items()}
         return fragment
 
     def frozen_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
@@ -185,8 +219,8 @@ class ZeroState(LiveState):
             return flat.data.view(-1).narrow(0, offset, count)
 
         state = split_state(self.optimizer, master)
-        elements = {key: narrow(value) for key, value in state.elements.items()}
-        return Fragment(name, start, narrow(master), elements, state.factors, state.scalars)
+        state.elements |= {key: narrow(value) for key, value in state.elements.items()}
+        return Fragment(name, start, narrow(master), state)
 
     def after_loading(self, steps: int) -> None:
         self.engine.global_steps = steps
@@ -273,12 +307,8 @@ class Stage3State(ZeroState):
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that are in the state_dict, shared ones once."""
-    seen = set()
-    for prefix, child in module.named_modules():
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    saved = module.state_dict().keys()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
@@ -300,3 +330,36 @@ def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     row = math.prod(parameter.shape[1:])
     return (offsets[0] * row if offsets else 0), parameter.to_local().data
+
+
+# Not an attribute of the optimizer: torch would pickle it, and DeepSpeed and accelerate wrap the optimizer.
+_INITIAL_GROUPS: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+
+
+def remember_groups(optimizer: Any) -> None:
+    """Remembers the current hyperparameters of an optimizer and those it wraps, for `changed_hyperparameters`."""
+    while optimizer is not None:
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _INITIAL_GROUPS:
+            defaults = optimizer.defaults if optimizer.state else {}  # its groups may have changed already
+            _INITIAL_GROUPS[optimizer] = [_hyperparameters({**group, **defaults}) for group in optimizer.param_groups]
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def changed_hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each parameter group the hyperparameters that the optimizer has changed since `remember_groups`."""
+    pairs: Any = itertools.zip_longest(optimizer.param_groups, _INITIAL_GROUPS.get(optimizer, []), fillvalue={})
+    return [
+        {key: value for key, value in _hyperparameters(group).items() if key not in initial or value != initial[key]}
+        for group, initial in pairs
+    ]
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: as_json(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON can hold the value and give it back."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_json(item) for key, item in value.items())
+    return all(map(is_json, value)) if isinstance(value, list) else isinstance(value, _JSON_SCALARS)

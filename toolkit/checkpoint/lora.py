@@ -34,7 +34,8 @@ _UNSUPPORTED = (
     "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config", "kasa_config",
     "velora_config", "monteclora_config",
 )  # fmt: skip
-_HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+"""Of classifiers; their rows are the labels."""
 # Values of init_lora_weights that change the base weights too.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -120,7 +121,7 @@ class AdapterConfig:
         """The name of a classifier's head, among `names`; None for other adapters."""
         if self.content.get("task_type") != "SEQ_CLS":
             return None
-        return next((head for head in _HEADS if head in names), None)
+        return next((head for head in HEADS if head in names), None)
 
     def check_mergeable(self, base_excluded: bool) -> None:
         """Raises UserError for variants of LoRA whose merged weight is not W + scaling * B @ A."""

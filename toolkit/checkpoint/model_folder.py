@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoint.live import live_state, reshard, tied_names
+from toolkit.checkpoint.live import TORCH_DTYPES, live_state, reshard, tied_names
 from toolkit.checkpoint.lora import in_adapter, in_merged_model, merged_name, saved_name
+from toolkit.checkpoint.restore import copy_elements
+from toolkit.checkpoint.safetensors_header import read_header
+from toolkit.checkpoint.tensor_index import TensorIndex
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.compat import require
@@ -66,8 +67,7 @@ def save_model(
         if lora:  # after the model: if killed in between, a resumed run sees the model's step and saves both again
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 adapter = {saved_name(name): tensor for name, tensor in state.items() if in_adapter(name)}
-                adapter = _cast(adapter, DTYPES[dtype])
-                save_file(adapter, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+                save_file(_cast(adapter, DTYPES[dtype]), draft / "adapter_model.safetensors", metadata={"format": "pt"})
                 write_adapter_config(module, draft)
                 make_readable(draft)
     accelerator.wait_for_everyone()
@@ -177,25 +177,23 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
 
     Only the main process reads the folder: other nodes need not have it. With LoRA the sibling adapter/ is read.
     """
-    plugin = accelerator.state.deepspeed_plugin
+    plugin, module = accelerator.state.deepspeed_plugin, unwrapped(model)
     if accelerator.distributed_type != DistributedType.DEEPSPEED or plugin.zero_stage != 3:
-        load_into_shards(unwrapped(model), folder, accelerator.is_main_process)
+        load_into_shards(module, folder, accelerator.is_main_process)
         return
     import deepspeed
 
     engine: Any = model
     engine.empty_partition_cache()  # a forward pass outside the engine (FGM) may have left a prefetched weight
-    module = unwrapped(model)
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    with contextlib.ExitStack() as stack:
-        tensors = _tensor_readers(module, folder, stack) if accelerator.is_main_process else {}
-        for name in broadcast_object_list([[name for name in targets if name in tensors]])[0]:
-            # on exit DeepSpeed broadcasts what the main process wrote
-            with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
-                if accelerator.is_main_process:
-                    targets[name].copy_(tensors[name]())
-            if not hasattr(targets[name], "ds_id"):  # a buffer
-                torch.distributed.broadcast(targets[name].data, 0)
+    tensors = _tensors_for(module, folder) if accelerator.is_main_process else {}
+    for name in broadcast_object_list([[name for name in targets if name in tensors]])[0]:
+        # on exit DeepSpeed broadcasts what the main process wrote
+        with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
+            if accelerator.is_main_process:
+                copy_elements(targets[name].data.view(-1), tensors[name], 0)
+        if not hasattr(targets[name], "ds_id"):  # a buffer
+            torch.distributed.broadcast(targets[name].data, 0)
     accelerator.wait_for_everyone()
 
 
@@ -205,36 +203,33 @@ def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> N
 
     reshard(model)
     state: dict[str, Any] = {}
-    if is_reader:
-        with contextlib.ExitStack() as stack:
-            state = {name: read() for name, read in _tensor_readers(model, folder, stack).items()}
+    for name, tensor in (_tensors_for(model, folder) if is_reader else {}).items():
+        state[name] = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        copy_elements(state[name].view(-1), tensor, 0)
     distributed = torch.distributed.is_initialized()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
     set_model_state_dict(model, state, options=options)
 
 
-def _tensor_readers(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
-    """A tensor's name in the model -> a function that reads it from the folder; with LoRA what the sibling adapter/ has
-    from that, and other weights only if they are trained: the base weights are unchanged."""
+def _tensors_for(model: torch.nn.Module, folder: Path) -> dict[str, TensorIndex]:
+    """A folder's tensors by the model's names; with LoRA those of the sibling adapter/, and other weights only if they
+    are trained: the base weights are unchanged."""
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
-    readers = _readers_in(folder, stack)
-    if lora_config(model) is None:
-        tensors = readers
-    else:
+    tensors = _tensors_in(folder)
+    if lora_config(model) is not None:
         names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
-        adapter = _readers_in(folder.with_name(ADAPTER_FOLDER), stack)
-        tensors = {names.get(name, name): read for name, read in adapter.items()}
-        tensors |= {name: readers[name] for name in expected & readers.keys()}
+        adapter = _tensors_in(folder.with_name(ADAPTER_FOLDER))
+        trained = {name: tensors[name] for name in expected & tensors.keys()}
+        tensors = {names.get(name, name): tensor for name, tensor in adapter.items()} | trained
     if missing := sorted(expected - tensors.keys()):
         raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
     return tensors
 
 
-def _readers_in(folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
-    readers: dict[str, Callable[[], Any]] = {}
+def _tensors_in(folder: Path) -> dict[str, TensorIndex]:
+    tensors: dict[str, TensorIndex] = {}
     for path in sorted(folder.glob("*.safetensors")):
         refuse_link_out(path, folder)
-        file = stack.enter_context(safe_open(path, framework="pt"))
-        readers |= {name: functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
-    return readers
+        tensors |= read_header(path)[0]
+    return tensors

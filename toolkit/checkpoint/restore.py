@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.live import Fragment, LiveState, full_shape, persistent_buffers
-from toolkit.checkpoint.optimizer_state import TORCH_DTYPES
+from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, full_shape, persistent_buffers
 from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex
 from toolkit.errors import Faults, UserError, listing
 
@@ -43,15 +42,15 @@ def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
     tensor = _tensor(reader, fragment.name)
     if tensor is None:
         return  # excluded from the checkpoint: it has the base model's values
-    _copy_elements(fragment.values, tensor, fragment.start)
+    copy_elements(fragment.values, tensor, fragment.start)
     state = reader.optimizer_state.get(_saved_name(reader, fragment.name), {})
-    for key, values in fragment.state.items():
-        _copy_elements(values, state[key], fragment.start)
-    for key, values in fragment.factors.items():
-        _copy_elements(values.view(-1), state[key], 0)
+    for key, values in fragment.state.elements.items():
+        copy_elements(values, state[key], fragment.start)
+    for key, values in fragment.state.factors.items():
+        copy_elements(values.view(-1), state[key], 0)
 
 
-def _copy_elements(target: torch.Tensor, tensor: TensorIndex, start: int) -> None:
+def copy_elements(target: torch.Tensor, tensor: TensorIndex, start: int) -> None:
     """Copies elements [start, start + n) of a saved tensor into a (n,) tensor, block by block."""
     for first in range(0, target.numel(), _BLOCK):
         count = min(_BLOCK, target.numel() - first)

@@ -12,7 +12,8 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,61 +29,52 @@ _ORDER = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
 class Layout:
     """The layout of a file to write. The header's length does not depend on the checksums' values."""
 
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name -> (dtype, shape), in the file's order."""
-    offsets: Mapping[str, int]
-    """Name -> its first byte in the file."""
-    size: int
-    """Bytes of the file."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    with_checksums: bool = False
+    entries: Mapping[str, Mapping[str, Any]]
+    """Name -> its entry in the header, in the file's order."""
+    metadata: Mapping[str, str]
+    with_checksums: bool
 
     def header(self, checksums: Mapping[str, int] | None = None) -> bytes:
         """The file's bytes before the first tensor. `checksums`: CRC32 by tensor name."""
         metadata = dict(self.metadata)
         if self.with_checksums:
-            digits = {name: f"{(checksums or {}).get(name, 0):08x}" for name in self.tensors}
+            digits = {name: f"{(checksums or {}).get(name, 0):08x}" for name in self.entries}
             metadata["crc32"] = json.dumps(digits, ensure_ascii=False)
-        table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-        start = 0
-        for name, (dtype, shape) in self.tensors.items():
-            end = start + math.prod(shape) * ITEM_BYTES[dtype]
-            table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-            start = end
+        table = {"__metadata__": metadata, **self.entries} if metadata else self.entries
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # aligns the data to the largest element
         return struct.pack("<Q", len(text)) + text
 
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Name -> its first byte in the file."""
+        data = len(self.header())
+        return {name: data + entry["data_offsets"][0] for name, entry in self.entries.items()}
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.header()) + max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
+
 
 def lay_out(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    metadata: Mapping[str, str] | None = None,
-    checksums: bool = False,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], checksums: bool = False
 ) -> Layout:
     """Lays out tensors, name -> (dtype, shape), in a file; their order does not matter. `checksums`: with each tensor's
     CRC32. Raises UserError for a reserved name."""
     if "__metadata__" in tensors:
         raise UserError("a tensor is named __metadata__, which safetensors reserves: rename it")
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
-    draft = Layout(ordered, {}, 0, dict(metadata or {}), checksums)
-    end, offsets = len(draft.header()), {}
-    for name, (dtype, shape) in ordered.items():
-        offsets[name] = end
-        end += math.prod(shape) * ITEM_BYTES[dtype]
-    return replace(draft, offsets=offsets, size=end)
+    entries, start = {}, 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])):
+        end = start + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    return Layout(entries, metadata, checksums)
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file."""
-
-    tensors: Mapping[str, TensorIndex]
-    """By name, in the order of their bytes, each with one member."""
-    metadata: Mapping[str, str]
-
-
-def read_header(path: Path) -> Header:
-    """Reads the header of a safetensors file, with CRC32s where its metadata has them.
+def read_header(path: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
+    """(the tensors of a safetensors file by name, in the order of their bytes; its metadata). Each tensor has one
+    member, with its CRC32 where the metadata has them.
 
     Raises UserError for a file that is invalid, truncated or too long, has an unknown dtype, overlaps or gaps.
     """
@@ -107,7 +99,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _parse_header(path: Path, table: dict[str, Any], data: int, size: int) -> Header:
+def _parse_header(
+    path: Path, table: dict[str, Any], data: int, size: int
+) -> tuple[dict[str, TensorIndex], dict[str, str]]:
     """`data`: the first byte after the header; `size`: bytes of the file. Raises what `read_header` catches."""
     metadata = table.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in metadata.values()):
@@ -123,7 +117,7 @@ def _parse_header(path: Path, table: dict[str, Any], data: int, size: int) -> He
     if offset != size:
         fault = "truncated" if offset > size else "extra bytes after its last tensor"
         raise ValueError(f"it has {size} bytes and its header describes {offset}: {fault}")
-    return Header(tensors, metadata)
+    return tensors, metadata
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from toolkit.checkpoint.checksums import crc32, crc32_combine
 from toolkit.checkpoint.folder import OPTIMIZER_FILE, WEIGHTS_FILE
-from toolkit.checkpoint.live import LiveState, full_shape
-from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_hyperparameters, is_json, split_state
+from toolkit.checkpoint.live import DTYPE_NAMES, LiveState, changed_hyperparameters, full_shape, is_json, split_state
 from toolkit.checkpoint.safetensors_header import Layout, lay_out
+from toolkit.checkpoint.tensor_index import crc32, crc32_combine
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json
 
@@ -32,27 +31,28 @@ class Draft:
 
     name: str
     """Its name in the checkpoint's folder."""
-    tensors: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]
-    """Name -> (values, shape)."""
+    tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
 
     @property
     def layout(self) -> Layout:
-        tensors = {name: (DTYPE_NAMES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
+        tensors = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         return lay_out(tensors, self.metadata, checksums=True)
 
     def copy_to_host(self) -> Draft:
         """A draft with copies of the tensors in host memory, which training does not change."""
-        copies = {name: (values.detach().to("cpu", copy=True), shape) for name, (values, shape) in self.tensors.items()}
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
         return Draft(self.name, copies, self.metadata)
 
 
-def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
+def make_drafts(state: LiveState, excluded: set[str]) -> list[Draft]:
     """The files that this rank writes, without the `excluded` parameters: unsharded state is written by rank 0 alone.
 
     The drafts refer to the live tensors: nothing is copied.
     """
     sharded = state.file_format == "slices"
+    if state.rank != 0 and not sharded:
+        return []
     parameters, buffers = dict(state.module.named_parameters()), dict(state.module.named_buffers())
     shapes = {name: full_shape(tensor) for name, tensor in (parameters | buffers).items()}
     weights, states = {}, {}
@@ -61,26 +61,24 @@ def make_drafts(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
     for fragment in state.fragments():
         name, shape = fragment.name, shapes[fragment.name]
         # buffers and unsharded tensors are the same on all ranks
-        replicated = not sharded or fragment.values.numel() == math.prod(shape)
-        if name in excluded or (replicated and rank != 0):
+        if name in excluded or (state.rank != 0 and fragment.values.numel() == math.prod(shape)):
             continue
-        weights[name] = (fragment.values, shape)
+        weights[name] = fragment.values if sharded else fragment.values.view(shape)
         elements = {"buffer" if name in buffers else "weight": fragment.values} if sharded else {}
-        for key, values in {**elements, **fragment.state}.items():
-            states[f"{key}.{name}"] = (values, (values.numel(),) if sharded else shape)
+        for key, values in {**elements, **fragment.state.elements}.items():
+            states[f"{key}.{name}"] = values if sharded else values.view(shape)
             places[f"{key}.{name}"] = {"shape": list(shape), "start": fragment.start}
-        counts = {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
-        for key, values in {**fragment.factors, **counts}.items():
-            states[f"{key}.{name}"] = (values, (1,) if sharded else tuple(values.shape))
+        scalars = fragment.state.scalars
+        counts = {key: value for key, value in scalars.items() if isinstance(value, torch.Tensor)}
+        for key, values in {**fragment.state.factors, **counts}.items():
+            states[f"{key}.{name}"] = values.view(1) if sharded else values
             places[f"{key}.{name}"] = {"shape": [], "start": 0}
-        if plain := {key: value for key, value in fragment.scalars.items() if key not in counts}:
+        if plain := {key: value for key, value in scalars.items() if key not in counts}:
             numbers[name] = plain
     metadata = {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
     if sharded:
         metadata = {"slices": json.dumps(places, ensure_ascii=False), **metadata}
-        return [Draft(f"slices-rank-{rank:05d}.safetensors", states, metadata)]
-    if rank != 0:
-        return []
+        return [Draft(f"slices-rank-{state.rank:05d}.safetensors", states, metadata)]
     return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, states, metadata)]
 
 
@@ -134,8 +132,8 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     data_crc32 = 0
     with (folder / draft.name).open("xb") as file:
         file.write(layout.header())  # a placeholder of the final header's length
-        for name in layout.tensors:
-            content = bytes_of(draft.tensors[name][0])
+        for name in layout.offsets:
+            content = bytes_of(draft.tensors[name])
             checksums[name] = crc32(content)
             data_crc32 = crc32_combine(data_crc32, checksums[name], len(content))
             file.write(content)
@@ -171,10 +169,9 @@ def random_file(rank: int) -> str:
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
     """The states of all random generators that training uses, as JSON can hold them."""
-    kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "numpy": as_json(np.random.get_state()),
         "torch": _base64(torch.get_rng_state()),
     }
     if accelerator.device.type == "cuda":

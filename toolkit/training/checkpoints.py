@@ -21,10 +21,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import LiveState, full_shape, live_state, persistent_buffers, tied_names
+from toolkit.checkpoint.live import LiveState, full_shape, live_state, persistent_buffers, remember_groups, tied_names
 from toolkit.checkpoint.machines import collect_files, remote_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
-from toolkit.checkpoint.optimizer_state import remember_groups
 from toolkit.checkpoint.save import (
     Draft,
     files_of_rank,
@@ -126,7 +125,7 @@ class Checkpoints:
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
             engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
-            drafts = make_drafts(state, set(manifest["excluded"]), rank)
+            drafts = make_drafts(state, set(manifest["excluded"]))
         if state.file_format == "slices":
             entries = {draft.name: write(draft, folder) for draft in drafts}
             drafts = []

@@ -18,14 +18,13 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.checksums import crc32
 from toolkit.checkpoint.machines import local_copy
 from toolkit.checkpoint.model_folder import read_step as model_folder_step
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
-from toolkit.checkpoint.tensor_index import crc32_of_range
+from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line

@@ -25,9 +25,8 @@ from toolkit.checkpoint.convert.model_files import (
     write_files,
 )
 from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
-from toolkit.checkpoint.folder import step_number
+from toolkit.checkpoint.folder import first_with, step_number
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.weights import first_with
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.lora import ADAPTER_CONFIG
+from toolkit.checkpoint.lora import ADAPTER_CONFIG, HEADS
+from toolkit.checkpoint.tensor_index import DTYPES
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.files import read_table, refuse_link_out, write_new
 from toolkit.utils.model_config import check_model_config
@@ -19,7 +20,6 @@ from toolkit.utils.model_config import check_model_config
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
 """Thresholds and temperature of the model; they belong to the weights of one step."""
-_TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # The files to copy from a model folder.
 _COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
@@ -38,7 +38,6 @@ _ROWS = {
     "embeddings.position_embeddings.weight": "max_position_embeddings",
     "embeddings.token_type_embeddings.weight": "type_vocab_size",
 }
-_HEADS = ("classifier.weight", "classifier.out_proj.weight")
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -58,7 +57,7 @@ def copied_files(
         refuse_link_out(folder / name, folder)
     if is_adapter:
         return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **files}
-    config, name = _read_config(folder), _TORCH_NAMES[dtype]
+    config, name = _read_config(folder), DTYPES[dtype][1]
     kind = re.fullmatch(r"(\w+?)(Model|For\w+)", (config.get("architectures") or [""])[0])
     if classes and kind and kind[2] != "ForSequenceClassification":
         labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them
@@ -121,15 +120,15 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     if any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ()):
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-        heads = dict.fromkeys(_HEADS, (count, f"{count} labels"))
+        heads = dict.fromkeys(HEADS, (count, f"{count} labels"))
     for end, (count, setting) in {**rows, **heads}.items():
         for name, shape in shapes.items():
             if (name == end or (end in rows and name.endswith(end))) and count is not None and shape[:1] != (count,):
                 faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {setting}")
     if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
         faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} requires")
-    if rows and heads and not any(head in shapes for head in _HEADS):
-        prefix = next((name.removesuffix(head) for name in shapes for head in _HEADS if name.endswith(f".{head}")), "")
+    if rows and heads and not any(head in shapes for head in HEADS):
+        prefix = next((name.removesuffix(head) for name in shapes for head in HEADS if name.endswith(f".{head}")), "")
         hint = f"; to convert only those under {prefix}: --prefix {prefix}" if prefix else ""
         faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has{hint}")
     elif rows and (others := sorted(name for name in shapes if name.startswith(MODULE_ATTRIBUTES))):

@@ -15,10 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.checksums import crc32, crc32_combine
 from toolkit.checkpoint.lora import LoraDelta
 from toolkit.checkpoint.safetensors_header import Layout, lay_out, read_header
-from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks, crc32, crc32_combine
 from toolkit.errors import UserError
 from toolkit.utils.files import write_new
 
@@ -198,7 +197,7 @@ def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
         with path.open("rb") as file:  # drop it from the page cache: compare what is on the disk
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        written = read_header(path).tensors
+        written, _ = read_header(path)
         if set(written) != {output.name for output in shard.outputs}:
             raise UserError(f"{path} does not have the tensors that were written: the disk or memory is faulty")
         with _threads(len(shard.outputs)) as pool:

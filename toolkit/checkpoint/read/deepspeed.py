@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 # By parameter name: (rank, first element in that rank's partition of the group, elements), in order.
 Shards = Mapping[str, list[tuple[int, int, int]]]
 
-_OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tensor>\d+)_?optim_states\.pt")
-_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_model_states\.pt")
+_FILE = re.compile(
+    r"((bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_?(?P<kind>model|optim)_states\.pt"
+)
 _PIPELINE_OR_EXPERT = re.compile(
     r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
 )
@@ -43,9 +44,7 @@ _MAX_PROCESSES = 1 << 20  # a larger number means a damaged file
 
 
 def is_tag_folder(folder: Path) -> bool:
-    return folder.is_dir() and any(
-        _MODEL.fullmatch(entry.name) or _OPTIMIZER.fullmatch(entry.name) for entry in folder.iterdir()
-    )
+    return folder.is_dir() and any(_FILE.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def find_tag_folder(root: Path) -> Path | None:
@@ -109,8 +108,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
 def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], int, int]:
     """(model files: one under stages 0 to 2, by rank under stage 3; optimizer files by rank, none under stage 0; the
     ZeRO stage; the world size). Raises UserError where files are missing, damaged or of different saves."""
-    names = sorted(entry.name for entry in folder.iterdir())
-    paths = {"model": _files_by_rank(folder, names, _MODEL), "optimizer": _files_by_rank(folder, names, _OPTIMIZER)}
+    paths = _files_by_rank(folder)
     models = [_open(path, "module") for path in paths["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in paths["optimizer"].values()]
     stages = [_stage_of(each) for each in optimizers]
@@ -137,28 +135,29 @@ def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], i
     return models, optimizers, stage, world
 
 
-def _files_by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
-    files: dict[int, str] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if _PIPELINE_OR_EXPERT.fullmatch(name) or (match and int(match["tensor"])):
+def _files_by_rank(folder: Path) -> dict[str, dict[int, Path]]:
+    """By kind (model, optimizer) and rank."""
+    files: dict[str, dict[int, Path]] = {"model": {}, "optimizer": {}}
+    for path in sorted(folder.iterdir()):
+        match = _FILE.fullmatch(path.name)
+        if _PIPELINE_OR_EXPERT.fullmatch(path.name) or (match and int(match["tensor"])):
             raise UserError(
-                f"{folder / name}: {'tensor' if match else 'pipeline or expert'} parallelism is not supported; "
-                "DeepSpeed's ds_to_universal.py reads it"
+                f"{path}: {'tensor' if match else 'pipeline or expert'} parallelism is not supported; DeepSpeed's "
+                "ds_to_universal.py reads it"
             )
         if match:
-            other = files.setdefault(int(match["rank"] or 0), name)
-            first = files[min(files)]
-            if other != name or name.startswith("bf16_") != first.startswith("bf16_"):
-                raise mixed_saves(folder / (other if other != name else first), folder / name, "their file names")
-    return {rank: folder / files[rank] for rank in sorted(files)}
+            ranks = files["model" if match["kind"] == "model" else "optimizer"]
+            other, first = ranks.setdefault(int(match["rank"] or 0), path), ranks[min(ranks)]
+            if other != path or path.name.startswith("bf16_") != first.name.startswith("bf16_"):
+                raise mixed_saves(other if other != path else first, path, "their file names")
+    return {kind: dict(sorted(ranks.items())) for kind, ranks in files.items()}
 
 
 def _open(path: Path, key: str) -> TorchArchive:
     """Opens a file. `key`: of the state that it must have."""
     opened = open_torch_archive(path)
     name = f"{opened.archive}.pt"
-    if name != path.name and (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)):
+    if name != path.name and _FILE.fullmatch(name):
         raise UserError(f"{path} was written as {name}: the ranks' files are swapped; copy the folder again")
     if type(opened.content) is not dict or type(opened.content.get(key)) is not dict:
         raise UserError(f"{path} is not a file of DeepSpeed's save_checkpoint: it has no {key}")
@@ -182,12 +181,13 @@ def _partition_counts(optimizer: TorchArchive) -> list[Any]:
 
 def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
     """Raises UserError naming all ranks whose files are missing, or files that are left of another save."""
+    lines = []
     for kind, files in paths.items():
         if surplus := [path.name for rank, path in files.items() if rank >= counts[kind]]:
             saved = f"{folder} was saved by {counts['optimizer']} processes"
             raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove that save's files")
-    missing = {kind: [rank for rank in range(count) if rank not in paths[kind]] for kind, count in counts.items()}
-    lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
+        if missing := [rank for rank in range(counts[kind]) if rank not in files]:
+            lines.append(f"{kind} files of ranks {listing(missing, 16)}")
     if lines:
         processes = f"{max(counts.values())} processes saved it"
         raise missing_files(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")

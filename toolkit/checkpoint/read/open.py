@@ -10,24 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.checksums import crc32_combine
 from toolkit.checkpoint.folder import (
     MANIFEST,
     OPTIMIZER_FILE,
     WEIGHTS_FILE,
     complete,
     find_fault,
+    first_with,
     read_manifest,
     step_number,
 )
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.checkpoint.read.weights import SUFFIXES, first_with, open_weights
+from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
 from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import (
     CheckpointReader,
     Member,
     Scalar,
     TensorIndex,
+    crc32_combine,
     crc32_of_range,
     join_shards,
     mixed_saves,
@@ -41,7 +42,6 @@ _EXPECTED = (
 )
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # other files of Trainer and accelerate
-_ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 _DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
 
 
@@ -146,8 +146,7 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
         if any(member.crc32 is None for member in members):
             continue
         for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
-            between = member.offset - end
-            value = crc32_combine(value, crc32_of_range(file, end, between), between)
+            value = crc32_of_range(file, end, member.offset - end, value)
             value, end = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
             raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
@@ -191,11 +190,11 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
     headers = {file: read_header(file) for file in files}
-    for file, header in headers.items():
-        places, parameters = (json.loads(header.metadata.get(table, "{}")) for table in ("slices", "numbers"))
+    for file, (stored, metadata) in headers.items():
+        places, parameters = (json.loads(metadata.get(table, "{}")) for table in ("slices", "numbers"))
         for parameter, numbers in parameters.items():
             scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
-        for name, tensor in header.tensors.items():
+        for name, tensor in stored.items():
             key, _, parameter = name.partition(".")
             if file.name == WEIGHTS_FILE:
                 key, parameter = "buffer" if name in (manifest.get("buffers") or ()) else "weight", name
@@ -208,25 +207,22 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
             elif (one := tensor.number()) != (two := others[0][1].number()):
                 what = "the optimizer step" if key == "step" else name
                 raise mixed_saves(file, others[0][1].spans[0].member.file, f"{what} ({one} and {two})")
-    tensors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
-    for (key, parameter), parts in shards.items():
-        tensors[key][parameter] = join_shards(path, parameter, shapes[key, parameter], parts)
-    weights, buffers = tensors.pop("weight", {}), tensors.pop("buffer", {})
+    tables: dict[str, dict[str, TensorIndex]] = {"weight": {}, "buffer": {}}
     state: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
-    for key, by_parameter in tensors.items():
-        for parameter, tensor in by_parameter.items():
-            if key == "step" or (not tensor.shape and weights[parameter].shape):
-                scalars[parameter][key] = Scalar(tensor.number(), tensor.dtype)
-            else:
-                state[parameter][key] = tensor
+    for (key, parameter), parts in shards.items():
+        tensor = join_shards(path, parameter, shapes[key, parameter], parts)
+        if key in tables:
+            tables[key][parameter] = tensor
+        elif key == "step" or (not tensor.shape and shapes["weight", parameter]):
+            scalars[parameter][key] = Scalar(tensor.number(), tensor.dtype)
+        else:
+            state[parameter][key] = tensor
     return CheckpointReader(
         path=path,
-        members=tuple(
-            span.member for header in headers.values() for tensor in header.tensors.values() for span in tensor.spans
-        ),
-        weights=weights,
-        buffers=buffers,
+        members=tuple(tensor.spans[0].member for stored, _ in headers.values() for tensor in stored.values()),
+        weights=tables["weight"],
+        buffers=tables["buffer"],
         optimizer_state=dict(state),
         optimizer_scalars=dict(scalars),
-        engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
+        engine_dtype={"bf16": "BF16", "fp16": "F16"}.get(str(manifest.get("mixed_precision")), "F32"),
     )

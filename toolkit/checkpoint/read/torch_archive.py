@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.checksums import crc32
 from toolkit.checkpoint.read.unpickle import MAX_BYTES, MalformedError, Tensor, unpickle, walk
-from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex, read_into
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex, crc32, read_into
 from toolkit.errors import UserError
 
 _LOCAL, _END = b"PK\3\4", b"PK\5\6"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.checkpoint.tensor_index import ITEM_BYTES
+from toolkit.checkpoint.tensor_index import DTYPES, ITEM_BYTES
 from toolkit.errors import UserError
 
 MAX_BYTES = 64 << 20
@@ -173,18 +173,11 @@ class _Unpickler(_Python):
         elif type(target) is not dict or type(state) is not dict:  # an OrderedDict's attributes are ignored
             raise MalformedError(f"attributes for a {type(target).__name__}")
 
-    def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._fill([key], [value])
-
-    def set_items(self) -> None:
-        items = self.pop_mark()
-        self._fill(items[::2], items[1::2])
-
-    def _fill(self, keys: list[Any], values: list[Any]) -> None:
+    def fill(self, items: list[Any]) -> None:
+        """Adds alternating keys and values to the dict on the stack."""
         if type(self.stack[-1]) is not dict:
             raise MalformedError(f"items for a {type(self.stack[-1]).__name__}")
-        self.stack[-1].update(zip(map(_key, keys), values, strict=True))
+        self.stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
 
     def text(self, length: str) -> None:
         (size,) = struct.unpack(length, self.read(struct.calcsize(length)))
@@ -215,8 +208,8 @@ _INHERITED = (
     "APPENDS GLOBAL STACK_GLOBAL BINPERSID"
 )
 _OPERATIONS = {code: _Python.dispatch[code] for name in _INHERITED.split() for code in getattr(pickle, name)} | {
-    pickle.SETITEM[0]: _Unpickler.set_item,
-    pickle.SETITEMS[0]: _Unpickler.set_items,
+    pickle.SETITEM[0]: lambda unpickler: unpickler.fill([unpickler.stack.pop(-2), unpickler.stack.pop()]),
+    pickle.SETITEMS[0]: lambda unpickler: unpickler.fill(unpickler.pop_mark()),
     pickle.REDUCE[0]: _Unpickler.reduce,
     pickle.NEWOBJ[0]: _Unpickler.reduce,
     pickle.BUILD[0]: _Unpickler.build,
@@ -226,11 +219,9 @@ _OPERATIONS = {code: _Python.dispatch[code] for name in _INHERITED.split() for c
 }
 
 
-_STORAGES = {
-    "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
-    "Char": "I8", "Byte": "U8", "Bool": "BOOL",
-}  # fmt: skip
-_STORAGE_DTYPES = {f"torch.{place}{name}Storage": dtype for place in ("", "cuda.") for name, dtype in _STORAGES.items()}
+_STORAGE_DTYPES = {
+    f"torch.{place}{name}Storage": dtype for place in ("", "cuda.") for dtype, (_, _, name) in DTYPES.items()
+}
 
 
 def _count(number: Any) -> int:
@@ -274,8 +265,7 @@ def _first(value: Any, *_: Any) -> Any:
 
 
 _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("list", "dict", "int", "float")]
-_DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
-                                        "uint8", "bool")]  # fmt: skip
+_DTYPES = [f"torch.{name}" for _, name, _ in DTYPES.values()]
 _CONSTANTS = (*_DTYPES, *_STORAGE_DTYPES, *_BUILTINS, "torch.Tensor", "torch.nn.parameter.Parameter")
 _LIGHTNING = (
     "lightning.fabric.utilities.data",

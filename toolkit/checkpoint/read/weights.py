@@ -10,12 +10,11 @@ Parameters and buffers are not distinguished: all are `weights`. The optimizer's
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping
-from itertools import zip_longest
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.folder import first_with
 from toolkit.checkpoint.lora import live_name
 from toolkit.checkpoint.read.torch_archive import open_torch_archive
 from toolkit.checkpoint.read.unpickle import MAX_BYTES, Inert, Tensor, unpickle
@@ -26,15 +25,14 @@ from toolkit.utils.files import read_table
 
 # In the order in which transformers looks for them; an adapter last, since a folder may have both.
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", ".metadata"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 """Of a file that may be a model's state."""
 
 State = tuple[dict[str, TensorIndex], dict[str, str], dict[str, Any]]
 """(tensors by name, other name -> name of tied tensors, details)."""
-# (tensor, offsets of a chunk) -> (file, first byte, bytes).
 _Chunks = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
+"""(tensor, offsets of a chunk) -> (file, first byte, bytes)."""
 
 
 def open_weights(path: Path) -> CheckpointReader | None:
@@ -46,8 +44,8 @@ def open_weights(path: Path) -> CheckpointReader | None:
         state, processes = _state_of_file(path), 1
     elif fsdp := _state_of_fsdp(folder):
         state, strategy = fsdp, "fsdp2"
-    elif files := _weight_files(folder):
-        state = _state_of_files(folder, *files)
+    elif model := _state_of_folder(folder):
+        state = model
         if processes or (folder / "optimizer.bin").is_file():
             strategy = "ddp" if processes > 1 else "single"
     else:
@@ -70,46 +68,36 @@ def open_weights(path: Path) -> CheckpointReader | None:
     )
 
 
-def first_with(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that contains `name`."""
-    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
-
-
-def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
-    """(the files of the first existing kind of `SINGLE` and `INDEXES`, the tensors that their index names)."""
-    for single, index in zip_longest(SINGLE, INDEXES):
-        if (folder / single).is_file():
-            second = (folder / single).with_stem(f"{Path(single).stem}_1")  # as accelerate names them
+def _state_of_folder(folder: Path) -> State | None:
+    """Of the first existing kind of `SINGLE`, as one file or several with an index."""
+    for file in (folder / name for name in SINGLE):
+        if file.is_file():
+            second = file.with_stem(f"{file.stem}_1")  # as accelerate names them
             if second.is_file():
-                raise UserError(f"{folder} has several models ({single}, {second.name}): put each in its own folder")
-            return [folder / single], ()
-        if index and (folder / index).is_file():
-            return _files_of_index(folder / index)
+                raise UserError(f"{folder} has several models ({file.name}, {second.name}): put each in its own folder")
+            return _state_of_file(file)
+        if (index := Path(f"{file}.index.json")).is_file():
+            return _state_of_index(index)
     return None
 
 
-def _files_of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
+def _state_of_index(index: Path) -> State:
     weight_map = read_table(index, {}).get("weight_map")
     if not weight_map:
         raise UserError(f"{index} is not an index of weights: it has no weight_map")
-    names = sorted(set(weight_map.values()))
-    if missing := [name for name in names if not (index.parent / name).is_file()]:
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{index} names {listing(missing)}, missing in its folder; copy the folder again")
-    return [index.parent / name for name in names], weight_map
-
-
-def _state_of_files(folder: Path, files: list[Path], indexed: Iterable[str]) -> State:
-    """`indexed`: tensors that an index names."""
     tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
     for file in files:
         of_file, aliases, _ = _state_of_file(file)
         if repeated := [name for name in of_file if name in tensors]:
-            raise UserError(f"{file}: {listing(repeated)} are in another file of {folder} too: copy the folder again")
+            raise UserError(f"{file}: {listing(repeated)} are in another file of its folder too: copy the folder again")
         tensors |= of_file
         tied |= aliases
-    if missing := [name for name in indexed if name not in tensors]:
-        raise UserError(f"the index of {folder} names {listing(missing)}, which its files lack; copy it again")
+    if missing := [name for name in weight_map if name not in tensors]:
+        raise UserError(f"{index} names {listing(missing)}, which its files lack; copy the folder again")
     return tensors, tied, {}
 
 
@@ -117,10 +105,9 @@ def _state_of_file(file: Path) -> State:
     """Of a file of safetensors or torch.save; an adapter's tensors by their names in a live model."""
     details: dict[str, Any] = {}
     if file.suffix == ".safetensors":
-        header = read_header(file)
-        tensors = dict(header.tensors)
+        tensors, metadata = read_header(file)
         # safetensors' save_model lists tied names in the metadata, {omitted: written}; accelerate does not
-        tied = {name: other for name, other in header.metadata.items() if other in tensors and name != "format"}
+        tied = {name: other for name, other in metadata.items() if other in tensors and name != "format"}
     else:
         tensors, tied, details = _state_of_archive(file)
     if file.stem == "adapter_model":
