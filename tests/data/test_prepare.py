@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import toolkit
 from tests.faults import refusal
 from tests.prepared import MODEL
+from toolkit.api import load_data
 from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
@@ -123,6 +127,27 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
     rows = rows_of({"a": 2, "b": 2})
     other = [{"sentence": "x", "label": "a"}]
     refusal(prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'")
+
+
+def test_the_way_of_the_data_is_short(reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path) -> None:
+    """From a CSV to tokens on disk through ten files and general helpers, and no feature that no setting turns on."""
+    files = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
+    settings, entered = build(TaskSettings, files), set()
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, not a module or a class
+            entered.add(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        load_data(settings, accelerator)
+    finally:
+        sys.setprofile(None)
+    package = Path(toolkit.__file__).parent
+    names = {Path(name).relative_to(package).as_posix() for name in entered if Path(name).is_relative_to(package)}
+    helpers = {name for name in names if name.startswith("utils/")}
+    assert helpers == {f"utils/{name}.py" for name in ("cache", "features", "files", "progress")}
+    assert len(names - helpers) <= 10, names
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:

@@ -164,7 +164,7 @@ def _override(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Faults | None = None) -> Settings:
     """{setting: value} -> the validated dataclass. Raises UserError with all faults."""
-    faults = faults or Faults()
+    faults = Faults() if faults is None else faults
     sections = sections_of(settings_class)
     sections_built: dict[str, Any] = {}
     known = {name: field for section in sections.values() for name, field in fields_of(section).items()}

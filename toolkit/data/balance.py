@@ -33,7 +33,8 @@ def check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
     for name, why in unsupported.items():
         if value := getattr(objective, name):
             faults.add(f"--{name} {value} does not fit {kind}: {why}")
-    faults.raise_if_any()
+    if faults:
+        faults.raise_if_any()
 
 
 def class_counts(labels: Labels, split: Split) -> np.ndarray:
@@ -114,9 +115,10 @@ def describe(train: Split, labels: Labels, objective: ObjectiveSettings) -> tupl
     if objective.sampling:
         drawn = np.bincount(train.labels, weights=train.chances, minlength=labels.size) * 100
         lines.append(f"an epoch draws (--sampling), in %: {_listed(order, labels.names, drawn, '{:.3g}')}")
+    compensated = any((objective.class_weights, objective.pos_weight, objective.sampling, objective.loss == "focal"))
     if objective.class_weights and objective.sampling == "balanced":
         lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
-    return lines, "" if objective.changes_classes else _advice(order, counts, len(train), labels)
+    return lines, "" if compensated else _advice(order, counts, len(train), labels)
 
 
 def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, written: str) -> str:

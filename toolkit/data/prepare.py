@@ -24,7 +24,7 @@ from toolkit.data.table import Table, columns_of, find_columns, text_column
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.utils.cache import cached_folder, digest_of_text
-from toolkit.utils.features import features, first
+from toolkit.utils.features import features, first, hooks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -80,29 +80,30 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
     """Tokenizes the texts and encodes their targets, in one process per machine; all processes load them. Raises
     UserError for every fault of the input, and when machines have different data."""
     data = settings.data
-    if accelerator is not None:
-        _require_equal_settings(accelerator, settings)
+    several = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
+    if several is not None:
+        _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class: type[Targets] = first(feature.targets(settings) for feature in features()) or Labels
+    targets_class: type[Targets] = first(targets(settings) for targets in hooks("targets", settings)) or Labels
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
-    if accelerator is not None:  # before an hour of work on different data
+    if several is not None:  # before an hour of work on different data
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
-        launch.require_equal(accelerator, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
+        launch.require_equal(several, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
     facts |= {"tables": digests, "tokenizer": fingerprint}
     feature_facts: dict[str, Any] = {}
-    for feature in features():
-        feature_facts |= feature.data_facts(settings, facts, accelerator)
-    if accelerator is not None and feature_facts:
-        launch.require_equal(accelerator, "the data", feature_facts)
+    for data_facts in hooks("data_facts", settings):
+        feature_facts |= data_facts(settings, facts, accelerator)
+    if several is not None and feature_facts:
+        launch.require_equal(several, "the data", feature_facts)
     facts |= feature_facts
     digest = digest_of_text(json.dumps(facts, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
-    with cached_folder("tokens", digest, accelerator, source) as (folder, draft):
+    with cached_folder("tokens", digest, several, source) as (folder, draft):
         if draft:
             _write_tokens(settings, tokenizer, targets_class, facts, tables, draft)
 
@@ -170,7 +171,7 @@ def _add_class_weights(data: Prepared, objective: ObjectiveSettings, device: tor
 
 def add_collator(settings: Any, data: Prepared) -> Prepared:
     """Sets the collator of a feature for these settings (`Feature.collator`) in every split."""
-    collator = first(feature.collator(settings) for feature in features())
+    collator = first(collator(settings) for collator in hooks("collator", settings))
     if collator is None:
         return data
     splits: Any = {name: replace(split, collator=collator) for name, split in data.splits.items()}

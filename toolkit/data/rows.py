@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.data import tokens
 from toolkit.data.table import Table, pair_column, text_blocks
 from toolkit.errors import UserError, listing
-from toolkit.utils.features import features
+from toolkit.utils.features import hooks
 
 _MAX_GROUPS = 20
 
@@ -150,8 +150,8 @@ def select_rows(
     rows = with_texts(train)
     targets = targets_class.find(settings, train, column, rows.numbers)
     splits = {"train": rows.encode_targets(targets)}
-    for feature in features():
-        changed, more = feature.select_rows(settings, facts, splits["train"], targets)
+    for select in hooks("select_rows", settings):
+        changed, more = select(settings, facts, splits["train"], targets)
         splits |= changed
         notes += more
     others = {split: table for split, table in tables.items() if split not in splits}

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toolkit.config import PretrainedSettings
-from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
-from toolkit.demo import model_path
+from toolkit.data.jieba_tokenizer import MARK, load_words_first, words_first
 from toolkit.errors import UserError
 from toolkit.pretrained import (
     encoder_config,
@@ -269,11 +268,11 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = load_plain_tokenizer(name)
-        return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
-    with explain_load_errors(name):
-        jieba = load_words_first(model_path(name))
-    refuse_unusable(jieba, name)
-    return jieba
+        return words_first(tokenizer) if MARK in tokenizer.init_kwargs else tokenizer
+    with explain_load_errors(name) as path:
+        tokenizer = load_words_first(path)
+    refuse_unusable(tokenizer, name)
+    return tokenizer
 
 
 class Block(NamedTuple):

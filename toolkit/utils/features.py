@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,10 +57,13 @@ class PagePart:
 
 
 class Feature:
-    """Hooks, which do nothing by default. Settings, data and runs are a recipe's."""
+    """Hooks, which do nothing by default. Settings, data and runs are a recipe's. With `tasks` or `switches` the hooks
+    that get `settings` are called only for these settings."""
 
     tasks: ClassVar[Mapping[str, type]] = {}
     """The feature's recipes: name -> class of settings."""
+    switches: ClassVar[Sequence[str]] = ()
+    """Settings, any of which turns the feature on."""
     first_settings: ClassVar[Sequence[str]] = ()
     """Settings for the short `--help`; `--help_all` lists all."""
     files: ClassVar[Sequence[str]] = ()
@@ -185,13 +188,24 @@ def _checked(feature: Any, where: str) -> Feature:
     return feature
 
 
-def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
-    """Calls `results` of each feature and collects their lines. Raises UserError if one returns anything else."""
-    lines: list[str] = []
+def hooks(name: str, settings: Any) -> Iterator[Callable[..., Any]]:
+    """The hook of each feature that has one and is on for these settings."""
     for feature in features():
-        of_feature = feature.results(folder, settings, data, evaluation, answers)
+        tasks = tuple(feature.tasks.values())
+        if getattr(type(feature), name) is getattr(Feature, name) or (tasks and not isinstance(settings, tasks)):
+            continue
+        switches = feature.switches
+        if not switches or any(getattr(part, each, None) for part in vars(settings).values() for each in switches):
+            yield getattr(feature, name)
+
+
+def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
+    """Calls the hook `results` and collects the lines. Raises UserError if one returns anything else."""
+    lines: list[str] = []
+    for results in hooks("results", settings):
+        of_feature = results(folder, settings, data, evaluation, answers)
         if not isinstance(of_feature, list | tuple):
-            name = f"{type(feature).__name__}.results"
+            name = f"{type(results.__self__).__name__}.results"  # type: ignore[attr-defined]
             raise UserError(f"{name} returned {of_feature!r}: return a list of lines, or an empty list")
         lines += map(str, of_feature)
     return lines
