@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import toolkit
 from tests.faults import refusal
 from tests.prepared import MODEL
+from tests.runs import ROOT
 from toolkit.api import load_data
 from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, prepare_data
@@ -132,19 +132,14 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
 def test_the_way_of_the_data_is_short(reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path) -> None:
     """From a CSV to tokens on disk through ten files and general helpers, and no feature that no setting turns on."""
     files = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
-    settings, entered = build(TaskSettings, files), set()
-
-    def profile(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function, not a module or a class
-            entered.add(frame.f_code.co_filename)
-
-    sys.setprofile(profile)
+    settings, called = build(TaskSettings, files), set()
+    sys.setprofile(lambda frame, event, _: event == "call" and called.add(frame.f_code))
     try:
         load_data(settings, accelerator)
     finally:
         sys.setprofile(None)
-    package = Path(toolkit.__file__).parent
-    names = {Path(name).relative_to(package).as_posix() for name in entered if Path(name).is_relative_to(package)}
+    functions = [code.co_filename for code in called if code.co_flags & inspect.CO_OPTIMIZED]  # no modules, no classes
+    names = {name.removeprefix(f"{ROOT}/toolkit/") for name in functions if name.startswith(f"{ROOT}/toolkit/")}
     helpers = {name for name in names if name.startswith("utils/")}
     assert helpers == {f"utils/{name}.py" for name in ("cache", "features", "files", "progress")}
     assert len(names - helpers) <= 10, names

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import ObjectiveSettings, flat
+from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
@@ -109,25 +109,29 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
-    text_pair = getattr(data, "text_pair", None)
+    targets: Any = targets_class.from_json(meta["labels"])
+    notes, weights, advice, text_pair = meta["notes"], None, "", getattr(data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
-        meta["notes"].append("this model has one token type: only a separator distinguishes the two texts of a pair")
-    prepared = Prepared(
+        notes.append("this model has one token type: only a separator distinguishes the two texts of a pair")
+    if objective := getattr(settings, "objective", None):  # a user's recipe may lack this section
+        splits, weights, lines, advice = balance.weigh_classes(splits, targets, objective)
+        notes += lines
+    device = torch.device("cpu") if accelerator is None else accelerator.device
+    return Prepared(
         folder=folder,
         digest=folder.name,
         text_column=meta["text_column"],
         text_pair=text_pair,
         max_length=facts["max_length"],
-        notes=tuple(meta["notes"]),
-        targets=targets_class.from_json(meta["labels"]),
+        notes=tuple(notes),
+        targets=targets,
         train=splits["train"],
         validation=splits["validation"],
         test=splits.get("test"),
         feature_facts=feature_facts,
+        pos_weight=None if weights is None else torch.from_numpy(weights).to(device),
+        advice=advice,
     )
-    objective = getattr(settings, "objective", None)  # a user's recipe may lack this section
-    device = torch.device("cpu") if accelerator is None else accelerator.device
-    return _add_class_weights(prepared, objective, device) if objective else prepared
 
 
 def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
@@ -157,16 +161,6 @@ def _facts(
     if not has_validation or data.max_train_samples or data.max_eval_samples:
         facts["seed"] = data_seed(settings)
     return facts
-
-
-def _add_class_weights(data: Prepared, objective: ObjectiveSettings, device: torch.device) -> Prepared:
-    """Adds the weights and sampling probabilities for uneven classes."""
-    balance.check_objective(data.labels, objective)
-    splits: Any = balance.add_weights(data.splits, data.labels, objective)
-    weights = balance.positive_weights(data.train, data.labels, objective)
-    pos_weight = None if weights is None else torch.from_numpy(weights).to(device)
-    lines, advice = balance.describe(splits["train"], data.labels, objective)
-    return replace(data, **splits, pos_weight=pos_weight, notes=(*data.notes, *lines), advice=advice)
 
 
 def add_collator(settings: Any, data: Prepared) -> Prepared:
@@ -256,8 +250,8 @@ def split_of_texts(
     """
     rows = np.arange(len(texts), dtype=np.int64)
 
-    def arrays() -> dict[str, np.ndarray]:
-        return {**tokens.encode_texts(tokenizer, texts, max_length, pairs=pairs), "rows": rows, "labels": rows * 0}
+    def arrays() -> dict[str, Any]:
+        return {**tokens.encode_texts(tokenizer, texts, max_length, pairs), "rows": rows, "labels": rows * 0}
 
     if shared_as is not None:
         with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
@@ -266,7 +260,4 @@ def split_of_texts(
                 for file, array in arrays().items():
                     np.save(draft / name / f"{file}.npy", array)
         return tokens.load_split(folder, name, model_config)
-    in_memory: dict[str, Any] = arrays()
-    if not tokens.has_token_types(model_config):
-        in_memory.pop("token_types", None)
-    return Split(name, Path(), buckets=tokens.LengthBuckets.of_model(model_config), **in_memory)
+    return Split(name, Path(), **tokens.of_model(arrays(), model_config))

@@ -70,11 +70,9 @@ class Targets:
 
     def trial(self, split: Any) -> tuple[Any, Any] | None:
         """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
-        return None
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
-        return None
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes a split's targets beside its tokens: `labels.npy`, and other files that its `split_class` reads.

@@ -91,7 +91,6 @@ class Feature:
 
     def targets(self, settings: Any) -> Any:
         """The subclass of `toolkit.data.rows.Targets` that these settings train on, or None."""
-        return None
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
         """Facts to add to the cache key of prepared data (JSON: files, tokenizer, settings); all processes call it."""
@@ -105,12 +104,10 @@ class Feature:
     def collator(self, settings: Any) -> Any:
         """The subclass of `toolkit.data.batches.Collator` (or a callable like it) for training and evaluation; its
         `prepare_model` adapts the model. None: batches are padded. The first feature that returns one is used."""
-        return None
 
     def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
         """(the model before training, the tokens of a text in each of its inputs), if this feature trains another model
         than a classifier."""
-        return None
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         """The settings of a run that starts, changed or not. Raises UserError if they do not fit the data."""
@@ -133,23 +130,19 @@ class Feature:
     def next_command(self, folder: Path, settings: Any) -> str | None:
         """The command printed below `next:` when the run in `folder` has ended; None: the same run with another seed.
         The first feature that returns one is taken."""
-        return None
 
     def answers(self, model: str, config: Any) -> Any:
         """Turns a saved model's outputs into answers (a `toolkit.evaluation.answers.Answers`), or None for other
         models; `config` is transformers'. The first feature that returns one is used."""
-        return None
 
     def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
         """Adds options to an extensible core command (`report`)."""
 
     def page(self, page: Any) -> PagePart | None:
         """The part to add to a run's report.html (`toolkit.report.html.Page`)."""
-        return None
 
     def folder_page(self, folder: Path) -> Path | None:
         """Writes the page of a folder that this feature created (not a run's); None for other folders."""
-        return None
 
 
 _REGISTERED: list[Feature] = []
