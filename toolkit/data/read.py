@@ -30,15 +30,8 @@ from toolkit.data.text_files import (
     too_large,
 )
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.utils.cache import (
-    cache_folder,
-    cached_digest,
-    cached_folder,
-    digest_of_file,
-    digest_of_files,
-    digest_of_text,
-)
-from toolkit.utils.files import refuse_link_out
+from toolkit.utils.cache import cached_digest, cached_folder, digest_of_file, digest_of_files, digest_of_text
+from toolkit.utils.files import cache_folder, refuse_link_out
 from toolkit.utils.hub import check_reachable
 from toolkit.utils.memory import limit_memory
 
