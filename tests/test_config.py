@@ -223,7 +223,6 @@ def test_flat_is_what_build_takes() -> None:
     settings = build(TaskSettings, {"train_file": "t", "seed": 3, "dropout": 0.0})
     given = {name: value for name, value in flat(settings).items() if name != "validation_split" and value is not None}
     assert build(TaskSettings, given) == settings
-    assert sorted(flat(settings)) == sorted(ALL_NAMES)
 
 
 @pytest.mark.parametrize("task", tasks())

@@ -46,22 +46,18 @@ def system_error_line(error: BaseException) -> str | None:
     return str(error) if re.search(r"\(os error \d+\)", str(error)) else None  # safetensors
 
 
-class Faults:
-    """Collects errors, so that a user sees all of them at once."""
+class Faults(list[str]):
+    """Errors, collected so that a user sees all of them at once."""
 
-    def __init__(self) -> None:
-        self.faults: list[str] = []
-
-    def add(self, fault: str) -> None:
-        self.faults.append(fault)
+    add = list.append
 
     def raise_if_any(self) -> None:
         """Raises UserError with all errors collected so far."""
-        if len(self.faults) == 1:
-            raise UserError(self.faults[0])
-        if self.faults:
-            listed = "".join(f"\n  {number}. {fault}" for number, fault in enumerate(self.faults, 1))
-            raise UserError(f"{len(self.faults)} faults:{listed}")
+        if len(self) == 1:
+            raise UserError(self[0])
+        if self:
+            listed = "".join(f"\n  {number}. {fault}" for number, fault in enumerate(self, 1))
+            raise UserError(f"{len(self)} faults:{listed}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

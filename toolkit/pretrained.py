@@ -20,9 +20,8 @@ from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
-from toolkit.utils.files import refuse_files_outside
+from toolkit.utils.files import check_model_config, refuse_files_outside
 from toolkit.utils.hub import check_reachable
-from toolkit.utils.model_config import check_model_config
 from toolkit.utils.units import size_text
 
 _FEW_PARAMETERS = 10**8
@@ -39,11 +38,11 @@ _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".x
 def load_config(settings: PretrainedSettings) -> Any:
     """Raises UserError for a config that cannot be read, or describes a far larger model than its weights."""
     name = str(settings.model_name_or_path)
-    with explain_load_errors(name):
-        content = PreTrainedConfig.get_config_dict(model_path(name))[0]
+    with explain_load_errors(name) as path:
+        content = PreTrainedConfig.get_config_dict(path)[0]
         check_model_config(content, f"--model_name_or_path {name}: its config.json")
-        _refuse_oversized(name, content)
-        config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+        _refuse_oversized(name, Path(path), content)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if any("/" in str(part._attn_implementation) for part in _parts(config)):
             config._attn_implementation = None  # a kernel on the hub is code: only the command line may choose it
         for part in _parts(config):
@@ -78,10 +77,9 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
     return int(value) if isinstance(value, int | float) and abs(value) < 1e30 else 0
 
 
-def _refuse_oversized(name: str, config: dict[str, Any]) -> None:
+def _refuse_oversized(name: str, folder: Path, config: dict[str, Any]) -> None:
     """transformers allocates what config.json asks for (layers of the config, random weights) before it reads the
     weights."""
-    folder = Path(model_path(name))
     size = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
     parameters = _parameters(config) if size else 0
     # 8: for quantized weights and shared layers
@@ -126,12 +124,12 @@ def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
 
 def load_plain_tokenizer(name: str) -> Any:
     """Loads the tokenizer of a folder, a hub name or a `demo:` name. Raises UserError, also as `refuse_unusable`."""
-    with explain_load_errors(name):
-        if cached_file(model_path(name), "config.json", _raise_exceptions_for_missing_entries=False):
+    with explain_load_errors(name) as path:
+        if cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False):
             # AutoTokenizer builds the config, with a name for each label
-            content = PreTrainedConfig.get_config_dict(model_path(name))[0]
+            content = PreTrainedConfig.get_config_dict(path)[0]
             check_model_config(content, f"--model_name_or_path {name}: its config.json")
-        tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     refuse_unusable(tokenizer, name)
     return tokenizer
 
@@ -186,7 +184,7 @@ def _refuse_wrong_folder(name: str) -> None:
     path = Path(name)
     in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
     local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or (len(path.parts) > 1 and in_a_run)
-    if local and not path.exists() and not name.startswith(PREFIX):
+    if local and not path.exists():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)
         raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{hint} [config.json]")
@@ -218,14 +216,17 @@ def _is_model(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def explain_load_errors(name: str, attention: str | None = None) -> Iterator[None]:
-    """Turns a library's error while loading this model into a one-line UserError."""
-    _refuse_wrong_folder(name)
-    if not name.startswith(PREFIX) and not Path(name).exists():
-        check_reachable(name)
+def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str]:
+    """Yields the model's name for `from_pretrained`: `demo:` names become paths. Turns a library's error while loading
+    it into a one-line UserError."""
+    is_demo = name.startswith(PREFIX)
+    if not is_demo:
+        _refuse_wrong_folder(name)
+        if not Path(name).exists():
+            check_reachable(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it logs many retries
     try:
-        yield
+        yield model_path(name) if is_demo else name
     except UserError:
         raise
     except Exception as error:

@@ -39,7 +39,7 @@ from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
-from toolkit.utils.features import features, write_results
+from toolkit.utils.features import features, hooks, write_results
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
@@ -63,8 +63,8 @@ class Run:
         """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, a feature's setting
         that does not fit the data, or a `compute_metrics` without `--metric_for_best_model`."""
         user_settings = settings
-        for feature in features():
-            settings = feature.run_settings(settings, data, accelerator)
+        for run_settings in hooks("run_settings", settings):
+            settings = run_settings(settings, data, accelerator)
         self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self._compute_metrics = compute_metrics
@@ -254,8 +254,8 @@ class Run:
             lines = [*self.answers.describe(evaluation), *lines]
             # printed with any --log_level
             print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
-            for feature in features():
-                for line in feature.finished(self.folder.path, self.settings):
+            for finished in hooks("finished", self.settings):
+                for line in finished(self.folder.path, self.settings):
                     print(line, flush=True)
 
     def _write_config(self, resumed: Resumed | None) -> None:

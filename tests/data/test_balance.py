@@ -12,7 +12,7 @@ import pytest
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
-from toolkit.data import balance
+from toolkit.data.balance import weigh_classes
 from toolkit.data.batches import GlobalBatches, most_micro_batches
 from toolkit.data.labels import Labels, doubtful_names
 from toolkit.data.tokens import Split
@@ -32,7 +32,7 @@ def split_of(name: str = "train", labels: Any = None) -> Split:
 
 def balanced(**asked: Any) -> dict[str, Split]:
     splits = {"train": split_of(), "validation": split_of("validation", np.array([0, 1, 1, 2]))}
-    return balance.add_weights(splits, labels_of(), ObjectiveSettings(**asked))
+    return weigh_classes(splits, labels_of(), ObjectiveSettings(**asked))[0]
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
@@ -104,14 +104,14 @@ def flags() -> Split:
 
 
 def test_positive_weights_are_negatives_over_positives() -> None:
-    labels = labels_of("multi_label_classification")
-    weight = balance.positive_weights(flags(), labels, ObjectiveSettings(pos_weight="balanced"))
-    assert weight == pytest.approx([50 / 150, 192 / 8, 1, 1])
     every = replace(flags(), labels=np.ones((200, 4), np.float32))
-    assert balance.positive_weights(every, labels, ObjectiveSettings(pos_weight="balanced")) == pytest.approx([1] * 4)
-    named = balance.positive_weights(flags(), labels, ObjectiveSettings(pos_weight="rare=9"))
-    assert named == pytest.approx([1, 9, 1, 1])
-    assert balance.positive_weights(flags(), labels, ObjectiveSettings()) is None
+    balanced = [50 / 150, 192 / 8, 1, 1]
+    for train, setting, expected in (
+        (flags(), "balanced", balanced), (every, "balanced", [1] * 4), (flags(), "rare=9", [1, 9, 1, 1])
+    ):  # fmt: skip
+        objective = ObjectiveSettings(pos_weight=setting)
+        weight = weigh_classes({"train": train}, labels_of("multi_label_classification"), objective)[1]
+        assert weight == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_positive_weights_are_negatives_over_positives() -> None:
     ],
 )
 def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: dict[str, Any], said: str) -> None:
-    refusal(balance.check_objective, labels_of(problem), ObjectiveSettings(**asked), match=said)
+    refusal(weigh_classes, {"train": split_of()}, labels_of(problem), ObjectiveSettings(**asked), match=said)
 
 
 def test_doubtful_names_of_classes() -> None:
@@ -136,11 +136,16 @@ def test_doubtful_names_of_classes() -> None:
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
-    lines, advice = balance.describe(split_of(), labels_of(), ObjectiveSettings())
+    def described(train: Split, problem: ProblemType = "single_label_classification", **asked: Any) -> tuple[Any, str]:
+        _, _, lines, advice = weigh_classes({"train": train}, labels_of(problem), ObjectiveSettings(**asked))
+        return lines, advice
+
+    lines, advice = described(split_of())
     assert lines == ["rows of each class in train: often 160, some 40, rare 10, never 0"]
     assert "often has 16 times as many rows as rare; --class_weights balanced, --sampling balanced" in advice
-    even = replace(split_of(), labels=np.arange(210) % 4)
-    assert balance.describe(even, labels_of(), ObjectiveSettings())[1] == ""
-    _, advice = balance.describe(flags(), labels_of("multi_label_classification"), ObjectiveSettings())
-    assert "rare is present in 4 % of the rows; --pos_weight balanced" in advice
-    assert balance.describe(split_of(), labels_of("regression"), ObjectiveSettings()) == ([], "")
+    lines, advice = described(split_of(), class_weights="rare=2", sampling="sqrt")
+    assert lines[1].endswith("often 1, some 1, rare 2, never 1")
+    assert lines[2].endswith("often 57.1, some 28.6, rare 14.3, never 0")
+    assert advice == described(replace(split_of(), labels=np.arange(210) % 4))[1] == ""
+    assert "rare is present in 4 % of the rows; --pos_weight" in described(flags(), "multi_label_classification")[1]
+    assert described(split_of(), "regression") == ([], "")

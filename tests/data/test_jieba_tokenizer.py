@@ -68,8 +68,9 @@ def ours(ordinary: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def published(folder: Path) -> Any:
-    """The class as its authors published it, on BERT's tokenizer written in Python, with jieba as installed."""
+def published(folder: Path, real_texts: list[str]) -> list[list[int]]:
+    """The ids of the class as its authors published it, on BERT's tokenizer written in Python, with jieba as
+    installed."""
     legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
     import jieba
 
@@ -86,13 +87,14 @@ def published(folder: Path) -> Any:
                     split_tokens.extend(super()._tokenize(word))
             return split_tokens
 
-    return Published(str(folder / "vocab.txt"), model_max_length=4096)
+    tokenizer = Published(str(folder / "vocab.txt"), model_max_length=4096)
+    return [tokenizer(text)["input_ids"] for text in real_texts]
 
 
 def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, real_texts: list[str]) -> None:
     made = ours(real_texts)["input_ids"]
-    for text, ids in zip(real_texts, made, strict=True):
-        assert ids == published(text)["input_ids"], repr(text)
+    for text, ids, theirs in zip(real_texts, made, published, strict=True):
+        assert ids == theirs, repr(text)
     assert made[5] == ours(real_texts[5])["input_ids"] == ours.encode(real_texts[5])
     offsets = ours("我们的，Mate", return_offsets_mapping=True)["offset_mapping"][1:-1]
     assert [offsets[0], offsets[1], offsets[-1][1]] == [(0, 2), (2, 3), 8]
@@ -105,14 +107,13 @@ def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, rea
 @pytest.mark.parametrize("length", [3, 16, 128])
 def test_truncated_texts_are_counted(ours: Any, published: Any, real_texts: list[str], length: int, side: str) -> None:
     ours.truncation_side = side
-    options = {"return_attention_mask": False, "return_token_type_ids": False}
-    batch = ours(real_texts, truncation=True, max_length=length, **options)
-    assert set(batch) == {"input_ids"}
-    fast = ours.backend_tokenizer.encode_batch_fast(real_texts)  # which segments no more of a text than it needs
+    texts, untruncated = real_texts[::4], published[::4]
+    batch = ours(texts, truncation=True, max_length=length)
+    fast = ours.backend_tokenizer.encode_batch_fast(texts)  # which segments no more of a text than it needs
     assert [encoding.ids for encoding in fast] == batch["input_ids"]
     assert [not each.overflowing for each in fast] == [not each.overflowing for each in batch.encodings]
-    for text, ids, encoding in zip(real_texts, batch["input_ids"], batch.encodings, strict=True):
-        whole = published(text)["input_ids"][1:-1]
+    for theirs, ids, encoding in zip(untruncated, batch["input_ids"], batch.encodings, strict=True):
+        whole = theirs[1:-1]
         kept = whole[: length - 2] if side == "right" else whole[max(0, len(whole) - length + 2) :]
         assert ids[1:-1] == kept
         assert (ids[0], ids[-1]) == (ours.cls_token_id, ours.sep_token_id)
@@ -134,11 +135,9 @@ def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: 
     plain = AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert plain("我们的新闻")["input_ids"] == ordinary("我们的新闻")["input_ids"]
     assert is_jieba(tmp_path / "ours")
-    assert is_jieba(str(tmp_path / "ours"))
-    assert is_jieba(plain)
     assert not is_jieba(tmp_path / "ordinary")
     for again in (words_first(plain), load_words_first(str(tmp_path / "ours"))):
-        assert again(real_texts)["input_ids"] == ours(real_texts)["input_ids"]
+        assert again(real_texts[::20])["input_ids"] == ours(real_texts[::20])["input_ids"]
 
 
 @pytest.mark.parametrize("config", [{}, {"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "JiebaTokenizer"}])

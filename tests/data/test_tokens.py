@@ -105,14 +105,14 @@ def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespac
 
 def test_progress_is_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
-    encode_texts(tokenizer, TEXTS, 20, "tokens of train")
+    encode_texts(tokenizer, TEXTS, 20)
     assert capsys.readouterr().err == ""
     for name in ("FIRST_SECONDS", "LINE_SECONDS"):
         monkeypatch.setattr(progress, name, 0.0)
-    encode_texts(tokenizer, TEXTS, 20, "tokens of train")
+    encode_texts(tokenizer, TEXTS, 20)
     *_, before, last = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"tokens of train: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
-    assert last.startswith("tokens of train: 5 of 5 texts")
+    assert re.fullmatch(r"tokens: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
+    assert last.startswith("tokens: 5 of 5 texts")
 
 
 CUT = """

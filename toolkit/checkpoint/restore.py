@@ -88,8 +88,8 @@ def _check_model(state: LiveState, reader: CheckpointReader) -> None:
             faults.add(f"{reader.path}: {name} has shape {list(tensor.shape)}, and {list(shape)} in the model")
         elif trained and math.prod(shape) > 0 and _saved_name(reader, name) in reader.frozen:
             faults.add(f"{reader.path} has no optimizer state for {name}, which was frozen and is trained now")
-    if len(faults.faults) > 4:
-        faults.faults[4:] = [f"and {len(faults.faults) - 4} more such differences"]
+    if len(faults) > 4:
+        faults[4:] = [f"and {len(faults) - 4} more such differences"]
     faults.raise_if_any()
 
 

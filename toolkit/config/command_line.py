@@ -78,13 +78,10 @@ def _help(field: Any) -> str:
 def metavar(annotation: Any) -> str:
     """The metavar: `a|b` for choices, else the kind of value."""
     if hasattr(annotation, "__metadata__"):
-        annotation = get_args(annotation)[0]
-    parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
-    parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in parts]
+        return metavar(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
-        return "|".join(map(str, parts))
-    nested = next((part for part in parts if get_origin(part) is Literal), None)
-    if nested is not None:
-        others = {str: "PATH", int: "NUMBER"}
-        return "|".join([*(metavar(nested).split("|")), *(others[part] for part in others if part in parts)])
-    return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(parts[0], "TEXT")
+        return "|".join(map(str, get_args(annotation)))
+    if kinds := [metavar(part) for part in get_args(annotation) if part is not type(None)]:
+        choices_first = "|".join(sorted(kinds, key=str.isupper))
+        return choices_first.replace("TEXT", "PATH") if len(kinds) > 1 else choices_first
+    return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(annotation, "TEXT")

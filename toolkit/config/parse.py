@@ -164,7 +164,7 @@ def _override(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Faults | None = None) -> Settings:
     """{setting: value} -> the validated dataclass. Raises UserError with all faults."""
-    faults = faults or Faults()
+    faults = Faults() if faults is None else faults
     sections = sections_of(settings_class)
     sections_built: dict[str, Any] = {}
     known = {name: field for section in sections.values() for name, field in fields_of(section).items()}
@@ -185,10 +185,9 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
             section_values = {key: values[key] for key in fields_of(section) if key in values}
             sections_built[name] = TypeAdapter(section).validate_python(section_values)
         except ValidationError as error:
-            for fault in {fault["loc"][:1]: fault for fault in reversed(error.errors())}.values():
-                faults.add(_fault_message(fault))  # the first of each setting: a union has one for each type
-    for sentence in _contradictions(values):
-        faults.add(sentence)
+            first = {fault["loc"][:1]: fault for fault in reversed(error.errors())}  # a union has one for each type
+            faults.extend(map(_fault_message, first.values()))
+    faults.extend(_contradictions(values))
     faults.raise_if_any()
     return _add_feature_sections(settings_class)(**sections_built)
 
@@ -305,9 +304,8 @@ def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[st
         return {}
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`, but holds a {type(loaded).__name__}")
-    for name in loaded:
-        if name not in fields:
-            faults.add(f"{path}: unknown setting {name}{_hint(str(name), fields)}")
+    unknown = [name for name in loaded if name not in fields]
+    faults.extend(f"{path}: unknown setting {name}{_hint(str(name), fields)}" for name in unknown)
     return {name: value for name, value in loaded.items() if name in fields}
 
 

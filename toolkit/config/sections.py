@@ -88,11 +88,6 @@ class ObjectiveSettings:
         """`focal_gamma` for the focal loss, else None."""
         return None if self.loss != "focal" else 2.0 if self.focal_gamma is None else self.focal_gamma
 
-    @property
-    def changes_classes(self) -> bool:
-        """Whether a setting compensates for uneven classes."""
-        return bool(self.class_weights or self.pos_weight or self.sampling or self.loss == "focal")
-
 
 @section
 class DistillationSettings:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from toolkit.config import ObjectiveSettings
-from toolkit.data.labels import Labels, doubtful_names
+from toolkit.data.labels import MULTI, Labels, doubtful_names
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
@@ -18,14 +19,48 @@ _RARE_SHARE = 0.1
 _MAX_LISTED = 8
 
 
-def check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
-    """Raises UserError naming every setting that does not apply to this kind of labels."""
+def weigh_classes(
+    splits: Mapping[str, Split], labels: Labels, objective: ObjectiveSettings
+) -> tuple[dict[str, Split], np.ndarray | None, list[str], str]:
+    """(the splits with `weights`, for `--class_weights`, and the training split with `chances`, for `--sampling`; the
+    weights of positive labels, for `--pos_weight`, (classes,) float32 or None; lines about the classes and their
+    weights; advice where classes are uneven and no setting compensates for it).
+
+    Raises UserError naming every setting that does not apply to this kind of labels.
+    """
+    splits, train, names = dict(splits), splits["train"], labels.names
+    _check_objective(labels, objective)
+    if labels.problem_type == "regression":
+        return splits, None, [], ""
+    counts, positive = _class_counts(labels, train), None
+    order = [int(place) for place in np.argsort(-counts, kind="stable")]
+    lines = [f"rows of each class in train: {_listed(order, names, counts, '{:d}')}", *doubtful_names(names)]
+    if setting := objective.class_weights:
+        weights = _class_weights(setting, counts, names)
+        per_class = weights.astype(np.float32)
+        splits = {name: replace(split, weights=per_class[split.labels]) for name, split in splits.items()}
+        lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}")
+    if setting := objective.pos_weight:
+        positive = _positive_weights(setting, counts, len(train), names).astype(np.float32)
+        lines.append(f"a present label weighs (--pos_weight): {_listed(order, names, positive, '{:.3g}')}")
+    if objective.sampling:
+        share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
+        share = share / share.sum()
+        splits["train"] = replace(splits["train"], chances=(share / np.maximum(counts, 1))[train.labels])
+        lines.append(f"an epoch draws (--sampling), in %: {_listed(order, names, 100 * share, '{:.3g}')}")
+        if objective.class_weights and objective.sampling == "balanced":
+            lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
+    compensated = objective.class_weights or objective.pos_weight or objective.sampling or objective.loss == "focal"
+    return splits, positive, lines, "" if compensated else _advice(order, counts, len(train), labels)
+
+
+def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
     faults, kind = Faults(), labels.problem_type.replace("_", " ")
     if labels.problem_type == "regression":
         unsupported = dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes")
         if objective.loss != "cross_entropy":
             faults.add(f"--loss {objective.loss} is for classes, and this is regression: leave it out")
-    elif labels.problem_type == "multi_label_classification":
+    elif labels.problem_type == MULTI:
         unsupported = {"class_weights": "use --pos_weight, the weight of positive labels",
                        "sampling": "a row has several classes; use --pos_weight"}  # fmt: skip
     else:
@@ -33,40 +68,23 @@ def check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
     for name, why in unsupported.items():
         if value := getattr(objective, name):
             faults.add(f"--{name} {value} does not fit {kind}: {why}")
-    faults.raise_if_any()
+    if faults:
+        faults.raise_if_any()
 
 
-def class_counts(labels: Labels, split: Split) -> np.ndarray:
-    """(classes,) int64: the rows of each class in a split; empty for regression."""
-    if labels.problem_type == "regression":
-        return np.zeros(0, np.int64)
-    if labels.problem_type == "multi_label_classification":
+def _class_counts(labels: Labels, split: Split) -> np.ndarray:
+    """(classes,) int64: the rows of each class."""
+    if labels.problem_type == MULTI:
         return np.asarray(split.labels.sum(axis=0, dtype=np.float64)).astype(np.int64)
     return np.bincount(split.labels, minlength=labels.size)
 
 
-def add_weights(splits: dict[str, Split], labels: Labels, objective: ObjectiveSettings) -> dict[str, Split]:
-    """Sets `weights` in all splits (`--class_weights`) and `chances` in the training split (`--sampling`)."""
-    counts = class_counts(labels, splits["train"])
-    if objective.class_weights:
-        weights = _class_weights(objective.class_weights, counts, labels.names).astype(np.float32)
-        splits = {name: replace(split, weights=weights[split.labels]) for name, split in splits.items()}
-    if objective.sampling:
-        share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
-        each = share / share.sum() / np.maximum(counts, 1)
-        splits |= {"train": replace(splits["train"], chances=each[splits["train"].labels])}
-    return splits
-
-
-def positive_weights(train: Split, labels: Labels, objective: ObjectiveSettings) -> np.ndarray | None:
-    """(classes,) float32: the weights of positive labels (`--pos_weight`), or None."""
-    if not objective.pos_weight:
-        return None
-    if objective.pos_weight != "balanced":
-        return _weights_by_name("pos_weight", objective.pos_weight, labels.names).astype(np.float32)
-    counts = class_counts(labels, train)
-    uneven = (counts > 0) & (counts < len(train))  # a label of every row would weigh 0, and not be trained at all
-    return np.where(uneven, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
+def _positive_weights(setting: str, counts: np.ndarray, rows: int, names: tuple[str, ...]) -> np.ndarray:
+    """(classes,) float64: the weights of positive labels."""
+    if setting != "balanced":
+        return _weights_by_name("pos_weight", setting, names)
+    uneven = (counts > 0) & (counts < rows)  # a label of every row would weigh 0, and not be trained at all
+    return np.where(uneven, (rows - counts) / np.maximum(counts, 1), 1)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
@@ -98,27 +116,6 @@ def _weights_by_name(setting: str, text: str, names: tuple[str, ...]) -> np.ndar
     return np.array(list(weights.values()))
 
 
-def describe(train: Split, labels: Labels, objective: ObjectiveSettings) -> tuple[list[str], str]:
-    """(lines about the training classes and their weights, advice where classes are uneven and no setting is used)."""
-    counts, pos_weights = class_counts(labels, train), positive_weights(train, labels, objective)
-    if not len(counts):
-        return [], ""
-    order = [int(place) for place in np.argsort(-counts, kind="stable")]
-    lines = [f"rows of each class in train: {_listed(order, labels.names, counts, '{:d}')}"]
-    lines += doubtful_names(labels.names)
-    if objective.class_weights:
-        weights = _class_weights(objective.class_weights, counts, labels.names)
-        lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, labels.names, weights, '{:.3g}')}")
-    if pos_weights is not None:
-        lines.append(f"a present label weighs (--pos_weight): {_listed(order, labels.names, pos_weights, '{:.3g}')}")
-    if objective.sampling:
-        drawn = np.bincount(train.labels, weights=train.chances, minlength=labels.size) * 100
-        lines.append(f"an epoch draws (--sampling), in %: {_listed(order, labels.names, drawn, '{:.3g}')}")
-    if objective.class_weights and objective.sampling == "balanced":
-        lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
-    return lines, "" if objective.changes_classes else _advice(order, counts, len(train), labels)
-
-
 def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, written: str) -> str:
     shown = order if len(order) <= _MAX_LISTED else [*order[: _MAX_LISTED // 2], -1, *order[-_MAX_LISTED // 2 :]]
     return ", ".join("..." if place < 0 else f"{names[place]} {written.format(numbers[place])}" for place in shown)
@@ -126,21 +123,15 @@ def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, writt
 
 def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> str:
     """A line with settings that help, where the model may ignore the rarest class."""
-    present = [place for place in order if counts[place]]
-    if not present:
+    present = [place for place in order if counts[place]] or order
+    most, least = counts[present[0]], counts[present[-1]]
+    name, rarest = labels.names[present[0]], labels.names[present[-1]]
+    if labels.problem_type == MULTI and 0 < least < _RARE_SHARE * rows:
+        uneven = f"the labels are uneven: {rarest} is present in {100 * least / rows:.2g} % of the rows"
+        remedy = "--pos_weight balanced makes"
+    elif labels.problem_type != MULTI and most >= _UNEVEN * least:
+        uneven = f"the classes are uneven: {name} has {most / least:.3g} times as many rows as {rarest}"
+        remedy = "--class_weights balanced, --sampling balanced or --loss focal make"
+    else:
         return ""
-    most, least = present[0], present[-1]
-    if labels.problem_type == "multi_label_classification":
-        if counts[least] >= _RARE_SHARE * rows:
-            return ""
-        return (
-            f"the labels are uneven: {labels.names[least]} is present in {100 * counts[least] / rows:.2g} % of the "
-            "rows; --pos_weight balanced makes the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
-        )
-    if counts[most] < _UNEVEN * counts[least]:
-        return ""
-    return (
-        f"the classes are uneven: {labels.names[most]} has {counts[most] / counts[least]:.3g} times as many rows as "
-        f"{labels.names[least]}; --class_weights balanced, --sampling balanced or --loss focal make the rare ones "
-        "count, and f1_macro shows them (docs/uneven-classes.md)"
-    )
+    return f"{uneven}; {remedy} the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"

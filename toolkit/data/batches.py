@@ -123,9 +123,8 @@ def most_micro_batches(split: Split, samples: int, per_device: int, world: int, 
         longest = np.full_like(longest, longest[0])
     most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
     if split.buckets is not None:  # the last micro-batch of a bucket may not be full
-        most = min(
-            len(longest), most + len(np.unique(split.buckets.of(np.flatnonzero(np.bincount(split.lengths))))) - 1
-        )
+        lengths = np.flatnonzero(np.bincount(split.lengths))
+        most = min(len(longest), most + len(np.unique(split.buckets.of(lengths))) - 1)
     return max(1, -(-most // world))
 
 

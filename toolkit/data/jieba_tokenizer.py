@@ -31,7 +31,8 @@ from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 
 MARK = "words_first"
-"""The key in tokenizer_config.json, which transformers saves, loads and does not interpret."""
+"""The key in tokenizer_config.json, which transformers saves, loads (to `init_kwargs`) and does not interpret. A plain
+tokenizer with it makes other tokens: call `words_first` on it."""
 
 
 class Jieba(NamedTuple):
@@ -110,15 +111,10 @@ def _is_wordpiece(tokenizer: Any) -> bool:
     return isinstance(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), WordPiece)
 
 
-def is_jieba(source: Any) -> bool:
-    """Whether a tokenizer, or the one in a folder, has the key `words_first`; also true for the plain tokenizer that
-    `AutoTokenizer` loads from such a folder: call `words_first` on it."""
-    if isinstance(source, str | Path):
-        path = Path(source) / "tokenizer_config.json"
-        marks = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    else:
-        marks = getattr(source, "init_kwargs", {})
-    return str(marks.get(MARK, "")).split(" ")[0] == "jieba"
+def is_jieba(folder: Path) -> bool:
+    """Whether the tokenizer in a model's folder has the key `words_first`."""
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and MARK in json.loads(path.read_text(encoding="utf-8"))
 
 
 class WordBackend:

@@ -192,8 +192,7 @@ def _array(values: list[Any], before: pyarrow.DataType) -> pyarrow.Array | Excep
 
     try:
         array = pyarrow.array(values)
-        return array.cast(
-            unify_schemas(pyarrow.schema([("", before)]), pyarrow.schema([("", array.type)])).field(0).type
-        )
+        schemas = (pyarrow.schema([("", kind)]) for kind in (before, array.type))
+        return array.cast(unify_schemas(*schemas).field(0).type)
     except _UNFIT as error:
         return error

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import ObjectiveSettings, flat
+from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
@@ -24,7 +24,7 @@ from toolkit.data.table import Table, columns_of, find_columns, text_column
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.utils.cache import cached_folder, digest_of_text
-from toolkit.utils.features import features, first
+from toolkit.utils.features import features, first, hooks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -80,53 +80,58 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
     """Tokenizes the texts and encodes their targets, in one process per machine; all processes load them. Raises
     UserError for every fault of the input, and when machines have different data."""
     data = settings.data
-    if accelerator is not None:
-        _require_equal_settings(accelerator, settings)
+    several = accelerator if accelerator is not None and accelerator.num_processes > 1 else None
+    if several is not None:
+        _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class: type[Targets] = first(feature.targets(settings) for feature in features()) or Labels
+    targets_class: type[Targets] = first(targets(settings) for targets in hooks("targets", settings)) or Labels
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
-    if accelerator is not None:  # before an hour of work on different data
+    if several is not None:  # before an hour of work on different data
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
-        launch.require_equal(accelerator, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
+        launch.require_equal(several, "the data", {**content, **facts, "the tokenizer": fingerprint[:12]})
     facts |= {"tables": digests, "tokenizer": fingerprint}
     feature_facts: dict[str, Any] = {}
-    for feature in features():
-        feature_facts |= feature.data_facts(settings, facts, accelerator)
-    if accelerator is not None and feature_facts:
-        launch.require_equal(accelerator, "the data", feature_facts)
+    for data_facts in hooks("data_facts", settings):
+        feature_facts |= data_facts(settings, facts, accelerator)
+    if several is not None and feature_facts:
+        launch.require_equal(several, "the data", feature_facts)
     facts |= feature_facts
     digest = digest_of_text(json.dumps(facts, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
-    with cached_folder("tokens", digest, accelerator, source) as (folder, draft):
+    with cached_folder("tokens", digest, several, source) as (folder, draft):
         if draft:
             _write_tokens(settings, tokenizer, targets_class, facts, tables, draft)
 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
-    text_pair = getattr(data, "text_pair", None)
+    targets: Any = targets_class.from_json(meta["labels"])
+    notes, weights, advice, text_pair = meta["notes"], None, "", getattr(data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
-        meta["notes"].append("this model has one token type: only a separator distinguishes the two texts of a pair")
-    prepared = Prepared(
+        notes.append("this model has one token type: only a separator distinguishes the two texts of a pair")
+    if objective := getattr(settings, "objective", None):  # a user's recipe may lack this section
+        splits, weights, lines, advice = balance.weigh_classes(splits, targets, objective)
+        notes += lines
+    device = torch.device("cpu") if accelerator is None else accelerator.device
+    return Prepared(
         folder=folder,
         digest=folder.name,
         text_column=meta["text_column"],
         text_pair=text_pair,
         max_length=facts["max_length"],
-        notes=tuple(meta["notes"]),
-        targets=targets_class.from_json(meta["labels"]),
+        notes=tuple(notes),
+        targets=targets,
         train=splits["train"],
         validation=splits["validation"],
         test=splits.get("test"),
         feature_facts=feature_facts,
+        pos_weight=None if weights is None else torch.from_numpy(weights).to(device),
+        advice=advice,
     )
-    objective = getattr(settings, "objective", None)  # a user's recipe may lack this section
-    device = torch.device("cpu") if accelerator is None else accelerator.device
-    return _add_class_weights(prepared, objective, device) if objective else prepared
 
 
 def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
@@ -158,19 +163,9 @@ def _facts(
     return facts
 
 
-def _add_class_weights(data: Prepared, objective: ObjectiveSettings, device: torch.device) -> Prepared:
-    """Adds the weights and sampling probabilities for uneven classes."""
-    balance.check_objective(data.labels, objective)
-    splits: Any = balance.add_weights(data.splits, data.labels, objective)
-    weights = balance.positive_weights(data.train, data.labels, objective)
-    pos_weight = None if weights is None else torch.from_numpy(weights).to(device)
-    lines, advice = balance.describe(splits["train"], data.labels, objective)
-    return replace(data, **splits, pos_weight=pos_weight, notes=(*data.notes, *lines), advice=advice)
-
-
 def add_collator(settings: Any, data: Prepared) -> Prepared:
     """Sets the collator of a feature for these settings (`Feature.collator`) in every split."""
-    collator = first(feature.collator(settings) for feature in features())
+    collator = first(collator(settings) for collator in hooks("collator", settings))
     if collator is None:
         return data
     splits: Any = {name: replace(split, collator=collator) for name, split in data.splits.items()}
@@ -255,8 +250,8 @@ def split_of_texts(
     """
     rows = np.arange(len(texts), dtype=np.int64)
 
-    def arrays() -> dict[str, np.ndarray]:
-        return {**tokens.encode_texts(tokenizer, texts, max_length, pairs=pairs), "rows": rows, "labels": rows * 0}
+    def arrays() -> dict[str, Any]:
+        return {**tokens.encode_texts(tokenizer, texts, max_length, pairs), "rows": rows, "labels": rows * 0}
 
     if shared_as is not None:
         with cached_folder("tokens", shared_as, None, "texts to predict") as (folder, draft):
@@ -265,7 +260,4 @@ def split_of_texts(
                 for file, array in arrays().items():
                     np.save(draft / name / f"{file}.npy", array)
         return tokens.load_split(folder, name, model_config)
-    in_memory: dict[str, Any] = arrays()
-    if not tokens.has_token_types(model_config):
-        in_memory.pop("token_types", None)
-    return Split(name, Path(), buckets=tokens.LengthBuckets.of_model(model_config), **in_memory)
+    return Split(name, Path(), **tokens.of_model(arrays(), model_config))

@@ -30,15 +30,8 @@ from toolkit.data.text_files import (
     too_large,
 )
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.utils.cache import (
-    cache_folder,
-    cached_digest,
-    cached_folder,
-    digest_of_file,
-    digest_of_files,
-    digest_of_text,
-)
-from toolkit.utils.files import refuse_link_out
+from toolkit.utils.cache import cached_digest, cached_folder, digest_of_file, digest_of_files, digest_of_text
+from toolkit.utils.files import cache_folder, refuse_link_out
 from toolkit.utils.hub import check_reachable
 from toolkit.utils.memory import limit_memory
 
@@ -329,7 +322,9 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         with limit_memory(limit) if folder.is_dir() else contextlib.nullcontext():
             if folder.is_dir():
                 _refuse_addresses(folder)
-                _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=cache))
+                builder = datasets.load_dataset_builder(name, config, cache_dir=cache)
+                for file in itertools.chain(*(builder.config.data_files or {}).values()):  # of its README, or links
+                    refuse_link_out(Path(str(file).rpartition("::")[2]), folder)  # zip://NAME::FILE
             splits = datasets.load_dataset(name, config, cache_dir=cache)
     except UserError:
         raise
@@ -351,9 +346,3 @@ def _refuse_addresses(folder: Path) -> None:
     text += configs.read_text(encoding="utf-8", errors="replace") if configs.is_file() else ""
     if address := re.search(r"[\w+]+://[^'\"\s]*", text):
         raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")
-
-
-def _refuse_data_outside(folder: Path, builder: Any) -> None:
-    """Raises UserError where a data file is outside the folder, by its name in the README or by a link."""
-    for file in itertools.chain(*(builder.config.data_files or {}).values()):
-        refuse_link_out(Path(str(file).rpartition("::")[2]), folder)  # zip://NAME::FILE

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.data import tokens
 from toolkit.data.table import Table, pair_column, text_blocks
 from toolkit.errors import UserError, listing
-from toolkit.utils.features import features
+from toolkit.utils.features import hooks
 
 _MAX_GROUPS = 20
 
@@ -70,11 +70,9 @@ class Targets:
 
     def trial(self, split: Any) -> tuple[Any, Any] | None:
         """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
-        return None
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
-        return None
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes a split's targets beside its tokens: `labels.npy`, and other files that its `split_class` reads.
@@ -150,8 +148,8 @@ def select_rows(
     rows = with_texts(train)
     targets = targets_class.find(settings, train, column, rows.numbers)
     splits = {"train": rows.encode_targets(targets)}
-    for feature in features():
-        changed, more = feature.select_rows(settings, facts, splits["train"], targets)
+    for select in hooks("select_rows", settings):
+        changed, more = select(settings, facts, splits["train"], targets)
         splits |= changed
         notes += more
     others = {split: table for split, table in tables.items() if split not in splits}

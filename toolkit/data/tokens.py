@@ -12,7 +12,7 @@ import json
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toolkit.config import PretrainedSettings
-from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
-from toolkit.demo import model_path
+from toolkit.data.jieba_tokenizer import MARK, load_words_first, words_first
 from toolkit.errors import UserError
 from toolkit.pretrained import (
     encoder_config,
@@ -139,10 +138,9 @@ class Split:
         """The same samples with at most `max_length` tokens each, for a split whose texts are saved."""
         lines = read_lines(self.folder / "texts.jsonl")
         texts, pairs = (lines, None) if isinstance(lines[0], str) else zip(*lines, strict=True)
-        arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs=pairs)
-        if self.token_types is None:  # this model has none, whatever its tokenizer makes
-            arrays.pop("token_types", None)
-        return replace(self, name=name, **arrays)
+        arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs)
+        types = None if self.token_types is None else arrays["token_types"]  # a model may have none
+        return replace(self, name=name, **arrays | {"token_types": types})
 
 
 def length_bins(lengths: np.ndarray) -> list[str]:
@@ -256,12 +254,16 @@ def _report_truncated_files() -> Any:
 def load_split(folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split) -> Split:
     """Memory-maps a saved split: the files that are fields of `split_class`."""
     _report_truncated_files()
-    _mapped.update({file: file.stat().st_size for file in (folder / name).glob("*.npy")})
     files = {file.stem: file for file in (folder / name).glob("*.npy")}
+    _mapped.update({file: file.stat().st_size for file in files.values()})
     arrays = {one.name: np.load(files[one.name], mmap_mode="r") for one in fields(split_class) if one.name in files}
-    if not has_token_types(model_config):
-        arrays.pop("token_types", None)
-    return split_class(name, folder / name, buckets=LengthBuckets.of_model(model_config), **arrays)
+    return split_class(name, folder / name, **of_model(arrays, model_config))
+
+
+def of_model(arrays: Mapping[str, np.ndarray], config: Any) -> dict[str, Any]:
+    """The arrays of a split that a model reads, and its length buckets."""
+    names = arrays.keys() - (() if has_token_types(config) else {"token_types"})
+    return {"buckets": LengthBuckets.of_model(config), **{name: arrays[name] for name in names}}
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
@@ -269,11 +271,11 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = load_plain_tokenizer(name)
-        return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
-    with explain_load_errors(name):
-        jieba = load_words_first(model_path(name))
-    refuse_unusable(jieba, name)
-    return jieba
+        return words_first(tokenizer) if MARK in getattr(tokenizer, "init_kwargs", ()) else tokenizer
+    with explain_load_errors(name) as path:
+        tokenizer = load_words_first(path)
+    refuse_unusable(tokenizer, name)
+    return tokenizer
 
 
 class Block(NamedTuple):
@@ -290,11 +292,7 @@ class Block(NamedTuple):
 
 
 def encode_blocks(
-    tokenizer: Any,
-    blocks: Iterable[TextBlock],
-    max_length: int,
-    total: int,
-    what: str = "tokens",
+    tokenizer: Any, blocks: Iterable[TextBlock], max_length: int, total: int, what: str = "tokens"
 ) -> Iterator[Block]:
     """Blocks of texts -> blocks of their tokens, at most `max_length` of each text; the longer text of a pair is
     truncated first. Tokenizes the next texts while the caller writes these. `what`, `total` (texts): for progress."""
@@ -319,9 +317,8 @@ def encode_blocks(
 def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
     typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     if fast:  # transformers' own call takes twice as long
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(
-            texts if pairs is None else list(zip(texts, pairs, strict=True))
-        )
+        inputs = texts if pairs is None else list(zip(texts, pairs, strict=True))
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
         ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if typed else []
     else:
         batch = tokenizer(
@@ -342,12 +339,12 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
 
 
 def encode_texts(
-    tokenizer: Any, texts: Sequence[str], max_length: int, what: str = "tokens", pairs: Sequence[str] | None = None
+    tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
 ) -> dict[str, np.ndarray]:
     """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs where there are any."""
     parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
     pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
-    blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts), what))
+    blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
     ids = np.concatenate([np.zeros(0, np.int32), *(block.ids for block in blocks)])
     lengths = [np.zeros(1, np.int64), *(block.lengths for block in blocks)]
     arrays = {"input_ids": ids, "offsets": np.cumsum(np.concatenate(lengths))}

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from toolkit.config import ModelSettings, ProblemType
-from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.models.exported import ExportedClassifier, export_format
 from toolkit.models.first_token import read_first_token_only
@@ -100,9 +99,10 @@ def from_pretrained(
     more layers than the config has, which transformers drops silently."""
     if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
-    with explain_load_errors(name, options.get("attn_implementation")), whole_weights(), quiet_transformers():
+    attention = options.get("attn_implementation")
+    with explain_load_errors(name, attention) as path, whole_weights(), quiet_transformers():
         loaded: tuple[Any, Any] = auto_class.from_pretrained(
-            model_path(name), config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
+            path, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
             **options,
         )  # fmt: skip
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf

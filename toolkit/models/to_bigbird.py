@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 
 from toolkit.config import ModelSettings, PretrainedSettings
-from toolkit.demo import PREFIX, model_path
+from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
 from toolkit.models.bigbird import plan
 from toolkit.pretrained import (
@@ -174,9 +174,9 @@ def _load(name: str) -> tuple[Any, set[str], list[str]]:
     Returns the model, the names of its parameters that the checkpoint lacks (random ones), and names in the checkpoint
     that it does not use. Raises UserError for an incomplete encoder.
     """
-    with explain_load_errors(name), whole_weights(), quiet_transformers():
+    with explain_load_errors(name) as path, whole_weights(), quiet_transformers():
         bert, loading = BertForPreTraining.from_pretrained(
-            model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+            path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
     mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
     new = {*loading["missing_keys"], *mismatched}

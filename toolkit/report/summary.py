@@ -22,7 +22,7 @@ from toolkit.report.log import class_lines
 from toolkit.report.record import architecture, last_evaluation
 from toolkit.training.steps import Schedule
 from toolkit.utils.extras import install_command, is_installed
-from toolkit.utils.features import features, first
+from toolkit.utils.features import first, hooks
 from toolkit.utils.units import size_text
 
 
@@ -127,7 +127,7 @@ class RunSummary:
 
     def _next_command(self) -> list[str]:
         """A feature's command, or one for another run with this script, data and strategy."""
-        if command := first(feature.next_command(self.folder, self.settings) for feature in features()):
+        if command := first(hook(self.folder, self.settings) for hook in hooks("next_command", self.settings)):
             return ["next:", f"  {command}"]
         training, again = self.settings.training, self.command()
         if not again:

@@ -79,8 +79,7 @@ def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first file of a cached folder that has changed since it was written; None if none has; "" if there is no
-    folder, or an earlier version of this package wrote it.
+    """The first file of a cached folder that has changed since it was written; None if none has; "" without a folder.
 
     Sizes are compared every time, checksums (1 s per GB) only when inode, mtime or ctime of a file have changed.
     """
@@ -88,10 +87,7 @@ def find_damage(folder: Path) -> str | None:
         return ""
     checked = verified_marker(folder)
     try:
-        table = json.loads((folder / FILES).read_bytes())
-        if "files" in table:  # written by an earlier version
-            return ""
-        listed = table["checksums"]
+        listed = json.loads((folder / FILES).read_bytes())["checksums"]
         stats = {name: (folder / name).stat() for name in listed}
         changed = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
         state = json.dumps({name: [stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()})

@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,10 +57,13 @@ class PagePart:
 
 
 class Feature:
-    """Hooks, which do nothing by default. Settings, data and runs are a recipe's."""
+    """Hooks, which do nothing by default. Settings, data and runs are a recipe's. With `tasks` or `switches` the hooks
+    that get `settings` are called only for these settings."""
 
     tasks: ClassVar[Mapping[str, type]] = {}
     """The feature's recipes: name -> class of settings."""
+    switches: ClassVar[Sequence[str]] = ()
+    """Settings, any of which turns the feature on."""
     first_settings: ClassVar[Sequence[str]] = ()
     """Settings for the short `--help`; `--help_all` lists all."""
     files: ClassVar[Sequence[str]] = ()
@@ -88,7 +91,6 @@ class Feature:
 
     def targets(self, settings: Any) -> Any:
         """The subclass of `toolkit.data.rows.Targets` that these settings train on, or None."""
-        return None
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
         """Facts to add to the cache key of prepared data (JSON: files, tokenizer, settings); all processes call it."""
@@ -102,12 +104,10 @@ class Feature:
     def collator(self, settings: Any) -> Any:
         """The subclass of `toolkit.data.batches.Collator` (or a callable like it) for training and evaluation; its
         `prepare_model` adapts the model. None: batches are padded. The first feature that returns one is used."""
-        return None
 
     def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
         """(the model before training, the tokens of a text in each of its inputs), if this feature trains another model
         than a classifier."""
-        return None
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         """The settings of a run that starts, changed or not. Raises UserError if they do not fit the data."""
@@ -130,23 +130,19 @@ class Feature:
     def next_command(self, folder: Path, settings: Any) -> str | None:
         """The command printed below `next:` when the run in `folder` has ended; None: the same run with another seed.
         The first feature that returns one is taken."""
-        return None
 
     def answers(self, model: str, config: Any) -> Any:
         """Turns a saved model's outputs into answers (a `toolkit.evaluation.answers.Answers`), or None for other
         models; `config` is transformers'. The first feature that returns one is used."""
-        return None
 
     def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
         """Adds options to an extensible core command (`report`)."""
 
     def page(self, page: Any) -> PagePart | None:
         """The part to add to a run's report.html (`toolkit.report.html.Page`)."""
-        return None
 
     def folder_page(self, folder: Path) -> Path | None:
         """Writes the page of a folder that this feature created (not a run's); None for other folders."""
-        return None
 
 
 _REGISTERED: list[Feature] = []
@@ -185,13 +181,24 @@ def _checked(feature: Any, where: str) -> Feature:
     return feature
 
 
-def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
-    """Calls `results` of each feature and collects their lines. Raises UserError if one returns anything else."""
-    lines: list[str] = []
+def hooks(name: str, settings: Any) -> Iterator[Callable[..., Any]]:
+    """The hook of each feature that has one and is on for these settings."""
     for feature in features():
-        of_feature = feature.results(folder, settings, data, evaluation, answers)
+        tasks = tuple(feature.tasks.values())
+        if getattr(type(feature), name) is getattr(Feature, name) or (tasks and not isinstance(settings, tasks)):
+            continue
+        switches = feature.switches
+        if not switches or any(getattr(part, each, None) for part in vars(settings).values() for each in switches):
+            yield getattr(feature, name)
+
+
+def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
+    """Calls the hook `results` and collects the lines. Raises UserError if one returns anything else."""
+    lines: list[str] = []
+    for results in hooks("results", settings):
+        of_feature = results(folder, settings, data, evaluation, answers)
         if not isinstance(of_feature, list | tuple):
-            name = f"{type(feature).__name__}.results"
+            name = f"{type(results.__self__).__name__}.results"  # type: ignore[attr-defined]
             raise UserError(f"{name} returned {of_feature!r}: return a list of lines, or an empty list")
         lines += map(str, of_feature)
     return lines

@@ -1,4 +1,5 @@
-"""Atomic writes of files and folders (draft, flush, rename), and checks of JSON files. Imports no torch."""
+"""Atomic writes of files and folders (draft, flush, rename), checks of JSON files and of a model's folder. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -17,8 +18,6 @@ from toolkit.errors import UserError, first_line
 
 Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
 """Key -> (a test that its value must pass unless it is null, a description of valid values)."""
-_SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
-           "a table of file names")  # fmt: skip
 _DISK_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream")
 _DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
@@ -111,6 +110,21 @@ def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], obje
     shutil.rmtree(old, ignore_errors=True)
 
 
+def flush_folders(folder: Path) -> None:
+    """Flushes the names of the files in the folder and its subfolders to the disk."""
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        flush_path(path)
+
+
+def flush_path(path: Path) -> None:
+    """Flushes a file's content, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def make_readable(folder: Path) -> None:
     """Gives .safetensors files the permissions of the umask: safetensors lets only their owner read them."""
     mask = os.umask(0)
@@ -195,6 +209,42 @@ def is_number(value: Any, low: float, high: float) -> bool:
     return type(value) in (int, float) and low <= value <= high
 
 
+# --- a model's folder ---
+
+
+def _whole_number(maximum: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: type(value) is int and 0 <= value <= maximum, f"a whole number up to {maximum:,}"
+
+
+_STRINGS = (lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of strings")
+_NAMES = (lambda value: isinstance(value, dict) and all(key.isdecimal() for key in value), "a table of integer keys")
+_PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
+_CONFIG: Kinds = {
+    "model_type": (lambda value: isinstance(value, str), "a string"),
+    "architectures": _STRINGS,
+    "problem_type": (lambda value: value in _PROBLEMS, f"one of {', '.join(_PROBLEMS)}"),
+    "id2label": _NAMES,
+    "num_labels": _whole_number(100_000),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "num_layers", "encoder_layers"), _whole_number(10_000)),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "type_vocab_size"), _whole_number(2**31 - 1)),
+    "transformers_weights": (lambda value: isinstance(value, str) and "/" not in value, "a file name without a folder"),
+}  # fmt: skip
+_SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
+           "a table of file names")  # fmt: skip
+
+
+def check_model_config(config: Mapping[str, Any], where: object) -> None:
+    """Raises UserError for impossible values in a config.json, also in the nested configs of an encoder-decoder."""
+    check_values(config, _CONFIG, where)
+    for key, value in config.items():
+        if "dropout" in key and type(value) in (int, float) and not 0 <= value <= 1:
+            raise UserError(f"{where}: {key} is {json.dumps(value)[:60]} and should be a number from 0 to 1")
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"{where}: {key} is NaN and should be a number")
+        if isinstance(value, dict) and "model_type" in value:
+            check_model_config(value, f"{where}, {key}")
+
+
 def refuse_link_out(path: Path, folder: Path) -> None:
     """Raises UserError if `path`, listed in `folder`, leads outside it (by `..` or a link), or is a pipe or device.
 
@@ -217,21 +267,6 @@ def refuse_files_outside(folder: Path) -> None:
         shards = read_table(index, {"weight_map": _SHARDS}).get("weight_map") or {}
         for name in sorted(set(shards.values())):
             refuse_link_out(folder / name, folder)
-
-
-def flush_folders(folder: Path) -> None:
-    """Flushes the names of the files in the folder and its subfolders to the disk."""
-    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        flush_path(path)
-
-
-def flush_path(path: Path) -> None:
-    """Flushes a file's content, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def templates() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -11,20 +12,15 @@ Result = TypeVar("Result")
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
     """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left running."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="call_with_timeout")
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=run, daemon=True, name="call_with_timeout").start()  # an executor's would block the exit
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer in {seconds:.0f} s")
-    return results[0]
+    return future.result()

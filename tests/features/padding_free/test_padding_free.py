@@ -30,6 +30,7 @@ from toolkit.features.padding_free.batches import PackedCollator, round_up
 from toolkit.features.padding_free.feature import FEATURE
 from toolkit.features.padding_free.model import Packed
 from toolkit.models.classifier import load_classifier
+from toolkit.utils.features import hooks
 
 FAMILIES = ("BERT", "RoBERTa", "XLM-R", "ModernBERT", "ELECTRA", "ERNIE", "DistilBERT", "NomicBERT", "GTE")
 LENGTHS = [60, 33, 20, 5, 3, 1, 1]
@@ -207,7 +208,8 @@ def test_settings() -> None:
     settings = {"model_name_or_path": "m", "train_file": "t.csv", "padding_free": True}
     collator = FEATURE.collator(build(TaskSettings, {**settings, "max_tokens_per_batch": 300}))
     assert (collator.func, collator.keywords) == (PackedCollator, {"max_tokens": 300})
-    assert FEATURE.collator(build(TaskSettings, {**settings, "padding_free": False})) is None
+    for on in (True, False):
+        assert len(list(hooks("collator", build(TaskSettings, {**settings, "padding_free": on})))) == on
     auto = build(TaskSettings, {**settings, "per_device_batch_size": "auto"})
     refusal(FEATURE.collator, auto, says=["--per_device_batch_size auto", "--padding_free"])
 

@@ -32,7 +32,7 @@ from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
 from tests.test_long import STEPS, STOPPED, assert_continued, converted
 from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.jieba_tokenizer import is_jieba
+from toolkit.data.jieba_tokenizer import WordBackend
 from toolkit.data.tokens import load_tokenizer
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
@@ -308,5 +308,5 @@ def test_chinese_titles(single: Runs) -> None:
     facts = json.loads((run / "config.json").read_text())["data"]
     assert facts["title_column"] == "标题"
     tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))  # without --tokenizer jieba
-    assert is_jieba(tokenizer)
+    assert isinstance(tokenizer.backend_tokenizer, WordBackend)
     assert EncoderDecoderModel.from_pretrained(run / "model").config.decoder.vocab_size == len(tokenizer)

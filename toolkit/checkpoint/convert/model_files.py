@@ -14,8 +14,7 @@ from typing import Any
 from toolkit.checkpoint.lora import ADAPTER_CONFIG, HEADS
 from toolkit.checkpoint.tensor_index import DTYPES
 from toolkit.errors import Faults, UserError, listing
-from toolkit.utils.files import read_table, refuse_link_out, write_new
-from toolkit.utils.model_config import check_model_config
+from toolkit.utils.files import check_model_config, read_table, refuse_link_out, write_new
 
 CONFIG = "config.json"
 DECISIONS = "decisions.json"

@@ -26,7 +26,7 @@ from toolkit.training.estimate import (
     usable_memory,
     uses_autocast,
 )
-from toolkit.utils.features import features, first
+from toolkit.utils.features import first, hooks
 from toolkit.utils.files import templates
 from toolkit.utils.units import size_text
 
@@ -34,7 +34,7 @@ from toolkit.utils.units import size_text
 def run(settings: Any, processes: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     precision, usable = _precision(settings, device), usable_memory(device, processes)
-    other_model = first(feature.untrained_model(settings) for feature in features())
+    other_model = first(load(settings) for load in hooks("untrained_model", settings))
     model, lengths = other_model or load_untrained_classifier(settings)
     length = lengths["input_ids"]
     training = settings.training.limit_tokens(device, length)

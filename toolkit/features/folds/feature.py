@@ -26,6 +26,7 @@ class FoldSettings:
 class FoldsFeature(Feature):
     """Cross-validation, and training rows with corrected labels."""
 
+    switches = ("folds", "label_corrections")
     paths = ("label_corrections",)
     exclusive = (
         *((name, "folds", "each fold is evaluated on a part of the training rows")

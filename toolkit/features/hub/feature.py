@@ -26,6 +26,7 @@ class HubSettings:
 class HubFeature(Feature):
     """Creates the repository when a run begins, and uploads the model when it has ended."""
 
+    switches = ("push_to_hub",)
     exclusive = (("push_to_hub", "folds", "folds train models to check labels, and none to publish"),)
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
@@ -41,20 +42,16 @@ class HubFeature(Feature):
                     yield f"--{name} has no effect without --push_to_hub true"
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
-        hub = section_in(settings, HubSettings)
-        if hub.push_to_hub and accelerator.is_main_process:
+        if accelerator.is_main_process:
             from toolkit.features.hub.upload import create_repository
 
-            create_repository(_name(settings), hub.hub_private_repo)
+            create_repository(_name(settings), section_in(settings, HubSettings).hub_private_repo)
         return settings
 
     def finished(self, folder: Path, settings: Any) -> Sequence[str]:
-        hub = section_in(settings, HubSettings)
-        if not hub.push_to_hub:
-            return ()
         from toolkit.features.hub.upload import upload
 
-        return [upload(folder, _name(settings), hub.hub_private_repo)]
+        return [upload(folder, _name(settings), section_in(settings, HubSettings).hub_private_repo)]
 
 
 def _name(settings: Any) -> str:

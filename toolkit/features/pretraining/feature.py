@@ -24,15 +24,11 @@ class PretrainingFeature(Feature):
     paths = ("init_new_tokens",)
 
     def targets(self, settings: Any) -> Any:
-        if not isinstance(settings, PretrainSettings):
-            return None
         from toolkit.features.pretraining.data import Masks
 
         return Masks
 
     def collator(self, settings: Any) -> Any:
-        if not isinstance(settings, PretrainSettings):
-            return None
         from toolkit.features.pretraining.data import MaskingCollator
         from toolkit.pretrained import load_config
 
@@ -41,8 +37,6 @@ class PretrainingFeature(Feature):
         return partial(MaskingCollator, seed=settings.training.seed, probabilities=(float(first), float(last or first)))
 
     def next_command(self, folder: Path, settings: Any) -> str | None:
-        if not isinstance(settings, PretrainSettings):
-            return None
         from toolkit.pretrained import load_config
 
         recipe = "bigbird" if load_config(settings.model).model_type == "big_bird" else "cls"

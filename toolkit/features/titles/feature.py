@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from toolkit.features.titles.settings import KIND, TitleDataSettings, TitleSettings
+from toolkit.features.titles.settings import KIND, TitleSettings
 from toolkit.utils.extras import require_extra
 from toolkit.utils.features import Feature, PagePart
 
@@ -24,16 +24,12 @@ class TitlesFeature(Feature):
             yield "--length_penalty has no effect with --num_beams 1: use more beams, or drop it"
 
     def targets(self, settings: Any) -> Any:
-        if not isinstance(settings.data, TitleDataSettings):
-            return None
         require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # fail now, not at the first ROUGE
         from toolkit.features.titles.data import Titles
 
         return Titles
 
     def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
-        if not isinstance(settings, TitleSettings):
-            return None
         from toolkit.features.titles.model import load_untrained_title_model
 
         return load_untrained_title_model(settings)
