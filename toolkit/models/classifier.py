@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
@@ -20,7 +20,7 @@ from transformers import (
     masking_utils,
 )
 
-from toolkit.config import ModelSettings, ProblemType
+from toolkit.config import ModelSettings
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.models.exported import ExportedClassifier, export_format
@@ -42,18 +42,9 @@ from toolkit.utils.modules import autograd_leaves
 _LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
-class Classes(Protocol):
-    """The classes of a classifier; the labels of the data implement it."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def problem_type(self) -> ProblemType: ...
-
-
-def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
-    """The pretrained encoder with a head for these classes, in float32 on the CPU; with `lora_r`, a PeftModel.
+def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
+    """The pretrained encoder with a head for the `names` and the `problem_type` of the labels, in float32 on the CPU;
+    with `lora_r`, a PeftModel.
 
     A new head and LoRA are initialized by the seed: equal in every process under every strategy, since nothing is
     sharded before `accelerator.prepare`. Raises UserError where the model cannot be loaded or an option does not fit.

@@ -18,9 +18,10 @@ import shlex
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -42,9 +43,6 @@ from toolkit.pretrained import (
 )
 from toolkit.utils.cache import cached_folder, digest_of_file
 from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 Settings = TypeVar("Settings", bound=PretrainedSettings)
 
@@ -119,20 +117,14 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     default = SparseSizes()
     length = max(default.max_length, max_length or 0, config.max_position_embeddings)
     sizes = default._replace(max_length=-(-length // default.block_size) * default.block_size)
-
     with explain_load_errors(name):
-        folder_name = _folder_name(name, sizes)
+        digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
+    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)  # as model cards show it
+    folder_name = f"{base}-bigbird-{sizes.max_length}-{digits}"
     with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
         if draft:
             _write_bigbird(name, draft, sizes)
     return dataclasses.replace(settings, model_name_or_path=str(folder))
-
-
-def _folder_name(name: str, sizes: SparseSizes) -> str:
-    """A readable prefix, which model cards show as the base model, and a digest of the content."""
-    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
-    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
-    return f"{base}-bigbird-{sizes.max_length}-{digits}"
 
 
 def _write_bigbird(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
@@ -241,30 +233,22 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
     tokenizer.save_pretrained(folder)
     reloaded = load_plain_tokenizer(str(folder))
     if type(reloaded) is not type(tokenizer) or reloaded(list(_PROBES)).input_ids != ids:
-        raise UserError(
-            f"{name}: its tokenizer, a {type(tokenizer).__name__}, becomes a {type(reloaded).__name__} when saved and "
-            "loaded, and may tokenize differently: set tokenizer_class in its tokenizer_config.json"
-        )
+        why = f"becomes a {type(reloaded).__name__} when saved and loaded, and may tokenize differently"
+        mend = "set tokenizer_class in its tokenizer_config.json"
+        raise UserError(f"{name}: its tokenizer, a {type(tokenizer).__name__}, {why}: {mend}")
 
 
 def _check_kind(name: str, config: Any) -> None:
     """Raises UserError for a model that a BigBird with the same weights would not reproduce."""
     kind = config.model_type
     if kind == "big_bird":
-        raise UserError(
-            f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it directly"
-        )
+        raise UserError(f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it")
     if kind != "bert":
-        raise UserError(
-            f"{name} has model_type {kind}, and only bert can be converted: use bert-base-chinese, bert-base-uncased, "
-            "hfl/chinese-roberta-wwm-ext (a BERT in spite of its name), or a BigBird"
-        )
+        good = "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT in spite of its name)"
+        raise UserError(f"{name} has model_type {kind}, and only bert can be converted: use {good}, or a BigBird")
     positions = getattr(config, "position_embedding_type", None) or "absolute"  # old configs have it
     if positions != "absolute":
-        raise UserError(
-            f"{name} has position_embedding_type {positions}, which BigBird does not support: use a BERT with absolute "
-            "positions"
-        )
+        raise UserError(f"{name} has position_embedding_type {positions}: use a BERT with absolute positions")
     if config.is_decoder or config.add_cross_attention:
         raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an encoder")
 
@@ -292,17 +276,16 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
             if sizes.sparse_above < width <= length and width % block == 0:
                 plan.random_blocks(plan.Pattern(0, 1, block, random, length, width, training=True))
     except ValueError as error:
-        raise UserError(
-            f"{pattern}: BigBird draws random blocks from the first 1024 tokens, which have fewer: reduce one of them"
-        ) from error
+        why = "BigBird draws random blocks from the first 1024 tokens, which have fewer"
+        raise UserError(f"{pattern}: {why}: reduce one of them") from error
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
     """Raises UserError for an output that must not be replaced."""
-    if os.path.lexists(output) and (not output.is_dir() or output.is_symlink()):
-        raise UserError(f"{output} exists and is not a folder: name another output")
-    if not output.exists():
+    if not os.path.lexists(output):
         return
+    if output.is_symlink() or not output.is_dir():
+        raise UserError(f"{output} exists and is not a folder: name another output")
     if any(output.iterdir()) and not overwrite:
         raise UserError(f"{output} exists and is not empty: name another folder, or replace it with --overwrite")
     _refuse_foreign(output, output)
@@ -319,7 +302,5 @@ def _refuse_foreign(folder: Path, output: Path) -> None:
     others = [path for path in sorted(folder.iterdir()) if path.name != _META or not digests]
     foreign = [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]
     if foreign:
-        raise UserError(
-            f"{output} holds {listing(foreign, 3)}, which {_MADE_BY} did not write, or which have changed since: name "
-            "another folder, or remove it yourself"
-        )
+        why = f"which {_MADE_BY} did not write, or which have changed since"
+        raise UserError(f"{output} holds {listing(foreign, 3)}, {why}: name another folder, or remove it yourself")
