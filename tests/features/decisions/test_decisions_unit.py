@@ -168,7 +168,6 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
         ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
         ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
         ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
-        ({"labels": "pos"}, "labels is "),
         ({"abstain_below": True}, "abstain_below is true"),
     ],
 )

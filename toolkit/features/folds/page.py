@@ -102,8 +102,7 @@ def _differing_settings(folds: Sequence[dict[str, Any]]) -> list[str]:
 
 def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]:
     """Metrics, suspects, groups of near duplicates and slices of all rows."""
-    groups = _lines_of_groups(near_duplicates([line["text"] for line in lines]), lines)
-    duplicates = {"groups": groups, "leaks": _count_leaks(groups)}
+    duplicates = _duplicates(lines)
     if labels.problem_type == "regression":
         guess, truth = (np.array([line[name] for line in lines]) for name in ("prediction", "label"))
         metrics = classification_metrics(guess.reshape(len(lines), -1), truth, labels)
@@ -157,16 +156,13 @@ def _list_warnings(truth: np.ndarray, answers: np.ndarray, labels: Labels) -> li
     return warnings
 
 
-def _lines_of_groups(groups: Sequence[Sequence[int]], lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of rows -> their lines; groups with different labels, of which one must be wrong, first."""
-    rows = [[lines[row] for row in group] for group in groups]
-    marked = [{"lines": group, "differ": any(line["label"] != group[0]["label"] for line in group)} for group in rows]
-    return sorted(marked, key=lambda group: not group["differ"])
-
-
-def _count_leaks(groups: Sequence[dict[str, Any]]) -> int:
-    """Rows with a near duplicate in the training rows of their fold's model."""
-    return sum(any(o["fold"] != line["fold"] for o in group["lines"]) for group in groups for line in group["lines"])
+def _duplicates(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`groups` of near duplicates, those with different labels, of which one must be wrong, first; `leaks`: rows with a
+    near duplicate in the training rows of their fold's model."""
+    rows = [[lines[row] for row in group] for group in near_duplicates([line["text"] for line in lines])]
+    groups = [{"lines": group, "differ": any(line["label"] != group[0]["label"] for line in group)} for group in rows]
+    leaks = sum(any(other["fold"] != line["fold"] for other in group) for group in rows for line in group)
+    return {"groups": sorted(groups, key=lambda group: not group["differ"]), "leaks": leaks}
 
 
 def _label(classes: Sequence[int], labels: Labels) -> Any:
@@ -186,14 +182,10 @@ def _row(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, An
     """A row of the page, with the labels to choose from, the suggested one first."""
     chances = dict(zip(labels.names, line["probabilities"], strict=True))
     suggested = _label(suspect.suggested, labels)
-    choices = [suggested]
-    if labels.problem_type != MULTI:
-        likely = sorted(chances, key=lambda name: -chances[name])[:_MOST_CHOICES]
-        choices += [name for name in likely if name not in (suggested, line["label"])]
-    names = [line["label"], suggested] if labels.problem_type != MULTI else sorted({*line["label"], *suggested})
-    return {
-        **line,
-        "suggested": suggested,
-        "chances": [(name, chances[name]) for name in names],
-        "choices": [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices],
-    }
+    if labels.problem_type == MULTI:
+        names, choices = sorted({*line["label"], *suggested}), [suggested]
+    else:
+        names, likely = [line["label"], suggested], sorted(chances, key=lambda name: -chances[name])[:_MOST_CHOICES]
+        choices = [suggested, *(name for name in likely if name not in names)]
+    written = [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices]
+    return {**line, "suggested": suggested, "chances": [(name, chances[name]) for name in names], "choices": written}
