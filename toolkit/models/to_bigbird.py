@@ -28,18 +28,17 @@ from torch import Tensor
 from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 
 from toolkit.config import ModelSettings, PretrainedSettings
-from toolkit.demo import PREFIX, model_path
+from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
 from toolkit.models.bigbird import plan
+from toolkit.models.classifier import from_pretrained
 from toolkit.pretrained import (
     explain_load_errors,
     full_attention_up_to,
     load_config,
     load_plain_tokenizer,
     model_digest,
-    quiet_transformers,
     refuse_random,
-    whole_weights,
 )
 from toolkit.utils.cache import cached_folder, digest_of_file
 from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
@@ -90,7 +89,7 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     _check_length(source, config.max_position_embeddings, sizes)
     unchanged = partial(_refuse_foreign, output=output)  # it may have changed in the meantime
     with explain_write_errors(output), replace_folder(output, overwrite, spare=unchanged) as draft:
-        parameters, heads = _write_bigbird(source, draft, sizes)
+        parameters, heads = _write_bigbird(source, config, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
         (draft / _META).write_text(json.dumps(meta, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -123,15 +122,15 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     folder_name = f"{base}-bigbird-{sizes.max_length}-{digits}"
     with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
         if draft:
-            _write_bigbird(name, draft, sizes)
+            _write_bigbird(name, config, draft, sizes)
     return dataclasses.replace(settings, model_name_or_path=str(folder))
 
 
-def _write_bigbird(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
+def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
     """Fills an empty folder. Returns the number of parameters, and a description of the heads. Raises UserError for a
     source that cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
-    bert, new, unknown = _load(name)
+    bert, new, unknown = _load(name, bert_config)
     pooler, mlm, nsp = (not _with_prefix(new, prefix) for prefix in (_POOLER, *_HEADS.values()))
     heads = (("MLM", "NSP") if nsp and pooler else ("MLM",)) if mlm else ()
     config = _config_of(bert, tokenizer, sizes)
@@ -160,22 +159,19 @@ def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def _load(name: str) -> tuple[Any, set[str], list[str]]:
+def _load(name: str, config: Any) -> tuple[Any, set[str], list[str]]:
     """Loads a checkpoint as BertForPreTraining, which has all heads of pretraining.
 
     Returns the model, the names of its parameters that the checkpoint lacks (random ones), and names in the checkpoint
     that it does not use. Raises UserError for an incomplete encoder.
     """
-    with explain_load_errors(name), whole_weights(), quiet_transformers():
-        bert, loading = BertForPreTraining.from_pretrained(
-            model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
-        )
+    bert, loading = from_pretrained(BertForPreTraining, name, config, dtype="auto", ignore_mismatched_sizes=True)
     mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
     new = {*loading["missing_keys"], *mismatched}
     pooler = _with_prefix(new, _POOLER)
     lost = set(_with_prefix(new, "bert.")) - set(pooler) | set(_with_prefix(mismatched, "bert."))
     lost |= set(pooler) if len(pooler) == 1 else set()  # weight without bias, or the reverse
-    lost |= {key for key in unknown if _ENCODER.match(key)}  # layers beyond the config's number
+    lost |= {key for key in unknown if _ENCODER.match(key)}
     refuse_random(name, lost)
     return bert, new, unknown
 

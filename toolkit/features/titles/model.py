@@ -23,13 +23,7 @@ from toolkit.config import PretrainedSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
-from toolkit.models.classifier import (
-    choose_attention,
-    enable_gradient_checkpointing,
-    freeze_unused,
-    from_pretrained,
-    set_dropout,
-)
+from toolkit.models.classifier import choose_attention, configure, from_pretrained, set_dropout
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import explain_load_errors, load_config, quiet_transformers, refuse_random, whole_weights
 
@@ -59,10 +53,7 @@ def load_title_model(
         why = f"the decoder of {name} has {positions} positions"
         raise UserError(f"--max_target_length {max_target_length}: {why}; pass at most {positions - 1}")
     _configure_generation(model, tokenizer, generation, max_target_length)
-    choose_attention(model, settings.attn_implementation)
-    if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(name, model)
-    freeze_unused(model, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    configure(model, settings, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     return model
 
 
