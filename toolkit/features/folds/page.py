@@ -30,7 +30,7 @@ from toolkit.report.templates import render
 ERRORS = "label_errors.jsonl"
 _WEAK = 0.25
 """Below this `balanced_skill`, suspects are rather mistakes of the models than wrong labels."""
-_MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 500, 50, 6, 600, 12
+_MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHOICES = 500, 50, 6, 12
 
 
 def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[str]:
@@ -79,7 +79,6 @@ def write_folds(folder: Path) -> list[str]:
     spread = {name: statistics.stdev([metrics[name] for metrics in of_folds]) for name in names}
     context = {**analysis, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
-               "shortened": lambda text: text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…",
                "most_groups": _MOST_GROUPS, "most_of_group": _MOST_OF_GROUP}  # fmt: skip
     write_atomically(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
     results = "  ".join(f"{name} {analysis['metrics'][name]:.4f}" for name in names)
