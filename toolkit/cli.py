@@ -28,20 +28,13 @@ def commands(word: str = "") -> dict[str, Command]:
 
 def build_parser(table: dict[str, Command] | None = None) -> Parser:
     """The parser of `toolkit` and of each command that adds arguments."""
-    parser = Parser(
-        prog="toolkit", description="Fine-tune encoders: data, prediction, checkpoints, reports.", allow_abbrev=False
-    )
+    description = "Fine-tune encoders: data, prediction, checkpoints, reports."
+    parser = Parser(prog="toolkit", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (table or commands()).values():
-        subparser = subparsers.add_parser(
-            command.name,
-            help=command.help,
-            description=command.description or None,
-            epilog=command.epilog or None,
-            usage=command.usage,
-            allow_abbrev=False,
-        )
+        texts: Any = {name: getattr(command, name) for name in ("help", "description", "epilog", "usage")}
+        subparser = subparsers.add_parser(command.name, **texts, allow_abbrev=False)
         if command.add_arguments:
             command.add_arguments(subparser)
         for feature in features() if command.extensible else ():

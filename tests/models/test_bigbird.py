@@ -69,6 +69,7 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
         weights = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden).to(hidden)
         (hidden * weights).sum().backward()
         grads = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
+        grads.pop("embeddings.word_embeddings.weight", None)  # 0: transformers embeds padding
         outputs.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
     (hidden, grads), (expected_hidden, expected_grads) = outputs
     torch.testing.assert_close(hidden, expected_hidden, rtol=forward, atol=forward)
@@ -104,11 +105,11 @@ def test_same_numbers_by_operators_of_any_device(length: int, training: bool, mo
 
 def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """3 samples of 4 heads in groups of two samples, and of one sample's 3 heads and one."""
-    reference = make(num_attention_heads=4).double()
+    reference = make(num_attention_heads=4, block_size=16).double()
     for blocks, groups in ((2 * 4 * 16, 2), (3 * 16, 6)):
         monkeypatch.setattr(gathered, "_BLOCKS", blocks)
         assert len([*gathered._groups(3, 4, 16)]) == groups
-        compare(fast(reference), reference, batch(1024, "right", 3), 1e-12, 1e-12)
+        compare(fast(reference), reference, batch(256, "right", 3), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("training", [True, False])

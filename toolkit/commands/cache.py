@@ -17,9 +17,8 @@ _DAY_SECONDS = 24 * 3600
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
-    parser.add_argument(
-        "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes folders unused for DAYS [30]"
-    )
+    days = "prune removes folders unused for DAYS [30]"
+    parser.add_argument("--unused_days", type=float, default=30.0, metavar="DAYS", help=days)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -86,9 +86,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.json and not arguments.inspect:
         raise UserError("--json needs --inspect")
     if not arguments.inspect and arguments.out is None:
-        raise UserError(
-            "toolkit convert CHECKPOINT OUT: name the folder to create (or look at CHECKPOINT with --inspect)"
-        )
+        raise UserError("toolkit convert CHECKPOINT OUT: name the folder to create, or pass --inspect")
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
@@ -100,9 +98,8 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         missing.append("config and tokenizer: --config_from FOLDER supplies them")
     if reader.excluded:
         count = sum(math.prod(shape) for shape in reader.excluded.values())
-        missing.append(
-            f"{len(reader.excluded)} frozen parameters with {count:,} elements: --base_model FOLDER supplies them"
-        )
+        what = f"{len(reader.excluded)} frozen parameters with {count:,} elements"
+        missing.append(f"{what}: --base_model FOLDER supplies them")
     return {
         "checkpoint": str(reader.path),
         "strategy": reader.strategy,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
@@ -20,7 +20,7 @@ from transformers import (
     masking_utils,
 )
 
-from toolkit.config import ModelSettings, ProblemType
+from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.errors import UserError, listing
 from toolkit.models.exported import ExportedClassifier, export_format
 from toolkit.models.first_token import read_first_token_only
@@ -41,18 +41,9 @@ from toolkit.utils.modules import autograd_leaves
 _LAYER = re.compile(r"\blayers?\.(\d+)\.")
 
 
-class Classes(Protocol):
-    """The classes of a classifier; the labels of the data implement it."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def problem_type(self) -> ProblemType: ...
-
-
-def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
-    """The pretrained encoder with a head for these classes, in float32 on the CPU; with `lora_r`, a PeftModel.
+def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
+    """The pretrained encoder with a head for the `names` and the `problem_type` of the labels, in float32 on the CPU;
+    with `lora_r`, a PeftModel.
 
     A new head and LoRA are initialized by the seed: equal in every process under every strategy, since nothing is
     sharded before `accelerator.prepare`. Raises UserError where the model cannot be loaded or an option does not fit.
@@ -80,10 +71,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
         reinit_layers(model, settings.reinit_layers, name, seed)
     if settings.freeze_layers is not None:
         freeze_layers(model, settings.freeze_layers, name)
-    choose_attention(model, settings.attn_implementation)
-    if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(name, model)
-    freeze_unused(model)
+    configure(model, settings)
     read_first_token_only(model)
     if settings.lora_r:
         with whole_weights():
@@ -95,16 +83,13 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
 def from_pretrained(
     auto_class: Any, name: str, config: Any, attention: str | None = None, **options: Any
 ) -> tuple[Any, Any]:
-    """(a model in float32 with all of its weights, transformers' loading info). Raises UserError, also for weights of
-    more layers than the config has, which transformers drops silently."""
+    """(a model with all of its weights, in float32 unless `dtype` is among the options, transformers' loading info).
+    Raises UserError, also for weights of more layers than the config has, which transformers drops silently."""
     if attention and config.model_type != "big_bird":  # `choose_attention` installs a BigBird's
         options["attn_implementation"] = attention
-    attention = options.get("attn_implementation")
-    with explain_load_errors(name, attention) as path, whole_weights(), quiet_transformers():
-        loaded: tuple[Any, Any] = auto_class.from_pretrained(
-            path, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
-            **options,
-        )  # fmt: skip
+    with explain_load_errors(name, options.get("attn_implementation")) as path, whole_weights(), quiet_transformers():
+        options = {"dtype": torch.float32, "output_loading_info": True, **options}
+        loaded: tuple[Any, Any] = auto_class.from_pretrained(path, config=config, trust_remote_code=False, **options)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
     unexpected = {key: _LAYER.search(key) for key in loaded[1]["unexpected_keys"]}
     refuse_random(name, (key for key, match in unexpected.items() if match and int(match[1]) >= layers))
@@ -158,11 +143,15 @@ def choose_attention(model: Any, attention: str | None) -> None:
             part.register_forward_pre_hook(lambda encoder, _: encoder.set_attention_type("block_sparse"))
 
 
-def enable_gradient_checkpointing(name: str, model: Any) -> None:
-    """Raises UserError where the model does not support it."""
-    if not model.supports_gradient_checkpointing:
-        raise UserError(f"{name} does not support --gradient_checkpointing: leave it out")
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
+    """Installs the attention, turns gradient checkpointing on, and freezes unused parameters (`inputs`: see
+    `freeze_unused`). Raises UserError where the model does not support it."""
+    choose_attention(model, settings.attn_implementation)
+    if settings.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise UserError(f"{settings.model_name_or_path} does not support --gradient_checkpointing: leave it out")
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    freeze_unused(model, **inputs)
 
 
 def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:

@@ -75,19 +75,10 @@ def _attend_from_first_token(
     query = attention.query(first_states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, 1, hs)
     key = attention.key(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
     value = attention.value(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-        attention.config._attn_implementation, modeling_bert.eager_attention_forward
-    )
-    output, weights = attend(
-        attention,
-        query,
-        key,
-        value,
-        None if mask is None else mask[:, :, :1],
-        dropout=attention.dropout.p if attention.training else 0.0,
-        scaling=attention.scaling,
-        **options,
-    )
+    name, dropout = attention.config._attn_implementation, attention.dropout.p if attention.training else 0.0
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling_bert.eager_attention_forward)
+    mask = None if mask is None else mask[:, :, :1]
+    output, weights = attend(attention, query, key, value, mask, dropout=dropout, scaling=attention.scaling, **options)
     return output.reshape(first_states.shape[0], 1, -1).contiguous(), weights
 
 
@@ -148,9 +139,7 @@ def only_head_reads(model: Any, options: Mapping[str, Any]) -> bool:
         return False  # an option may need all positions
     # layers may have been replaced or copied since the model was loaded
     *others, last = [_is_patched(layer) for layer in layers] or [False]
-    if any(others) or not last:
-        return False
-    if (head := _head_of(model)) is None:
+    if any(others) or not last or (head := _head_of(model)) is None:
         return False
     return not any(map(_has_foreign_hooks, itertools.chain((base, base.encoder, head), layers[-1].modules())))
 

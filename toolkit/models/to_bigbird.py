@@ -18,9 +18,10 @@ import shlex
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,21 +31,17 @@ from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
 from toolkit.models.bigbird import plan
+from toolkit.models.classifier import from_pretrained
 from toolkit.pretrained import (
     explain_load_errors,
     full_attention_up_to,
     load_config,
     load_plain_tokenizer,
     model_digest,
-    quiet_transformers,
     refuse_random,
-    whole_weights,
 )
 from toolkit.utils.cache import cached_folder, digest_of_file
 from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 Settings = TypeVar("Settings", bound=PretrainedSettings)
 
@@ -92,7 +89,7 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     _check_length(source, config.max_position_embeddings, sizes)
     unchanged = partial(_refuse_foreign, output=output)  # it may have changed in the meantime
     with explain_write_errors(output), replace_folder(output, overwrite, spare=unchanged) as draft:
-        parameters, heads = _write_bigbird(source, draft, sizes)
+        parameters, heads = _write_bigbird(source, config, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
         (draft / _META).write_text(json.dumps(meta, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -119,27 +116,21 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     default = SparseSizes()
     length = max(default.max_length, max_length or 0, config.max_position_embeddings)
     sizes = default._replace(max_length=-(-length // default.block_size) * default.block_size)
-
     with explain_load_errors(name):
-        folder_name = _folder_name(name, sizes)
+        digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
+    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)  # as model cards show it
+    folder_name = f"{base}-bigbird-{sizes.max_length}-{digits}"
     with cached_folder("models", folder_name, accelerator, source=name) as (folder, draft):
         if draft:
-            _write_bigbird(name, draft, sizes)
+            _write_bigbird(name, config, draft, sizes)
     return dataclasses.replace(settings, model_name_or_path=str(folder))
 
 
-def _folder_name(name: str, sizes: SparseSizes) -> str:
-    """A readable prefix, which model cards show as the base model, and a digest of the content."""
-    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
-    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {model_digest(name)}".encode()).hexdigest()[:16]
-    return f"{base}-bigbird-{sizes.max_length}-{digits}"
-
-
-def _write_bigbird(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
+def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
     """Fills an empty folder. Returns the number of parameters, and a description of the heads. Raises UserError for a
     source that cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
-    bert, new, unknown = _load(name)
+    bert, new, unknown = _load(name, bert_config)
     pooler, mlm, nsp = (not _with_prefix(new, prefix) for prefix in (_POOLER, *_HEADS.values()))
     heads = (("MLM", "NSP") if nsp and pooler else ("MLM",)) if mlm else ()
     config = _config_of(bert, tokenizer, sizes)
@@ -168,22 +159,19 @@ def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
     return [name for name in names if name.startswith(prefix)]
 
 
-def _load(name: str) -> tuple[Any, set[str], list[str]]:
+def _load(name: str, config: Any) -> tuple[Any, set[str], list[str]]:
     """Loads a checkpoint as BertForPreTraining, which has all heads of pretraining.
 
     Returns the model, the names of its parameters that the checkpoint lacks (random ones), and names in the checkpoint
     that it does not use. Raises UserError for an incomplete encoder.
     """
-    with explain_load_errors(name) as path, whole_weights(), quiet_transformers():
-        bert, loading = BertForPreTraining.from_pretrained(
-            path, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
-        )
+    bert, loading = from_pretrained(BertForPreTraining, name, config, dtype="auto", ignore_mismatched_sizes=True)
     mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
     new = {*loading["missing_keys"], *mismatched}
     pooler = _with_prefix(new, _POOLER)
     lost = set(_with_prefix(new, "bert.")) - set(pooler) | set(_with_prefix(mismatched, "bert."))
     lost |= set(pooler) if len(pooler) == 1 else set()  # weight without bias, or the reverse
-    lost |= {key for key in unknown if _ENCODER.match(key)}  # layers beyond the config's number
+    lost |= {key for key in unknown if _ENCODER.match(key)}
     refuse_random(name, lost)
     return bert, new, unknown
 
@@ -241,30 +229,22 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
     tokenizer.save_pretrained(folder)
     reloaded = load_plain_tokenizer(str(folder))
     if type(reloaded) is not type(tokenizer) or reloaded(list(_PROBES)).input_ids != ids:
-        raise UserError(
-            f"{name}: its tokenizer, a {type(tokenizer).__name__}, becomes a {type(reloaded).__name__} when saved and "
-            "loaded, and may tokenize differently: set tokenizer_class in its tokenizer_config.json"
-        )
+        why = f"becomes a {type(reloaded).__name__} when saved and loaded, and may tokenize differently"
+        mend = "set tokenizer_class in its tokenizer_config.json"
+        raise UserError(f"{name}: its tokenizer, a {type(tokenizer).__name__}, {why}: {mend}")
 
 
 def _check_kind(name: str, config: Any) -> None:
     """Raises UserError for a model that a BigBird with the same weights would not reproduce."""
     kind = config.model_type
     if kind == "big_bird":
-        raise UserError(
-            f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it directly"
-        )
+        raise UserError(f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it")
     if kind != "bert":
-        raise UserError(
-            f"{name} has model_type {kind}, and only bert can be converted: use bert-base-chinese, bert-base-uncased, "
-            "hfl/chinese-roberta-wwm-ext (a BERT in spite of its name), or a BigBird"
-        )
+        good = "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT in spite of its name)"
+        raise UserError(f"{name} has model_type {kind}, and only bert can be converted: use {good}, or a BigBird")
     positions = getattr(config, "position_embedding_type", None) or "absolute"  # old configs have it
     if positions != "absolute":
-        raise UserError(
-            f"{name} has position_embedding_type {positions}, which BigBird does not support: use a BERT with absolute "
-            "positions"
-        )
+        raise UserError(f"{name} has position_embedding_type {positions}: use a BERT with absolute positions")
     if config.is_decoder or config.add_cross_attention:
         raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an encoder")
 
@@ -292,17 +272,16 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
             if sizes.sparse_above < width <= length and width % block == 0:
                 plan.random_blocks(plan.Pattern(0, 1, block, random, length, width, training=True))
     except ValueError as error:
-        raise UserError(
-            f"{pattern}: BigBird draws random blocks from the first 1024 tokens, which have fewer: reduce one of them"
-        ) from error
+        why = "BigBird draws random blocks from the first 1024 tokens, which have fewer"
+        raise UserError(f"{pattern}: {why}: reduce one of them") from error
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
     """Raises UserError for an output that must not be replaced."""
-    if os.path.lexists(output) and (not output.is_dir() or output.is_symlink()):
-        raise UserError(f"{output} exists and is not a folder: name another output")
-    if not output.exists():
+    if not os.path.lexists(output):
         return
+    if output.is_symlink() or not output.is_dir():
+        raise UserError(f"{output} exists and is not a folder: name another output")
     if any(output.iterdir()) and not overwrite:
         raise UserError(f"{output} exists and is not empty: name another folder, or replace it with --overwrite")
     _refuse_foreign(output, output)
@@ -319,7 +298,5 @@ def _refuse_foreign(folder: Path, output: Path) -> None:
     others = [path for path in sorted(folder.iterdir()) if path.name != _META or not digests]
     foreign = [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]
     if foreign:
-        raise UserError(
-            f"{output} holds {listing(foreign, 3)}, which {_MADE_BY} did not write, or which have changed since: name "
-            "another folder, or remove it yourself"
-        )
+        why = f"which {_MADE_BY} did not write, or which have changed since"
+        raise UserError(f"{output} holds {listing(foreign, 3)}, {why}: name another folder, or remove it yourself")

@@ -141,7 +141,7 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
     best = f1(tuned)
     assert best > f1({}) + 0.05
     for name in labels.names:  # no change of a single threshold is better
-        for odds in np.geomspace(1e-3, 1e3, 200):
+        for odds in np.geomspace(1e-3, 1e3, 60):
             assert f1(tuned | {name: odds / (1 + odds)}) <= best + 1e-6
     alike = Decisions(labels, thresholds=dict.fromkeys(labels.names, 0.2))
     assert (alike.adjusted(logits).argmax(axis=1) == logits.argmax(axis=1)).all()
@@ -168,7 +168,6 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
         ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
         ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
         ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
-        ({"labels": "pos"}, "labels is "),
         ({"abstain_below": True}, "abstain_below is true"),
     ],
 )

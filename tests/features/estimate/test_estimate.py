@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForSequenceClassification, BigBirdConfig, BigBirdForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from tests.faults import refusal
+from tests.models.test_bigbird import fast, make
 from tests.runs import WAYS, lines_of, train
 from tests.splits import of_lengths
 from toolkit import cli
@@ -78,9 +79,7 @@ def test_padding_masks_on_a_gpu(model: Any) -> None:
 
 def test_a_bigbird_runs_on_data_afterwards() -> None:
     """Its tables of blocks are cached."""
-    config = BigBirdConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                           intermediate_size=24)  # fmt: skip
-    sparse: Any = bigbird.install(BigBirdForSequenceClassification(config), "flex")
+    sparse = fast(make(num_hidden_layers=1), "flex")
     sparse.bert.pooler = None  # as in a loaded classifier
     one, two = (activations(sparse, samples, 1024) for samples in (1, 2))
     assert one < two

@@ -9,15 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BigBirdConfig,
-    BigBirdForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.architectures import SMALL, make_architecture
 from tests.faults import refusal
+from tests.models.test_bigbird import fast, make
 from tests.report.made import classifier, make_run
 from tests.report.test_html import NASTY, Page
 from toolkit.cli import build_parser
@@ -26,7 +22,6 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import join_pair
 from toolkit.features.explain import page as explain
 from toolkit.features.explain.page import Word, attribute
-from toolkit.models.classifier import choose_attention
 from toolkit.report.html import Sample, read_sample, write_report, write_report_of_folder
 
 pytestmark = pytest.mark.skipif(find_spec("captum") is None, reason="the extra `explain` is not installed")
@@ -64,12 +59,10 @@ def test_attributions_add_up_to_the_difference_of_the_outputs(sharp_model: Path,
 
 def test_a_bigbird() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BigBirdConfig(vocab_size=99, max_position_embeddings=1024, block_size=16, num_random_blocks=2, **sizes)
-    model = BigBirdForSequenceClassification(config).eval().requires_grad_(False)
+    sizes = {"hidden_size": 32, "max_position_embeddings": 1024, "block_size": 16, "num_random_blocks": 2}
+    model = fast(make(training=False, sharpness=1, **sizes)).requires_grad_(False)
     model.classifier.out_proj.weight *= 5000
-    choose_attention(model, None)
-    ids, special = torch.randint(5, 99, (1, 1000)), torch.zeros(1, 1000, dtype=torch.long)
+    ids, special = torch.randint(5, 50, (1, 1000)), torch.zeros(1, 1000, dtype=torch.long)
     special[0, [0, -1]] = 1
     encoded = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "special_tokens_mask": special}
     assert_adds_up(model, encoded)

@@ -15,17 +15,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BigBirdConfig,
-    BigBirdForSequenceClassification,
-)
+from transformers import AutoConfig, AutoTokenizer
 
 import toolkit
+from tests.architectures import make_architecture
 from tests.faults import refusal
+from tests.report.made import classifier
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.evaluation.saved_model import SavedModel
@@ -161,7 +156,7 @@ def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypa
 
 
 def test_models_that_cannot_be_exported(
-    model: Path, exported: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = exported["openvino", False]
     refusal(export, options(model, folder), match="exists: name another folder")
@@ -169,11 +164,8 @@ def test_models_that_cannot_be_exported(
     copy = shutil.copytree(model, tmp_path / "alone")
     in_8_bits = options(copy, tmp_path / "out", int8=True)
     refusal(export, in_8_bits, match="pass --validation_file and --calibration_file")
-    sparse = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=127, hidden_size=32, num_hidden_layers=1,
-                                                            num_attention_heads=2, intermediate_size=32))  # fmt: skip
-    sparse.save_pretrained(tmp_path / "sparse")
-    tokenizer.save_pretrained(tmp_path / "sparse")
-    refusal(export, options(tmp_path / "sparse", tmp_path / "out"), match="BigBird with block-sparse attention")
+    sparse = make_architecture("BigBird", tmp_path / "sparse", ["a good film"])
+    refusal(export, options(sparse, tmp_path / "out"), match="BigBird with block-sparse attention")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refusal(export, in_8_bits, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'")
 
@@ -200,13 +192,9 @@ def test_the_columns_of_files_are_those_of_the_run(model: Path, tmp_path: Path) 
     assert not has_labels
 
 
-def test_a_regression(tokenizer: Any, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grades = BertForSequenceClassification(BertConfig.from_dict({
-        "vocab_size": 127, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1,
-        "intermediate_size": 32, "problem_type": "regression", "type_vocab_size": 2}))  # fmt: skip
-    grades.save_pretrained(tmp_path / "grades")
-    tokenizer.save_pretrained(tmp_path / "grades")
-    export(options(tmp_path / "grades", tmp_path / "out", validation_file=str(bare), to="onnx"))
+def test_a_regression(sharp_model: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grades = classifier(sharp_model, tmp_path / "grades", Labels("regression", ("grade",), ()))
+    export(options(grades, tmp_path / "out", validation_file=str(bare), to="onnx"))
     assert "100.00 % of the variance of its numbers is the same" in capsys.readouterr().out
 
 

@@ -48,10 +48,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def do_PUT(self) -> None:  # an object of LFS
-        self.server.files[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(200, {})
-
     def do_POST(self) -> None:
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = b""
@@ -70,20 +66,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":  # the front matter of README.md
             self._answer(200, {"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
-            modes = [{"path": file["path"], "uploadMode": "lfs" if file["path"].endswith("safetensors") else "regular",
-                      "shouldIgnore": False} for file in lines[0]["files"]]  # fmt: skip
-            self._answer(200, {"files": modes})
-        elif self.path.endswith("/lfs/objects/batch"):
-            objects = [{**each, "actions": {"upload": {"href": f"{hub.url}/{each['oid']}"}}}
-                       for each in lines[0]["objects"]]  # fmt: skip
-            self._answer(200, {"transfer": "basic", "objects": objects})
+            mode = {"uploadMode": "regular", "shouldIgnore": False}  # not LFS
+            self._answer(200, {"files": [{"path": file["path"], **mode} for file in lines[0]["files"]]})
         else:  # a commit
-            for line in lines:
-                value = line["value"]
-                if line["key"] == "file":
-                    hub.files[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    hub.files[value["path"]] = hub.files.pop(f"/{value['oid']}")
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            hub.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
             commit = f"{hub.url}/me/reviews/commit/{'0' * 40}"
             self._answer(200, {"success": True, "commitOid": "0" * 40, "commitUrl": commit})
 

@@ -21,6 +21,7 @@ from tests.jobs_worker import run_jobs
 from tests.report.made import classifier
 from tests.runs import WAYS, lines_of, recipe
 from toolkit.cli import build_parser
+from toolkit.config import TextSettings
 from toolkit.data import read, table, text_files
 from toolkit.data.labels import Labels
 from toolkit.features.predict import command as predict_file
@@ -69,19 +70,12 @@ def predicted(
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return pd.read_csv(path, dtype={"id": str}, keep_default_na=False).to_dict("records")
 
 
 def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Up to rounding, as probabilities depend on the other texts of a batch."""
-    assert [list(row) for row in rows] == [list(row) for row in expected]
-    for row, other in zip(rows, expected, strict=True):
-        for name in row:
-            if name.startswith("probability_"):
-                assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-6)
-            else:
-                assert row[name] == other[name]
+    pd.testing.assert_frame_equal(pd.DataFrame(rows), pd.DataFrame(expected), rtol=0, atol=2e-6)
 
 
 def test_windows_and_repeated_texts(predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any) -> None:
@@ -224,18 +218,15 @@ def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Pat
 def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None:
     whole = rows_of(predicted("whole.csv"))
     path = predicted(f"out.{kind}", "--probabilities", "top-2")
-    readers = {"tsv": lambda path: pd.read_csv(path, sep="\t", dtype={"id": str}, keep_default_na=False),
-               "csv.gz": lambda path: pd.read_csv(path, dtype={"id": str}, keep_default_na=False),
-               "json": lambda path: pd.DataFrame(json.loads(path.read_text())), "parquet": pd.read_parquet}  # fmt: skip
-    frame = readers.get(kind, lambda path: pd.read_json(path, lines=True, dtype=False))(path)
+    frame = read.read_file(str(path), TextSettings()).rows.to_pandas()
     for name in ("id", "text", "prediction"):
         assert list(frame[name]) == [row[name] for row in whole]
     first = frame.iloc[0]
-    best = sorted("abc", key=lambda name: -float(whole[0][f"probability_{name}"]))[:2]
+    best = sorted("abc", key=lambda name: -whole[0][f"probability_{name}"])[:2]
     flat = "sv" in kind
     assert ([first["top_1"], first["top_2"]] if flat else list(first["top_classes"])) == best
-    chance = first["top_1_probability"] if flat else first["top_probabilities"][0]
-    assert chance == pytest.approx(float(whole[0][f"probability_{best[0]}"]), abs=2e-6)
+    chance = float(first["top_1_probability"] if flat else first["top_probabilities"][0])
+    assert chance == pytest.approx(whole[0][f"probability_{best[0]}"], abs=2e-6)
 
 
 def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:

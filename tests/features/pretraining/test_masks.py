@@ -184,7 +184,7 @@ def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> No
     assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
 
 
-def test_texts_become_counts_and_words(prepared: Callable[..., Any], tmp_path: Path, tokenizer: Any) -> None:
+def test_texts_become_counts_and_words(prepared: Callable[..., Any], tokenizer: Any) -> None:
     rows = [{"text": text} for text in ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150)]
     data = prepared(rows, PretrainSettings, validation_file=rows[:2], whole_word_mask=True)
     special = special_tokens(tokenizer)
@@ -206,7 +206,7 @@ def test_nothing_to_mask_and_no_mask_token(prepared: Callable[..., Any], tmp_pat
     refusal(prepared, [{"text": "good"}] * 9, PretrainSettings, tokenizer=plain, match="mask token")
 
 
-def test_a_text_is_a_line_or_a_paragraph(prepared: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_text_is_a_line_or_a_paragraph(tmp_path: Path) -> None:
     path = tmp_path / "texts.txt"
     path.write_bytes(b"good film\r\nbad book\r\n\r\n\n  \nfine story\n")
     files = {"train_file": str(path), "validation_file": str(path)}

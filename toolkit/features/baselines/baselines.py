@@ -84,10 +84,8 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
         return sparse.csr_array((np.ones(len(places[0])), places), shape=(len(split), labels.size))
 
     truth = one_hot(split.labels)
-    models = {
-        name: intervals(class_scores(truth, one_hot(guess), labels.problem_type)) for name, guess in guesses.items()
-    }
-    return {"models": models, "trained_on": trained_on}
+    scores = {name: class_scores(truth, one_hot(guess), labels.problem_type) for name, guess in guesses.items()}
+    return {"models": {name: intervals(each) for name, each in scores.items()}, "trained_on": trained_on}
 
 
 def describe(content: dict[str, Any]) -> list[str]:
@@ -95,9 +93,7 @@ def describe(content: dict[str, Any]) -> list[str]:
     values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []
-    texts = [
-        f"{name} {value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})" for name, value in values.items()
-    ]
+    texts = [f"{name} {{value:.4f}} ({{low:.4f}} to {{high:.4f}})".format(**value) for name, value in values.items()]
     lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
     if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
         lines.append(f"  the model is not clearly better than {LINEAR}: check its settings")
@@ -108,9 +104,7 @@ def _sample(train: Split, labels: Labels) -> np.ndarray:
     """The training rows of the linear model: all, or a random sample within the limits."""
     each = 2 * max(1.0, len(train.input_ids) / len(train)) * labels.size
     most = int(min(_MAX_ROWS, max(_MAX_WORK / each, 1000)))
-    if len(train) <= most:
-        return np.arange(len(train))
-    return np.sort(np.random.default_rng(0).choice(len(train), most, replace=False))
+    return np.sort(np.random.default_rng(0).choice(len(train), min(len(train), most), replace=False))
 
 
 def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.ndarray:

@@ -124,9 +124,6 @@ def _is_share(value: Any) -> bool:
 
 
 _KINDS: Kinds = {
-    "labels": (
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of texts"
-    ),
     "temperature": (lambda value: is_number(value, *_TEMPERATURES), "a number from {} to {}".format(*_TEMPERATURES)),
     "thresholds": (
         lambda value: isinstance(value, dict) and all(map(_is_share, value.values())),
@@ -154,10 +151,8 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     kind, abstain_below = labels.problem_type, content.get("abstain_below")
     too_many = kind == _SINGLE and labels.size == 2 and len(thresholds) > 1
     if kind == "regression" or too_many or (kind == MULTI and abstain_below is not None):
-        raise UserError(
-            f"{path}: regression has no decisions, two classes have one threshold, and several labels per text no "
-            f"abstain_below: {mend}"
-        )
+        why = "regression has no decisions, two classes have one threshold, several labels per text no abstain_below"
+        raise UserError(f"{path}: {why}: {mend}")
     return Decisions(labels, float(content.get("temperature") or 1), thresholds, abstain_below)
 
 
@@ -183,18 +178,14 @@ def check(settings: DecisionSettings, labels: Labels) -> None:
             raise UserError(f"--{name} needs probabilities of classes: these labels are numbers (regression)")
     if settings.tune_thresholds and kind == _SINGLE and labels.size > 2:
         if settings.tune_thresholds != "f1":
-            raise UserError(
-                f"--tune_thresholds {settings.tune_thresholds} is for two classes or several labels per text: with "
-                f"{labels.size} classes use --tune_thresholds f1"
-            )
+            why = f"{settings.tune_thresholds} is for two classes or several labels per text"
+            raise UserError(f"--tune_thresholds {why}: with {labels.size} classes use --tune_thresholds f1")
         if labels.size > _MAX_TUNED_CLASSES:
             raise UserError(f"--tune_thresholds is for at most {_MAX_TUNED_CLASSES} classes: these are {labels.size}")
     two = labels.names if kind == _SINGLE and labels.size == 2 else ()
-    if settings.positive_class is not None and settings.positive_class not in two:
-        near = did_you_mean(settings.positive_class, labels.names)
-        raise UserError(
-            f"--positive_class {settings.positive_class}{near}: name one of two classes: {listing(labels.names)}"
-        )
+    if (positive := settings.positive_class) is not None and positive not in two:
+        near = did_you_mean(positive, labels.names)
+        raise UserError(f"--positive_class {positive}{near}: name one of two classes: {listing(labels.names)}")
     if settings.abstain_below is not None and kind != _SINGLE:
         other = "several labels per text" if kind == MULTI else "numbers"
         raise UserError(f"--abstain_below compares the probability of one class per text: these labels are {other}")
@@ -223,10 +214,8 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
 def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> tuple[Decisions, list[str]]:
     """(the tuned decisions, warnings). Raises UserError for an evaluation without logits."""
     if validation.outputs is None:
-        raise UserError(
-            "--tune_thresholds, --calibrate and --abstain_below need logits, which this recipe's evaluate does not "
-            "return: return toolkit.evaluation.classification_evaluation(...), or drop these settings"
-        )
+        mend = "let evaluate return toolkit.evaluation.classification_evaluation(...), or drop these settings"
+        raise UserError(f"--tune_thresholds, --calibrate and --abstain_below need logits: {mend}")
     logits, truth = validation.outputs[1], validation.outputs[0].labels
     temperature, thresholds, notes = 1.0, dict[str, float](), []
     if settings.calibrate and _correct(logits, truth, labels).all():
@@ -242,9 +231,8 @@ def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> 
         rows = truth.sum(axis=0) if labels.problem_type == MULTI else np.bincount(truth, minlength=labels.size)
         few = np.minimum(rows, len(truth) - rows) < _FEW_ROWS
         if rare := [name for name, is_rare in zip(labels.names, few, strict=True) if is_rare and name in thresholds]:
-            notes.append(
-                f"thresholds of {listing(rare, 5)}: each has fewer than {_FEW_ROWS} validation rows with or without it"
-            )
+            why = f"each has fewer than {_FEW_ROWS} validation rows with or without it"
+            notes.append(f"thresholds of {listing(rare, 5)}: {why}")
     return Decisions(labels, temperature, thresholds, settings.abstain_below), notes
 
 

@@ -23,9 +23,8 @@ class ExplainFeature(Feature):
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
         if data is None or not data.facts.get("labels"):
             return ()
-        return [
-            f"  toolkit report {shlex.quote(str(folder))} --explain 5   shows which words led to the worst mistakes"
-        ]
+        run = shlex.quote(str(folder))
+        return [f"  toolkit report {run} --explain 5   shows which words led to the worst mistakes"]
 
     def page(self, page: Any) -> PagePart | None:
         rows = getattr(page.options, "explain", 0)
@@ -51,10 +50,8 @@ def _require_model_and_texts(page: Any) -> None:
     if not config.is_file():
         raise UserError(f"--explain needs the saved model, and there is no {config}")
     if not page.texts:
-        raise UserError(
-            "--explain needs the texts of the last evaluation, which are not in the cache of this machine: run "
-            "`toolkit prepare` with the run's settings"
-        )
+        mend = "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
+        raise UserError(f"--explain needs the texts of the last evaluation, {mend}")
 
 
 FEATURE = ExplainFeature()

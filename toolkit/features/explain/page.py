@@ -115,13 +115,11 @@ def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: _Outpu
         inputs = {name: values.expand_as(ids) for name, values in others.items()}
         return output_of(model(input_ids=ids, **inputs).logits.float())
 
-    adds = LayerIntegratedGradients(output, model.get_input_embeddings()).attribute(
-        ids,
-        torch.where(special, ids, model.config.get_text_config().pad_token_id or 0),
-        n_steps=_POINTS,
-        method="gausslegendre",
-        internal_batch_size=max(1, _MAX_TOKENS // ids.shape[1]),
-    )  # (1, S, H); a BigBird pads S to a multiple of its block
+    gradients = LayerIntegratedGradients(output, model.get_input_embeddings())
+    baseline = torch.where(special, ids, model.config.get_text_config().pad_token_id or 0)
+    rows = max(1, _MAX_TOKENS // ids.shape[1])
+    # (1, S, H); a BigBird pads S to a multiple of its block
+    adds = gradients.attribute(ids, baseline, n_steps=_POINTS, method="gausslegendre", internal_batch_size=rows)
     return adds.sum(dim=-1)[0, : ids.shape[1]].float().cpu()
 
 

@@ -51,7 +51,7 @@ def export(options: Any) -> None:
 
     Raises UserError for a model that cannot be exported, and where too many predictions of the exported model differ.
     """
-    out = Path(options.out)
+    out, source = Path(options.out), Path(model_path(options.model))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit export runs in one process: start it without a launcher")
     if os.path.lexists(out):
@@ -71,7 +71,10 @@ def export(options: Any) -> None:
         except Exception as error:  # each converter raises its own
             reason = f"{type(error).__name__}: {first_line(error)[:300]}"
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{reason}]") from error
-        _copy_files(draft, Path(model_path(options.model)), model, saved.tokenizer)
+        model.config.save_pretrained(draft)  # with the label names
+        saved.tokenizer.save_pretrained(draft)
+        if (source / DECISIONS).is_file():
+            shutil.copyfile(source / DECISIONS, draft / DECISIONS)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
         after = answers.adjusted(exported.compute_outputs(validation))
@@ -81,11 +84,8 @@ def export(options: Any) -> None:
         if too_much:
             allowed = " and ".join(f"--{name} {getattr(options, name):g}" for name in too_much)
             passes = " ".join(f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}" for name, points in too_much.items())
-            raise UserError(
-                f"the exported model predicts differently than {options.model}: {result}; that exceeds {allowed}, "
-                f"nothing was written. To accept this, pass {passes}"
-            )
-        _write_card(draft, Path(model_path(options.model)), options, result)
+            raise UserError(f"{out} was not written: {result}, which exceeds {allowed}; to accept this, pass {passes}")
+        _write_card(draft, source, options, result)
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 
 
@@ -101,10 +101,8 @@ def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
     if LengthBuckets.of_model(saved.config):
-        raise UserError(
-            f"{name} is a BigBird with block-sparse attention, which neither OpenVINO nor ONNX Runtime has: "
-            "toolkit predict computes it with torch"
-        )
+        why = "which neither OpenVINO nor ONNX Runtime has: toolkit predict computes it with torch"
+        raise UserError(f"{name} is a BigBird with block-sparse attention, {why}")
     return saved, saved.answers
 
 
@@ -112,22 +110,17 @@ def _open_model(name: str) -> tuple[SavedModel, ClassAnswers]:
 
 
 def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
-    """(training texts, validation texts, whether these have labels), from the files or from the model's run."""
-    files = (options.calibration_file, options.validation_file)
-    calibration, validation = (_read_split(file, options, saved) if file else None for file in files)
-    if validation is None or (options.int8 and calibration is None):
+    """(training texts for 8 bits, validation texts, whether these have labels), from the files or the model's run."""
+    names = ["validation_file", *["calibration_file"] * options.int8]
+    splits = {name: _read_split(file, options, saved) for name in names if (file := getattr(options, name))}
+    if missing := [f"--{name}" for name in names if name not in splits]:
         data = _training_data(options.model, saved)
         if data is None:
-            missing = [*["--validation_file"] * (validation is None),
-                       *["--calibration_file"] * (options.int8 and calibration is None)]  # fmt: skip
-            raise UserError(
-                f"{options.model} is not in a run folder, from which its data could be read: pass "
-                f"{' and '.join(missing)}"
-            )
+            raise UserError(f"{options.model} is in no run folder that names its data: pass {' and '.join(missing)}")
         if tuple(data.labels.names) != tuple(saved.answers.labels.names):
             raise UserError(f"the data of {options.model}'s run have other classes now: pass --validation_file")
-        calibration, validation = calibration or (data.train, True), validation or (data.validation, True)
-    return calibration[0] if calibration else None, *validation
+        splits = {"validation_file": (data.validation, True), "calibration_file": (data.train, True)} | splits
+    return splits["calibration_file"][0] if options.int8 else None, *splits["validation_file"]
 
 
 def _training_data(name: str, saved: Any) -> Any:
@@ -260,17 +253,6 @@ def _quiet() -> Iterator[None]:
     with no_statistics, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
-
-
-# The other files
-
-
-def _copy_files(draft: Path, source: Path, model: Any, tokenizer: Any) -> None:
-    """config.json with the label names, the tokenizer, and the decisions of the model's folder."""
-    model.config.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
-    if (source / DECISIONS).is_file():
-        shutil.copyfile(source / DECISIONS, draft / DECISIONS)
 
 
 def _write_card(draft: Path, source: Path, options: Any, result: str) -> None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import functools
 
 from toolkit.utils.features import Command, Feature
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a run's model folder, any classifier, or a hub name")
-    parser.add_argument("out", help="the folder to make")
-    parser.add_argument("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
-    parser.add_argument("--int8", action="store_true", help="8-bit weights and activations, calibrated on real texts")
-    parser.add_argument("--max_drop", type=float, default=0.5, metavar="POINTS",
-                        help="how far accuracy (of numbers: their variance) may fall, of 100 [0.5]")  # fmt: skip
-    parser.add_argument("--max_changed", type=float, default=2.0, metavar="POINTS",
-                        help="how many answers may change, right or wrong, of 100 [2]")  # fmt: skip
-    parser.add_argument("--validation_file", metavar="FILE", help="to check on; the run's validation rows if not given")
-    parser.add_argument("--calibration_file", metavar="FILE", help="for --int8; the run's training rows if not given")
+    add = parser.add_argument
+    add("model", help="a run's model folder, any classifier, or a hub name")
+    add("out", help="the folder to make")
+    add("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
+    add("--int8", action="store_true", help="8-bit weights and activations, calibrated on real texts")
+    points = functools.partial(parser.add_argument, type=float, metavar="POINTS")
+    points("--max_drop", default=0.5, help="how far accuracy (of numbers: their variance) may fall, of 100 [0.5]")
+    points("--max_changed", default=2.0, help="how many answers may change, right or wrong, of 100 [2]")
+    add("--validation_file", metavar="FILE", help="to check on; the run's validation rows if not given")
+    add("--calibration_file", metavar="FILE", help="for --int8; the run's training rows if not given")
     for name in ("text_column", "text_pair", "label_column"):
-        parser.add_argument(f"--{name}", metavar="NAME", help="of these files")
-    parser.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+        add(f"--{name}", metavar="NAME", help="of these files")
+    add("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
 
 
 FEATURE = Feature(

@@ -30,7 +30,7 @@ from toolkit.report.templates import render
 ERRORS = "label_errors.jsonl"
 _WEAK = 0.25
 """Below this `balanced_skill`, suspects are rather mistakes of the models than wrong labels."""
-_MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 500, 50, 6, 600, 12
+_MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHOICES = 500, 50, 6, 12
 
 
 def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[str]:
@@ -79,7 +79,6 @@ def write_folds(folder: Path) -> list[str]:
     spread = {name: statistics.stdev([metrics[name] for metrics in of_folds]) for name in names}
     context = {**analysis, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
-               "shortened": lambda text: text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…",
                "most_groups": _MOST_GROUPS, "most_of_group": _MOST_OF_GROUP}  # fmt: skip
     write_atomically(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
     results = "  ".join(f"{name} {analysis['metrics'][name]:.4f}" for name in names)
@@ -102,8 +101,7 @@ def _differing_settings(folds: Sequence[dict[str, Any]]) -> list[str]:
 
 def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]:
     """Metrics, suspects, groups of near duplicates and slices of all rows."""
-    groups = _lines_of_groups(near_duplicates([line["text"] for line in lines]), lines)
-    duplicates = {"groups": groups, "leaks": _count_leaks(groups)}
+    duplicates = _duplicates(lines)
     if labels.problem_type == "regression":
         guess, truth = (np.array([line[name] for line in lines]) for name in ("prediction", "label"))
         metrics = classification_metrics(guess.reshape(len(lines), -1), truth, labels)
@@ -157,16 +155,13 @@ def _list_warnings(truth: np.ndarray, answers: np.ndarray, labels: Labels) -> li
     return warnings
 
 
-def _lines_of_groups(groups: Sequence[Sequence[int]], lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of rows -> their lines; groups with different labels, of which one must be wrong, first."""
-    rows = [[lines[row] for row in group] for group in groups]
-    marked = [{"lines": group, "differ": any(line["label"] != group[0]["label"] for line in group)} for group in rows]
-    return sorted(marked, key=lambda group: not group["differ"])
-
-
-def _count_leaks(groups: Sequence[dict[str, Any]]) -> int:
-    """Rows with a near duplicate in the training rows of their fold's model."""
-    return sum(any(o["fold"] != line["fold"] for o in group["lines"]) for group in groups for line in group["lines"])
+def _duplicates(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`groups` of near duplicates, those with different labels, of which one must be wrong, first; `leaks`: rows with a
+    near duplicate in the training rows of their fold's model."""
+    rows = [[lines[row] for row in group] for group in near_duplicates([line["text"] for line in lines])]
+    groups = [{"lines": group, "differ": any(line["label"] != group[0]["label"] for line in group)} for group in rows]
+    leaks = sum(any(other["fold"] != line["fold"] for other in group) for group in rows for line in group)
+    return {"groups": sorted(groups, key=lambda group: not group["differ"]), "leaks": leaks}
 
 
 def _label(classes: Sequence[int], labels: Labels) -> Any:
@@ -186,14 +181,10 @@ def _row(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, An
     """A row of the page, with the labels to choose from, the suggested one first."""
     chances = dict(zip(labels.names, line["probabilities"], strict=True))
     suggested = _label(suspect.suggested, labels)
-    choices = [suggested]
-    if labels.problem_type != MULTI:
-        likely = sorted(chances, key=lambda name: -chances[name])[:_MOST_CHOICES]
-        choices += [name for name in likely if name not in (suggested, line["label"])]
-    names = [line["label"], suggested] if labels.problem_type != MULTI else sorted({*line["label"], *suggested})
-    return {
-        **line,
-        "suggested": suggested,
-        "chances": [(name, chances[name]) for name in names],
-        "choices": [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices],
-    }
+    if labels.problem_type == MULTI:
+        names, choices = sorted({*line["label"], *suggested}), [suggested]
+    else:
+        names, likely = [line["label"], suggested], sorted(chances, key=lambda name: -chances[name])[:_MOST_CHOICES]
+        choices = [suggested, *(name for name in likely if name not in names)]
+    written = [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices]
+    return {**line, "suggested": suggested, "chances": [(name, chances[name]) for name in names], "choices": written}

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pydantic
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import flat
@@ -22,9 +24,6 @@ from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.saved_model import training_run
 from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import explain_write_errors, read_table, replace_file
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 FOLDS, PART = "folds.json", "out_of_fold.jsonl"
 _COUNT = (lambda value: type(value) is int and 1 < value <= 100, "a number from 2 to 100")
@@ -85,25 +84,19 @@ def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
         run = training_run(name) if name else {"data": {}}
         if run["data"].get("labels") and _source(run["settings"], run["launch"].get("folder")) == _source(values):
             other = "leave --teacher out" if setting == "teacher" else "name the model that it was fine-tuned from"
-            raise UserError(
-                f"--{setting} {name} has learned the labels of these rows (its run's config.json), and --folds would "
-                f"predict them again: {other}"
-            )
+            why = "has learned the labels of these rows (its run's config.json), and --folds would predict them again"
+            raise UserError(f"--{setting} {name} {why}: {other}")
     if values.get("teacher") and accelerator is not None:
-        launch.log_on_main(
-            accelerator,
-            f"--teacher {values['teacher']}: if it has learned the labels of these rows, the folds repeat them: the "
-            "out-of-fold predictions are too good, and hide wrong labels",
-        )
+        why = "the folds repeat them: the out-of-fold predictions are too good, and hide wrong labels"
+        line = f"--teacher {values['teacher']}: if it has learned the labels of these rows, {why}"
+        launch.log_on_main(accelerator, line)
 
 
 def _source(values: Mapping[str, Any], folder: str | None = None) -> list[Any]:
     """The data that settings name in this working directory, or in another."""
     file = values.get("train_file")
-    return [
-        file and Path(folder or "", file).resolve(),
-        *map(values.get, ("dataset_name", "dataset_config_name", "label_column")),
-    ]
+    names = ("dataset_name", "dataset_config_name", "label_column")
+    return [file and Path(folder or "", file).resolve(), *map(values.get, names)]
 
 
 def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:
@@ -118,8 +111,6 @@ def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, dige
         except UserError as error:
             fault = str(error)
     if accelerator is not None:
-        from accelerate.utils import broadcast_object_list
-
         fold, fault = broadcast_object_list([fold, fault])
     if fault:
         raise UserError(fault)
@@ -140,19 +131,13 @@ def _next(folder: Path, folds: int, digest: str) -> int:
     if (folder / FOLDS).is_file():
         known = read_table(folder / FOLDS, {"folds": _COUNT})
         if known != {"folds": folds, "digest": digest}:
-            raise UserError(
-                f"--output_dir {folder} has {known.get('folds')} folds of another command: give the same --folds "
-                f"(here {folds}), data, --data_seed and settings of texts, or name another folder"
-            )
+            mend = f"give the same --folds (here {folds}), data, --data_seed and text settings, or name another folder"
+            raise UserError(f"--output_dir {folder} has {known.get('folds')} folds of another command: {mend}")
     else:
-        with explain_write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            with replace_file(folder / FOLDS) as draft:
-                draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")
+        with explain_write_errors(folder), replace_file(folder / FOLDS) as draft:
+            draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")
     if not (remaining := unfinished(folder)):
-        raise UserError(
-            f"--output_dir {folder}: all {folds} folds are done; `toolkit report {folder}` writes their page"
-        )
+        raise UserError(f"{folder}: all {folds} folds are done; `toolkit report {folder}` writes their page")
     return remaining[0]
 
 

@@ -21,10 +21,9 @@ def create_repository(name: str, private: bool | None) -> str:
     try:
         return str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
     except Exception as error:  # of the library, of its checks and of the network below it
-        raise UserError(
-            f"--push_to_hub: cannot create {name} on {constants.ENDPOINT} [{first_line(error)}]: check "
-            "--hub_model_id, HF_TOKEN (it needs write access) and HF_ENDPOINT"
-        ) from error
+        why = f"cannot create {name} on {constants.ENDPOINT} [{first_line(error)}]"
+        mend = "check --hub_model_id, HF_TOKEN (it needs write access) and HF_ENDPOINT"
+        raise UserError(f"--push_to_hub: {why}: {mend}") from error
 
 
 def upload(folder: Path, name: str, private: bool | None) -> str:

@@ -27,24 +27,19 @@ from toolkit.models.layers import outer_layers
 class Packed:
     """The texts of a row. It is passed as attention mask, so that an unprepared model fails."""
 
-    lengths: tuple[int, ...]
-    """Tokens of the N texts; padding texts last."""
-    num_texts: int
-    """Without padding texts."""
-    width: int
-    """Of padded texts; at least the longest length."""
-    cu_seqlens: torch.Tensor
-    """(N + 1,) int32: cumulative lengths, from 0."""
-    padded_indices: torch.Tensor
-    """(T,) int64: index of each token in the flattened padded texts (N, width)."""
+    lengths: tuple[int, ...]  # tokens of the N texts; padding texts last
+    num_texts: int  # without padding texts
+    width: int  # of padded texts; at least the longest length
+    cu_seqlens: Tensor  # (N + 1,) int32: cumulative lengths, from 0
+    padded_indices: Tensor  # (T,) int64: index of each token in the flattened padded texts (N, width)
 
     @property
-    def first_tokens(self) -> torch.Tensor:
+    def first_tokens(self) -> Tensor:
         """(N,): index of each text's first token."""
         return self.cu_seqlens[:-1].long()
 
     @functools.cached_property
-    def key_mask(self) -> torch.Tensor:
+    def key_mask(self) -> Tensor:
         """(N, 1, 1, width) bool: tokens of the padded texts that are no padding."""
         columns = torch.arange(self.width, device=self.cu_seqlens.device)
         return (columns < self.cu_seqlens.diff()[:, None])[:, None, None]

@@ -18,11 +18,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
-from toolkit.config import PretrainedSettings, TextSettings
+from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
 from toolkit.data.table import Table, columns_of, joined_texts
 from toolkit.data.tokens import Split, separator_of
-from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.saved_model import (
@@ -33,8 +32,7 @@ from toolkit.evaluation.saved_model import (
     training_run,
 )
 from toolkit.features.predict.parts import SEPARATORS, Parts
-from toolkit.pretrained import layer_of
-from toolkit.utils.cache import digest_of_files
+from toolkit.pretrained import layer_of, model_digest
 from toolkit.utils.log import logger
 from toolkit.utils.progress import PartOfProgress, Progress
 
@@ -51,19 +49,21 @@ def predict_file(options: Any) -> None:
     """
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
-    accelerator = launch.make_accelerator(
-        options.mixed_precision, layer_of(PretrainedSettings(model_name_or_path=options.model))
-    )
+    saved = SavedModel(options.model)
+    accelerator = launch.make_accelerator(options.mixed_precision, layer_of(saved.settings))
     if options.text:
-        _print_answers(options, accelerator)
+        _print_answers(options, accelerator, saved)
         return
-    saved, output, settings = SavedModel(options.model), _choose_output(options), read_settings(options)
+    output, settings = _choose_output(options), read_settings(options)
     same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
     table = read_file(options.file, settings)
     _refuse_existing_columns(table, saved.answers, output, options)
     column, pair = choose_columns(options.model, table, options.text_column, options.text_pair)
-    max_length = saved.choose_max_length(options.max_length, pair is not None)
-    facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
+    # everything that must be equal for all parts of an output
+    facts = {"layout": 3, "file": table.digest, "rows": len(table), "model": model_digest(options.model),
+             "columns": [column, pair], "max_length": saved.choose_max_length(options.max_length, pair is not None),
+             "precision": accelerator.mixed_precision, "probabilities": options.probabilities,
+             "encoding": options.encoding}  # fmt: skip
     launch.require_equal(accelerator, "the file, the model and the options", facts)
     parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format, facts)
     if _is_already_joined(options, accelerator, parts):
@@ -80,16 +80,13 @@ def predict_file(options: Any) -> None:
         raise
 
 
-def _in_shards(options: Any) -> bool:
-    return bool(options.shard or options.join)
-
-
 def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> bool:
     """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
     output."""
-    if options.overwrite or not broadcast_object_list([parts.output.exists()])[0]:
+    in_shards = options.shard or options.join
+    exists, joined = broadcast_object_list([parts.output.exists(), in_shards and parts.are_joined()])
+    if options.overwrite or not exists:
         return False
-    joined = _in_shards(options) and broadcast_object_list([parts.are_joined()])[0]
     if not joined:
         raise _output_exists(parts.output)
     launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
@@ -100,12 +97,12 @@ def _output_exists(output: Path) -> UserError:
     return UserError(f"{output} exists: name another with --output, or pass --overwrite")
 
 
-def _print_answers(options: Any, accelerator: Accelerator) -> None:
-    saved, texts = SavedModel(options.model), options.text
+def _print_answers(options: Any, accelerator: Accelerator, saved: SavedModel) -> None:
+    texts = options.text
     if pair := training_run(options.model)["data"].get("text_pair"):
         raise UserError(f"this model reads pairs (--text_pair {pair}): give a FILE with both columns")
-    length = saved.choose_max_length(options.max_length)
-    saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
+    sizes = options.per_device_batch_size, options.max_tokens_per_batch
+    saved.load(accelerator, saved.choose_max_length(options.max_length), *sizes)
     outputs = saved.compute_outputs(saved.tokenize(texts))
     if outputs is not None:
         if note := empty_text_warning([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
@@ -118,14 +115,10 @@ class _Window(NamedTuple):
     """Rows that are read, tokenized, computed and written at a time."""
 
     start: int
-    rows: Any
-    """An Arrow table."""
-    split: Split
-    """The distinct texts of the rows."""
-    places: np.ndarray
-    """(rows,): the index in the split of each row's text."""
-    empty: list[int]
-    """Rows of the file without a text."""
+    rows: Any  # an Arrow table
+    split: Split  # the distinct texts of the rows
+    places: np.ndarray  # (rows,): the index in the split of each row's text
+    empty: list[int]  # rows of the file without a text
 
 
 @dataclass(frozen=True)
@@ -154,7 +147,7 @@ class _Prediction:
             return
         absent = parts.missing(rows)
         if not absent and (not options.shard or parts.claim_joining()):
-            parts.join(in_shards=_in_shards(options))
+            parts.join(in_shards=bool(options.shard or options.join))
             logger.info(f"{rows} rows: {parts.output}")
         elif not parts.are_joined():  # by another process in the meantime
             status = (
@@ -234,19 +227,6 @@ class _Prediction:
         return sum(answer is None for answer in columns.get("prediction", ()))
 
 
-def _facts(options: Any, table: Table, accelerator: Accelerator, **extra: Any) -> dict[str, Any]:
-    """Everything that must be equal for all parts of an output."""
-    facts = {name: getattr(options, name) for name in ("probabilities", "encoding")}
-    facts |= {"layout": 3, "file": table.digest, "rows": len(table), "model": digest_of_model(options.model)}
-    return facts | {"precision": accelerator.mixed_precision} | extra
-
-
-def digest_of_model(name: str) -> str:
-    """Of the files of a model's folder; the name itself for one on the hub."""
-    folder = Path(model_path(name))
-    return digest_of_files(folder, folder.rglob("*")) if folder.is_dir() else name
-
-
 def read_settings(options: Any) -> TextSettings:
     """The options for reading the file; `--quoting` by default as in training."""
     names = ("encoding", "delimiter", "column_names")
@@ -321,16 +301,14 @@ def _choose_output(options: Any) -> Path:
     if source.is_dir():
         raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
     if not source.suffix and not source.exists():
-        raise UserError(
-            f"there is no file {source}: is it a text? Then toolkit predict MODEL --text {shlex.quote(options.file)}"
-        )
+        raise UserError(f"there is no {source}; for a text: toolkit predict MODEL --text {shlex.quote(options.file)}")
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
         raise UserError(f"{source}: name the output file with --output")
     kind = format_of(source)
     output = Path(options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}"))
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
-    if output.exists() and not options.overwrite and not _in_shards(options):
+    if output.exists() and not (options.overwrite or options.shard or options.join):
         raise _output_exists(output)
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")

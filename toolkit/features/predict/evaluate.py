@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import PretrainedSettings, TaskSettings, build, flat
+from toolkit.config import TaskSettings, build, flat
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.read import read_class_names, read_file
 from toolkit.data.table import Table, find_columns
@@ -21,9 +21,9 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, empty_text_warning, training_run
-from toolkit.features.predict.command import digest_of_model, read_settings, sibling
+from toolkit.features.predict.command import read_settings, sibling
 from toolkit.objective.losses import sample_losses
-from toolkit.pretrained import layer_of
+from toolkit.pretrained import layer_of, model_digest
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.log import class_lines
@@ -42,10 +42,8 @@ def evaluate_file(options: Any) -> None:
     with no label or a label that the model does not have, and an output that exists.
     """
     out = _output_folder(options)
-    accelerator = launch.make_accelerator(
-        options.mixed_precision, layer_of(PretrainedSettings(model_name_or_path=options.model))
-    )
     saved = SavedModel(options.model)
+    accelerator = launch.make_accelerator(options.mixed_precision, layer_of(saved.settings))
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file")
     table = read_file(options.file, read_settings(options))
@@ -55,7 +53,7 @@ def evaluate_file(options: Any) -> None:
     truth = labels.encode(table, np.arange(len(table)))
     max_length = saved.choose_max_length(options.max_length, pair is not None)
     facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length,
-             "model": digest_of_model(options.model)}  # fmt: skip
+             "model": model_digest(options.model)}  # fmt: skip
     launch.require_equal(accelerator, "the file, the model and the options", facts)
     saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
     columns = [saved.read_texts(table, name) for name in (column, pair) if name]

@@ -18,53 +18,41 @@ _EPILOG = (
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
-    parser.add_argument(
-        "file", nargs="?", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz, or 'part-*.csv'; .txt: a text per line"
-    )
-    parser.add_argument(
-        "--text", action="append", help="print the answer for this text (may be repeated); no FILE then"
-    )
-    parser.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv next to the input]")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument(
-        "--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]"
-    )
-    parser.add_argument(
-        "--shard", type=_shard, metavar="3/64", help="predict this part of the file only; other processes do the others"
-    )
-    parser.add_argument("--join", action="store_true", help="only write the output from finished shards")
+    add = parser.add_argument
+    add("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
+    add("file", nargs="?", help="CSV, TSV, JSON, JSONL, Parquet, plain or .gz, or 'part-*.csv'; .txt: a text per line")
+    add("--text", action="append", help="print the answer for this text (may be repeated); no FILE then")
+    add("--output", metavar="FILE", help="where to write [FILE.predictions.csv next to the input]")
+    add("--overwrite", action="store_true", help="replace an existing output")
+    add("--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]")
+    add("--shard", type=_shard, metavar="3/64", help="predict only this part of the file; other processes do the rest")
+    add("--join", action="store_true", help="only write the output from finished shards")
     _add_common(parser)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a run's model folder, any classifier, or a hub name")
-    parser.add_argument("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
-    parser.add_argument("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation next to the input]")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--label_column", metavar="NAME", help="as in training, or found by its name, when not given")
-    parser.set_defaults(text=None)
+    add = parser.add_argument
+    add("model", help="a run's model folder, any classifier, or a hub name")
+    add("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
+    add("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation next to the input]")
+    add("--overwrite", action="store_true", help="replace an existing output")
+    add("--label_column", metavar="NAME", help="as in training, or found by its name, when not given")
     _add_common(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """Options for reading the file and for the computation."""
-    parser.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
-    parser.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
-    parser.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
-    parser.add_argument("--delimiter", metavar="CHARACTER", help="between cells; by the file's suffix when not given")
-    parser.add_argument(
-        "--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]"
-    )
-    parser.add_argument("--column_names", metavar="NAMES", help="of a file without a header: label,text")
-    parser.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
-    parser.add_argument("--per_device_batch_size", type=_positive, default=64, metavar="SAMPLES", help="[64]")
-    parser.add_argument(
-        "--max_tokens_per_batch", type=int, metavar="TOKENS", help="padding counted [2048 on a CPU, 16384 on a GPU]"
-    )
-    parser.add_argument(
-        "--mixed_precision", choices=("auto", "no", "bf16", "fp16"), help="[the accelerate config's, or no]"
-    )
+    add = parser.add_argument
+    add("--text_column", metavar="NAME", help="found by its name when not given")
+    add("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
+    add("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
+    add("--delimiter", metavar="CHARACTER", help="between cells; by the file's suffix when not given")
+    add("--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]")
+    add("--column_names", metavar="NAMES", help="of a file without a header: label,text")
+    add("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+    add("--per_device_batch_size", type=_positive, default=64, metavar="SAMPLES", help="[64]")
+    add("--max_tokens_per_batch", type=int, metavar="TOKENS", help="padding counted [2048 on a CPU, 16384 on a GPU]")
+    add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), help="[the accelerate config's, or no]")
 
 
 def _probabilities(text: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,10 +44,9 @@ class Parts:
             shutil.rmtree(self.joining, ignore_errors=True)
         elif before and (differing := [name for name in facts if facts[name] != before.get(name)]):
             if self.finished() and not overwrite:
-                raise UserError(
-                    f"{self.folder} holds parts of another prediction (it differs in {listing(differing)}): repeat its "
-                    "options, name another --output, or pass --overwrite to start over"
-                )
+                why = f"holds parts of another prediction (it differs in {listing(differing)})"
+                mend = "repeat its options, name another --output, or pass --overwrite to start over"
+                raise UserError(f"{self.folder} {why}: {mend}")
             shutil.rmtree(self.folder)
         if not self.manifest.is_file():
             with self._writing(), replace_file(self.manifest) as draft:
@@ -98,18 +97,15 @@ class Parts:
             except (UnicodeEncodeError, LookupError) as error:
                 raise UserError(f"--encoding {self.encoding} cannot write {self.output}: {error}; use utf-8") from error
             except csv.Error as error:
-                raise UserError(
-                    f"{self.output}: a prediction contains the delimiter, which --quoting none cannot write: name an "
-                    "--output that ends in .jsonl"
-                ) from error
+                why = "--quoting none cannot write a prediction that contains the delimiter"
+                raise UserError(f"{self.output}: {why}: name an --output that ends in .jsonl") from error
 
     def claim_joining(self) -> bool:
         """Returns True in one process only, of several that finish the last shards at the same time."""
-        try:
+        with contextlib.suppress(FileExistsError):
             self.joining.mkdir()
-        except FileExistsError:
-            return False
-        return True
+            return True
+        return False
 
     def join(self, in_shards: bool) -> None:
         """Writes the output and removes the parts. Of a job in shards the folder stays, for `are_joined`."""
@@ -157,7 +153,7 @@ class Parts:
         if self.kind == ".json":
             yield "]"
 
-    def _writing(self) -> AbstractContextManager[None]:
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
         return explain_write_errors(self.output, f"finished parts stay in {self.folder}")
 
     def _path(self, start: int, end: int) -> Path:

@@ -23,13 +23,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
-from toolkit.models.classifier import (
-    choose_attention,
-    enable_gradient_checkpointing,
-    freeze_unused,
-    from_pretrained,
-    set_dropout,
-)
+from toolkit.models.classifier import configure, from_pretrained, set_dropout
 from toolkit.pretrained import load_config, load_plain_tokenizer, model_digest, refuse_random
 from toolkit.utils.cache import cached_folder, digest_of_text
 
@@ -58,10 +52,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         way = "take the pretrained checkpoint with its head, or pass --new_head true to train a new one"
         raise UserError(f"--model_name_or_path {name} {why}: {way}")
     init_new_tokens(model, tokenizer, settings)
-    choose_attention(model, settings.attn_implementation)
-    if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(name, model)
-    freeze_unused(model)
+    configure(model, settings)
     predict_masked_only(model, loss_fn)
     return model
 

@@ -195,14 +195,11 @@ class Sweep:
             for trial in study.get_trials(states=(TrialState.RUNNING,)):  # stopped with the sweep: run next
                 storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
         except Exception as error:  # optuna raises many kinds for a damaged line
-            raise UserError(
-                f"{path} is not a readable journal ({first_line(error)[:200]}): name another --output_dir, or remove it"
-            ) from error
+            why = f"is not a readable journal ({first_line(error)[:200]})"
+            raise UserError(f"{path} {why}: name another --output_dir, or remove it") from error
         if (earlier := study.user_attrs.get("arguments", arguments)) != arguments:
-            raise UserError(
-                f"{self.folder} holds another sweep: repeat its command (toolkit sweep {shlex.join(earlier)}) to "
-                "continue it, or name another --output_dir"
-            )
+            mend = f"continue it with `toolkit sweep {shlex.join(earlier)}`, or name another --output_dir"
+            raise UserError(f"{self.folder} holds another sweep: {mend}")
         study.set_user_attr("arguments", arguments)
         return study
 
@@ -265,9 +262,5 @@ def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
     if not (folder / "eval.jsonl").exists():
         return None, {}
     record = Record.load(folder)
-    best = record.best
-    return best, {
-        line["step"]: best.sign * line[best.metric]
-        for line in record.training_evaluations
-        if line[best.metric] is not None
-    }
+    best, lines = record.best, record.training_evaluations
+    return best, {line["step"]: best.sign * line[best.metric] for line in lines if line[best.metric] is not None}

@@ -8,21 +8,15 @@ from toolkit.utils.features import Command, Feature
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE.py")
-    parser.add_argument(
-        "--search",
-        action="append",
-        default=[],
-        metavar="NAME=VALUES",
-        help="learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried",
-    )
-    parser.add_argument("--trials", type=int, metavar="N", help="runs of the search in all [20]")
-    parser.add_argument("--seeds", type=int, metavar="N", help="run the best settings with N seeds in all")
-    parser.add_argument(
-        "--configs", type=lambda text: text.split(","), default=[], metavar="FILE,FILE",
-        help="run the best settings under each config",
-    )  # fmt: skip
-    parser.add_argument("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
+    add = parser.add_argument
+    search = "learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried"
+    configs = "run the best settings under each config"
+    add("recipe", metavar="RECIPE.py")
+    add("--search", action="append", default=[], metavar="NAME=VALUES", help=search)
+    add("--trials", type=int, metavar="N", help="runs of the search in all [20]")
+    add("--seeds", type=int, metavar="N", help="run the best settings with N seeds in all")
+    add("--configs", type=lambda text: text.split(","), default=[], metavar="FILE,FILE", help=configs)
+    add("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
 
 
 FEATURE = Feature(

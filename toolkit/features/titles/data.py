@@ -91,10 +91,8 @@ class Titles(Targets):
             others = [name for name in table.rows.column_names if name not in texts]
             raise table.ambiguous_column("title", "title_column", others)
         if columns[0] in texts:
-            raise UserError(
-                f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and "
-                "--title_column"
-            )
+            why = f"column {columns[0]!r} cannot be both text and title"
+            raise UserError(f"{table.name}: {why}: name --text_column and --title_column")
         return cls(columns[0], settings.data.max_target_length)
 
     def all_missing(self, table: Table) -> bool:

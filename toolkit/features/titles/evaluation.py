@@ -107,15 +107,11 @@ class Writer:
 
     def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, V): logits of the reference titles (teacher forcing)."""
-        decoder_input_ids = batch.inputs["decoder_input_ids"]
-        return self.module(
-            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
-        ).logits
+        inputs = {"encoder_outputs": encoded, "attention_mask": mask}
+        return self.module(**inputs, decoder_input_ids=batch.inputs["decoder_input_ids"], use_cache=False).logits
 
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, max_new_tokens): token ids of the generated titles, padded, without the start token."""
-        length = self.max_new_tokens
-        ids = self.module.generate(
-            encoder_outputs=encoded, attention_mask=mask, max_new_tokens=length, synced_gpus=self.synced_gpus
-        )[:, 1:]
+        length, inputs = self.max_new_tokens, {"encoder_outputs": encoded, "attention_mask": mask}
+        ids = self.module.generate(**inputs, max_new_tokens=length, synced_gpus=self.synced_gpus)[:, 1:]
         return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=self.pad_token_id)

@@ -21,10 +21,9 @@ from transformers import (
 
 from toolkit.config import PretrainedSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
-from toolkit.demo import model_path
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
-from toolkit.models.classifier import choose_attention, enable_gradient_checkpointing, freeze_unused, set_dropout
+from toolkit.models.classifier import choose_attention, configure, from_pretrained, set_dropout
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import explain_load_errors, load_config, quiet_transformers, refuse_random, whole_weights
 
@@ -48,18 +47,13 @@ def load_title_model(
         if load_config(settings).model_type == KIND:
             model = _saved(settings)
         else:
-            model = EncoderDecoderModel(encoder=_encoder(long), decoder=_decoder(settings))
+            model = EncoderDecoderModel(encoder=_part(AutoModel, long, load_config(long)), decoder=_decoder(settings))
     positions = getattr(model.config.decoder, "max_position_embeddings", None)
     if positions and max_target_length >= positions:
-        raise UserError(
-            f"--max_target_length {max_target_length}: the decoder of {name} has {positions} positions; pass at most "
-            f"{positions - 1}"
-        )
+        why = f"the decoder of {name} has {positions} positions"
+        raise UserError(f"--max_target_length {max_target_length}: {why}; pass at most {positions - 1}")
     _configure_generation(model, tokenizer, generation, max_target_length)
-    choose_attention(model, settings.attn_implementation)
-    if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(name, model)
-    freeze_unused(model, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    configure(model, settings, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     return model
 
 
@@ -75,30 +69,23 @@ def load_untrained_title_model(settings: TitleSettings) -> tuple[EncoderDecoderM
 
 def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
     """A fine-tuned encoder-decoder, loaded from its folder."""
-    with explain_load_errors(str(settings.model_name_or_path)), whole_weights(), quiet_transformers():
-        model = _saved(settings)
+    model = _saved(settings)
     choose_attention(model, settings.attn_implementation)
     return model
 
 
 def _saved(settings: PretrainedSettings) -> EncoderDecoderModel:
-    name = str(settings.model_name_or_path)
-    config = load_config(settings)
+    name, config = str(settings.model_name_or_path), load_config(settings)
     for part in (config.encoder, config.decoder):
         set_dropout(part, settings.dropout)
-    model, loading = EncoderDecoderModel.from_pretrained(
-        model_path(name), config=config, dtype=torch.float32, output_loading_info=True
-    )
+    model, loading = from_pretrained(EncoderDecoderModel, name, config)
     refuse_random(name, (key for key in loading["missing_keys"] if "pooler" not in key))
     return model
 
 
-def _encoder(long: PretrainedSettings) -> Any:
-    config = load_config(long)
-    set_dropout(config, long.dropout)
-    return AutoModel.from_pretrained(
-        str(long.model_name_or_path), config=config, dtype=torch.float32, trust_remote_code=False
-    )
+def _part(auto_class: Any, settings: PretrainedSettings, config: Any) -> Any:
+    set_dropout(config, settings.dropout)
+    return from_pretrained(auto_class, str(settings.model_name_or_path), config)[0]
 
 
 def _decoder(settings: PretrainedSettings) -> Any:
@@ -106,16 +93,11 @@ def _decoder(settings: PretrainedSettings) -> Any:
     sparse = config.model_type == "big_bird"
     if sparse:
         if not config.use_bias or config.rescale_embeddings:
-            raise UserError(
-                f"--model_name_or_path {settings.model_name_or_path}: a BigBird with use_bias {config.use_bias} and "
-                f"rescale_embeddings {config.rescale_embeddings} cannot be converted to a BERT decoder, which needs "
-                "use_bias True and rescale_embeddings False: take another model"
-            )
+            why = "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
+            raise UserError(f"--model_name_or_path {settings.model_name_or_path}: {why}: take another model")
         config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
-    set_dropout(config, settings.dropout)
-    path = model_path(str(settings.model_name_or_path))
-    decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
+    decoder = _part(AutoModelForCausalLM, settings, config)
     return _as_bert(decoder) if sparse else decoder
 
 

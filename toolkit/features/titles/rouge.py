@@ -38,10 +38,8 @@ def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", 
     if foreign <= FOREIGN_SHARE * len(letters):
         return "word"
     if segmenter == "word":
-        raise UserError(
-            f"--rouge_segmenter word ignores all letters but a-z, and {100 * foreign / len(letters):.0f} % of the "
-            "references' letters are others: choose jieba, char or auto"
-        )
+        why = f"and {100 * foreign / len(letters):.0f} % of the references' letters are others"
+        raise UserError(f"--rouge_segmenter word ignores all letters but a-z, {why}: choose jieba, char or auto")
     return "jieba" if len(_HAN.findall(letters)) > FOREIGN_SHARE * len(letters) else "char"
 
 

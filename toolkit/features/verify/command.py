@@ -119,9 +119,8 @@ class Verification:
         host, precision = socket.gethostname(), self.options.mixed_precision  # several machines may share the folder
         one = self._trial(f"one-process-{host}", "no", [])
         if not one.losses:
-            one.error = (
-                one.error or f"it wrote no {self.folder / one.name / 'metrics.jsonl'}: call run.after or run.log"
-            )
+            file = self.folder / one.name / "metrics.jsonl"
+            one.error = one.error or f"it wrote no {file}: call run.after or run.log"
             return [one]
         random = self._trial(f"other-randomness-{host}", "no", [], seed_offset=1)
         size = self._trial(f"other-micro-batches-{host}", "no", [], _OTHER_SIZE)

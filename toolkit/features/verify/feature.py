@@ -10,14 +10,13 @@ CONFIGS = [f"accelerate_configs/{name}.yaml" for name in ("ddp", "zero2", "zero3
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE.py")
-    parser.add_argument("--config_file", action="append", metavar="FILE", help=f"may be repeated [{CONFIGS}]")
-    parser.add_argument("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
-    parser.add_argument(
-        "--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="in addition to fp32 [auto]"
-    )
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
-    parser.add_argument("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE.py")
+    add("--config_file", action="append", metavar="FILE", help=f"may be repeated [{CONFIGS}]")
+    add("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
+    add("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="in addition to fp32 [auto]")
+    add("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
+    add("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
 
 
 FEATURE = Feature(

@@ -44,9 +44,8 @@ def install(model: Model, attention: str = "auto") -> Model:
             f"--attn_implementation {attention}: a BigBird has no such attention{did_you_mean(attention, ATTENTIONS)}. "
             f"It has {', '.join(ATTENTIONS)} (all tokens attend to all), and eager (transformers' own, slow)"
         )
-    encoders = [
-        part for part in model.modules() if isinstance(part, theirs.BigBirdModel) and not part.config.is_decoder
-    ]
+    parts = (part for part in model.modules() if isinstance(part, theirs.BigBirdModel))
+    encoders = [part for part in parts if not part.config.is_decoder]
     if not encoders:
         raise UserError(f"{type(model).__name__} has no BigBird encoder")
     for encoder in encoders:

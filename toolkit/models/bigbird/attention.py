@@ -48,39 +48,27 @@ def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern
         return gathered(query, key, value, bias, pattern)
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     missing = mask.seq_lengths[0] - pattern.length
-    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value)]
+    whole, rest = divmod(len(query), _MOST_SAMPLES)
+    sizes = [_MOST_SAMPLES] * whole + [1] * rest  # 6 samples -> 4, 1, 1
+    parts = [(F.pad(x, (0, 0, 0, missing)) if missing else x).split(sizes) for x in (query, key, value)]
     if bias is None and may_repeat(pattern):  # one kernel for repeats and for padding
         bias = query.new_zeros(len(query), pattern.length)
-    bias = None if bias is None else F.pad(bias, (0, missing))
-    parts = []
-    for part in _parts(len(query)):
-        score = None if bias is None else _score(repeats, bias[part].contiguous(), pattern.block)
-        context = _run([x[part].contiguous() for x in padded], score, mask)
+    biases = [None] * len(sizes) if bias is None else F.pad(bias, (0, missing)).split(sizes)
+    contexts = []
+    for *inputs, part_bias in zip(*parts, biases, strict=True):
+        score = None if part_bias is None else _score(repeats, part_bias.contiguous(), pattern.block)
+        context = _run([x.contiguous() for x in inputs], score, mask)
         if context is None:
-            return gathered(query, key, value, None if bias is None else bias[:, : pattern.length], pattern)
-        parts.append(context)
-    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:, :, : pattern.length]
-
-
-def few_widths(blocks: int) -> int:
-    """The next power of two, so that few kernels are compiled. A block of padding costs little: it reads one block,
-    others read eight."""
-    return 1 << (blocks - 1).bit_length()
-
-
-def _parts(samples: int) -> list[slice]:
-    """6 samples -> 4, 1, 1."""
-    whole = samples - samples % _MOST_SAMPLES
-    starts = [(start, _MOST_SAMPLES) for start in range(0, whole, _MOST_SAMPLES)]
-    return [slice(start, start + size) for start, size in starts + [(start, 1) for start in range(whole, samples)]]
+            return gathered(query, key, value, bias, pattern)
+        contexts.append(context)
+    return (torch.cat(contexts) if len(contexts) > 1 else contexts[0])[:, :, : pattern.length]
 
 
 class Mask(NamedTuple):
     """The inputs of flex_attention that depend only on the pattern."""
 
     blocks: BlockMask
-    repeats: Tensor
-    """(nh, N, N): logarithm of how often each query block reads each key block."""
+    repeats: Tensor  # (nh, N, N): logarithm of how often each query block reads each key block
 
 
 _masks: OrderedDict[tuple[Pattern, torch.device, torch.dtype], tuple[Mask, int]] = OrderedDict()
@@ -100,7 +88,9 @@ def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
 
 def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tuple[Mask, int]:
     """Returns a mask and its bytes. It has only full blocks, since a block is read as a whole."""
-    width, block = few_widths(pattern.length // pattern.block), pattern.block
+    block = pattern.block
+    # a power of two, so that few kernels are compiled; a block of padding reads one block, others read eight
+    width = 1 << (pattern.length // block - 1).bit_length()
     count = counts(pattern, width, device)
     read = count > 0
     keys, queries = _ordered(read), _ordered(read.transpose(1, 2))  # of each query, of each key

@@ -41,12 +41,9 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pat
 class _Part(NamedTuple):
     """Some rows of queries, and the keys that they read, both selected from (P, n, b, ...)."""
 
-    rows: Callable[[Tensor], Tensor]
-    """A view, (P, R, Q, ...)."""
-    keys: Callable[[Tensor], Tensor]
-    """(P, R, K, ...)."""
-    add: Callable[[Tensor, Tensor], Any]
-    """Adds gradients (P, R, K, hs) of the keys to their sum."""
+    rows: Callable[[Tensor], Tensor]  # a view, (P, R, Q, ...)
+    keys: Callable[[Tensor], Tensor]  # (P, R, K, ...)
+    add: Callable[[Tensor, Tensor], Any]  # adds gradients (P, R, K, hs) of the keys to their sum
 
     def bias(self, bias: Tensor | None, queries: Tensor) -> Tensor | None:
         return None if bias is None else self.keys(bias.unsqueeze(-1)).mT.expand(-1, -1, queries.shape[2], -1)

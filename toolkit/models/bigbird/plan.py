@@ -51,10 +51,8 @@ def random_blocks(pattern: Pattern) -> np.ndarray:
     try:
         if length in PAPER_LENGTHS:  # by the paper's rule, for the longest text, not the batch's length
             paper = require(layer, "_bigbird_block_rand_mask", "transformers")
-            draws = [
-                paper(longest, longest, block, block, random, _RANDOM_RANGE)[: length // block - 2]
-                for _ in range(heads)
-            ]
+            rows = length // block - 2
+            draws = [paper(longest, longest, block, block, random, _RANDOM_RANGE)[:rows] for _ in range(heads)]
         else:
             plan = require(layer, "_get_rand_attn_plan", "transformers")(length, block, random)
             of_heads = require(layer, "_bigbird_block_rand_mask_with_head", "transformers")
