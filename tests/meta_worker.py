@@ -202,8 +202,9 @@ def main() -> None:
     # beam search synchronizes after each token
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.max_new_tokens)  # type: ignore[method-assign]
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
-    title: Any = importlib.import_module("recipes.title")
-    title.load_title_model = on_device(title.load_title_model)
+    for name, load in (("title", "load_title_model"), ("pretrain", "load_masked_model")):
+        loaded = vars(importlib.import_module(f"recipes.{name}"))
+        loaded[load] = on_device(loaded[load])
     teacher.add_teacher_logits = on_cpu(teacher.add_teacher_logits)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])

@@ -31,6 +31,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "bigbird": ("bigbird", GATHERED),
     "bigbird full": ("bigbird", [*LONG, "--attn_implementation", "full", "--ema_decay", 0.9]),
     "title": ("title", ["--attn_implementation", "gathered"]),
+    "pretrain": ("pretrain", ["--new_head", "true"]),
 }  # fmt: skip
 
 

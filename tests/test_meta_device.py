@@ -46,8 +46,9 @@ BIGBIRD: dict[str, list[Any]] = {
     "lora": [*LONG, "--lora_r", 2],
 }
 TITLE: dict[str, list[Any]] = {"plain": [], "averaged": ["--ema_decay", 0.9, "--gradient_checkpointing"]}
-JOBS = {f"{name} {job}": (name, words) for name, jobs in (("cls", CLS), ("bigbird", BIGBIRD), ("title", TITLE))
-        for job, words in jobs.items()}  # fmt: skip
+PRETRAIN: dict[str, list[Any]] = {"new head": ["--new_head", "true", "--whole_word_mask", "true"]}
+RECIPES = {"cls": CLS, "bigbird": BIGBIRD, "title": TITLE, "pretrain": PRETRAIN}
+JOBS = {f"{name} {job}": (name, words) for name, jobs in RECIPES.items() for job, words in jobs.items()}
 # synchronizations in transformers' forward pass, one per architecture
 WAITS = {"DeBERTa-v2": "modeling_deberta_v2.py", "DeBERTa-v3": "modeling_deberta_v2.py",
          "Longformer": "is_index_global_attn.flatten().any().item()", "Qwen3": "find_packed_sequence_indices",
@@ -64,7 +65,7 @@ def files(
     table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
     table["length"] = table["text"].str.len() / 100
     table.to_csv(path, index=False)
-    return {"cls": path, "bigbird": long_reviews, "title": articles}
+    return {"cls": path, "bigbird": long_reviews, "title": articles, "pretrain": path}
 
 
 @pytest.fixture(scope="module")
