@@ -1,8 +1,9 @@
-"""`Objective`, the losses of the labels, which optional terms wrap."""
+"""`Objective`, the losses of the labels, to which optional terms are added."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,27 +12,21 @@ Batch = Any
 """A micro-batch: `Batch` in toolkit/data/batches.py, which nothing here imports."""
 Losses = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> (B,) losses, one per sample."""
+Term = Callable[[Batch, Tensor], Tensor]
+"""(micro-batch, its logits) -> (B,)."""
 
 
+@dataclass(frozen=True)
 class Objective:
-    """The losses of the labels. An optional term is a subclass that wraps another objective."""
+    """The losses of the labels, and the training losses, by default the same."""
 
-    def __init__(self, losses: Losses) -> None:
-        self.losses = losses
+    losses: Losses
+    training: Term | None = None
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
         """A micro-batch and its logits -> (B,) training losses."""
-        return self.losses(logits, batch.labels)
+        return self.training(batch, logits) if self.training else self.losses(logits, batch.labels)
 
-    def plus(self, term: Callable[[Batch, Tensor], Tensor]) -> Objective:
+    def plus(self, term: Term) -> Objective:
         """This objective plus `term(batch, logits)`, (B,)."""
-        return _Sum(self, term)
-
-
-class _Sum(Objective):
-    def __init__(self, objective: Objective, term: Callable[[Batch, Tensor], Tensor]) -> None:
-        super().__init__(objective.losses)
-        self.objective, self.term = objective, term
-
-    def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        return self.objective(batch, logits) + self.term(batch, logits)
+        return replace(self, training=lambda batch, logits: self(batch, logits) + term(batch, logits))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,17 +12,14 @@ from toolkit.config import ProblemType
 from toolkit.objective.base import Batch, Objective
 
 
-class Distillation(Objective):
+def with_teacher(objective: Objective, problem_type: ProblemType, alpha: float, temperature: float) -> Objective:
     """(1 - alpha) x the objective + alpha x the distance to the teacher's logits, from `batch.columns`."""
 
-    def __init__(self, objective: Objective, problem_type: ProblemType, alpha: float, temperature: float) -> None:
-        super().__init__(objective.losses)
-        self.objective, self.problem_type, self.alpha, self.temperature = objective, problem_type, alpha, temperature
+    def losses(batch: Batch, logits: Tensor) -> Tensor:
+        distances = distillation_losses(logits, batch.columns["teacher"], problem_type, temperature)
+        return (1 - alpha) * objective(batch, logits) + alpha * distances
 
-    def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        teacher = batch.columns["teacher"]  # (B, C)
-        distances = distillation_losses(logits, teacher, self.problem_type, self.temperature)
-        return (1 - self.alpha) * self.objective(batch, logits) + self.alpha * distances
+    return replace(objective, training=losses)
 
 
 def distillation_losses(logits: Tensor, teacher: Tensor, problem_type: ProblemType, temperature: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,20 +13,18 @@ from toolkit.errors import UserError
 from toolkit.objective.base import Batch, Objective
 
 
-class RDrop(Objective):
+def with_r_drop(objective: Objective, model: Any, problem_type: ProblemType, alpha: float) -> Objective:
     """The mean of the objective over both passes + alpha x their divergence."""
+    if problem_type == "regression":
+        raise UserError(f"--r_drop_alpha {alpha} needs classes, and this is a regression: leave it out")
 
-    def __init__(self, objective: Objective, model: Any, problem_type: ProblemType, alpha: float) -> None:
-        super().__init__(objective.losses)
-        self.objective, self.model, self.problem_type, self.alpha = objective, model, problem_type, alpha
-        if problem_type == "regression":
-            raise UserError(f"--r_drop_alpha {alpha} needs classes, and this is a regression: leave it out")
+    def losses(batch: Batch, logits: Tensor) -> Tensor:
+        first = objective(batch, logits)
+        second = model(**batch.inputs).logits  # (B, C), with another dropout
+        mean = (first + objective(batch, second)) / 2
+        return mean + alpha * divergence(logits, second, problem_type)
 
-    def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        losses = self.objective(batch, logits)
-        second = self.model(**batch.inputs).logits  # (B, C), with another dropout
-        losses = (losses + self.objective(batch, second)) / 2
-        return losses + self.alpha * divergence(logits, second, self.problem_type)
+    return replace(objective, training=losses)
 
 
 def divergence(one: Tensor, other: Tensor, problem_type: ProblemType) -> Tensor:

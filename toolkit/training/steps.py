@@ -9,7 +9,6 @@ of the global batch, its number of samples (the sum of their weights, where they
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import (
-    Ahead,
-    Batch,
-    Collation,
-    Collator,
-    GlobalBatches,
-    collator_of,
-    micro_batches,
-    most_micro_batches,
-)
+from toolkit.data.batches import Ahead, Batch, Collator, GlobalBatches, collator_of, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
@@ -142,8 +132,8 @@ class Step:
         schedule = self.steps.schedule
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
-    @functools.cached_property
-    def collations(self) -> list[Collation]:
+    @cached_property
+    def collations(self) -> list[partial[Batch]]:
         """Calls that make this process's micro-batches."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world = accelerator.process_index, accelerator.num_processes
@@ -187,12 +177,14 @@ class Step:
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        self.steps.checks.check_losses(losses)
+        checks = self.steps.checks
+        checks.check_losses(losses)
         weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        return self.steps.checks.pass_share(weighted.sum() * (averaged_over / self.loss_denominator))
+        checks.share = weighted.sum() * (averaged_over / self.loss_denominator)
+        return checks.share
 
     def refuse_non_finite(self) -> None:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
@@ -318,7 +310,7 @@ class Steps:
         Raises UserError, in every process, for the first step whose loss or gradient is not finite, and for a step
         whose losses did not all pass `Step.mean` once.
         """
-        self.checks.end_step(step.number, len(step.collations))
+        self.checks.end_step(len(step.collations))
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
         if self.accelerator.device.type == "cpu":
             memory.manage_freed_memory()
