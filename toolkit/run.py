@@ -82,9 +82,8 @@ class Run:
         """Converts the best model's outputs to answers."""
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
-        self._last: Evaluation | None = None
-        self._last_key: tuple[int, str] | None = None
-        """The step and the split of `_last`."""
+        self._last: tuple[int, Evaluation] | None = None
+        """The last evaluation, and the step of its weights."""
         self._started = time.monotonic()
 
     def resume(
@@ -193,7 +192,7 @@ class Run:
                 with explain_write_errors(self.folder.model):
                     model, dtype = self.checkpoints.model, self.settings.training.save_dtype
                     save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
-        self._last, self._last_key = evaluation, (step, evaluation.split)
+        self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, improved)
         return True
 
@@ -221,9 +220,9 @@ class Run:
 
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
         """Evaluates a split with the best model, which must be loaded, unless that was the last evaluation."""
-        if self._last is None or self._last_key != (self.best.step, split.name):
-            self._last, self._last_key = evaluate(split), (self.best.step, split.name)
-        return self._last
+        if self._last is None or (self._last[0], self._last[1].split) != (self.best.step, split.name):
+            self._last = self.best.step, evaluate(split)
+        return self._last[1]
 
     def finish(self, evaluate: Evaluate) -> None:
         """Evaluates the best model on the test rows, or else the validation rows, writes the model card and
@@ -233,7 +232,7 @@ class Run:
             return
         if not self.best.step:  # the loop was left before the first evaluation
             self._evaluate(evaluate, self._steps.done)
-        logged = self._last
+        logged = self._last[1] if self._last else None
         if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
         for feature in features():

@@ -33,7 +33,7 @@ EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda:
 TABLE = pyarrow.table({"text": ["x" * 90] * 99})
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
-    "metrics.jsonl": lambda run: RunFiles(MAIN, run).append_metrics({"step": "x" * 5000}),
+    "metrics.jsonl": lambda run: RunFiles(MAIN, run).append("metrics.jsonl", {"step": "x" * 5000}),
     "eval.jsonl": lambda run: RunFiles(MAIN, run).append_evaluation(EVALUATION, 50),
     "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
     "report.html": write_report_of_folder,

@@ -296,17 +296,6 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
     }
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-@pytest.mark.parametrize("global_batch_size", [1, 7, 32])
-def test_batch_sizes_satisfy_deepspeeds_equation(processes: int, global_batch_size: int) -> None:
-    accelerator = accelerator_with(dict(AUTO), processes)
-    align(accelerator, TrainingSettings(global_batch_size=global_batch_size, per_device_batch_size=4))
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    assert config["train_batch_size"] == micro * accumulation * processes >= global_batch_size
-    assert micro <= 4
-
-
 @pytest.mark.parametrize(
     ("key", "value", "setting"),
     [

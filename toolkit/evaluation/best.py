@@ -17,11 +17,7 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json
 
-_USUAL = {
-    "single_label_classification": "f1_macro",
-    "multi_label_classification": "f1_micro",
-    "regression": "loss",
-}
+_USUAL = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "loss"}
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
 _TRIAL_ROWS = 10_000
 

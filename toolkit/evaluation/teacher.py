@@ -34,9 +34,7 @@ def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: P
     Each row is computed exactly once, in any number of processes, unless the logits are cached. Raises UserError for a
     teacher with other labels or another tokenizer.
     """
-    name = settings.distillation.teacher
-    if name is None:
-        return data
+    name = str(settings.distillation.teacher)
     try:
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:

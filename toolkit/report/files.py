@@ -90,17 +90,14 @@ class RunFiles:
             config = json.loads(path.read_text(encoding="utf-8"))
             write_atomically(path, [dumps({**config, "stopped": facts}, indent=2), "\n"])
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        self._append("metrics.jsonl", line)
-
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
-        self._append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
+        self.append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         if evaluation.predictions is not None:
             write_atomically(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
+    def append(self, name: str, line: dict[str, Any]) -> None:
         if not self.writes:
             return
         path = self.path / name

@@ -71,7 +71,7 @@ class RunLog:
     def write_line(self, extra: Mapping[str, Any] | None = None) -> None:
         """Appends the last logged step, and `extra`, to metrics.jsonl, if that is not yet done."""
         if self._line is not None:
-            self.files.append_metrics({**self._line, **(extra or {})})
+            self.files.append("metrics.jsonl", {**self._line, **(extra or {})})
         self._line = None
 
     def log_evaluation(self, evaluation: Evaluation, step: int, best: bool = False) -> None:

@@ -119,8 +119,7 @@ class Checkpoints:
         accelerator.wait_for_everyone()
         state = self.live()
         manifest = self._manifest(state, metrics)
-        drafts: list[Draft] = []
-        entries: dict[str, Any] = {}
+        drafts, entries = list[Draft](), dict[str, Any]()
         if state.file_format == "deepspeed":
             engine: Any = self.model  # writes `latest` too, for DeepSpeed's tools
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
@@ -128,8 +127,7 @@ class Checkpoints:
         else:
             drafts = make_drafts(state, set(manifest["excluded"]), rank)
         if state.file_format == "slices":
-            entries = {draft.name: write(draft, folder) for draft in drafts}
-            drafts = []
+            entries, drafts = {draft.name: write(draft, folder) for draft in drafts}, []
         write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
@@ -141,9 +139,7 @@ class Checkpoints:
         with _writing(folder):
             manifest["files"] |= {draft.name: write(draft, folder) for draft in drafts}
             folders.publish(folder, manifest)
-        folders.set_link(self.path, "last", folder)
-        if manifest["step"] == manifest["best"]["step"]:
-            folders.set_link(self.path, "best", folder)
+        folders.set_links(self.path, manifest["best"]["step"])
         folders.prune(self.path, self.settings.keep_checkpoints)
 
     def _in_background(self, file_format: str) -> bool:
