@@ -116,7 +116,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.print_line(line)
+        launch.log_on_main(self.accelerator, line)
 
     def steps(self) -> Iterator[Step]:
         """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
@@ -202,7 +202,8 @@ class Run:
         launch.set_exit_signal(self._steps.stop_signal)
         name, done = signal.Signals(self._steps.stop_signal).name, self._steps.done
         command = self.summary.command_to_continue()
-        self._log.print_line(
+        launch.log_on_main(
+            self.accelerator,
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
             f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
             logging.WARNING,  # shown with --log_level warning, too

@@ -18,7 +18,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import classification_metrics
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches, predict
-from toolkit.objective.base import Losses
+from toolkit.objective.losses import Losses
 from toolkit.utils.features import features, first
 
 _SINGLE: ProblemType = "single_label_classification"

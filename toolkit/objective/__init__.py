@@ -14,10 +14,8 @@ from typing import Any
 
 from toolkit.config import TaskSettings
 from toolkit.objective.adversarial import Adversarial
-from toolkit.objective.base import Losses, Objective
-from toolkit.objective.distillation import with_teacher
-from toolkit.objective.losses import sample_losses
-from toolkit.objective.r_drop import with_r_drop
+from toolkit.objective.losses import Losses, Objective, sample_losses
+from toolkit.objective.second_targets import with_r_drop, with_teacher
 
 
 def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses | None = None) -> Objective:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.objective.base import Batch, Objective
+from toolkit.objective.losses import Batch, Objective
 from toolkit.utils.compat import require
 from toolkit.utils.modules import unwrapped
 

@@ -25,7 +25,6 @@ from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.steps import StepMetrics
 from toolkit.utils.extras import install_command, is_installed
-from toolkit.utils.log import logger
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # these are also the names of their packages
 _LOG_EVERY_SECONDS = 10.0
@@ -44,11 +43,6 @@ class RunLog:
         )
         self._line: dict[str, Any] | None = None
 
-    def print_line(self, line: str, level: int = logging.INFO) -> None:
-        """Logs a line on the main process."""
-        if self.files.writes:
-            logger.log(level, line)
-
     def log_step(self, metrics: StepMetrics) -> None:
         """Logs a step; `write_line` writes it to metrics.jsonl, with the cost of a checkpoint after it."""
         self.write_line()
@@ -63,9 +57,10 @@ class RunLog:
         if self._bar.disable and (now - self._printed > _LOG_EVERY_SECONDS or first_or_last):
             self._printed = now
             seconds = (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
-            self.print_line(
+            launch.log_on_main(
+                self.accelerator,
                 f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}  "
-                f"{tqdm.format_interval(seconds)} left"
+                f"{tqdm.format_interval(seconds)} left",
             )
 
     def write_line(self, extra: Mapping[str, Any] | None = None) -> None:
@@ -80,7 +75,8 @@ class RunLog:
         self.files.write_predictions(evaluation)
         numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
         self._for_trackers(lambda tracker: tracker.log(numbers, step=step))
-        self.print_line(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
+        line = f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}"
+        launch.log_on_main(self.accelerator, line)
 
     def close(self) -> None:
         """Writes the last line and closes the trackers."""
@@ -98,7 +94,8 @@ class RunLog:
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
                 why = f"{type(error).__name__}: {first_line(error)}"
-                self.print_line(f"--report_to {tracker.name} failed ({why}): continuing without it", logging.WARNING)
+                line = f"--report_to {tracker.name} failed ({why}): continuing without it"
+                launch.log_on_main(self.accelerator, line, logging.WARNING)
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
