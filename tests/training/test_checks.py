@@ -29,13 +29,6 @@ def check(model: torch.nn.Module, parameters: Any, settings: TrainingSettings = 
     check_parameters(accelerator_of(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
 
 
-def test_the_optimizer_has_a_parameter_outside_the_model() -> None:
-    model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
-    refusal(check, model, [*model.parameters(), temperature], says=["of shape (7,)", "docs/your-own-recipe.md"])
-    model.temperature = temperature
-    check(model, model.parameters())
-
-
 def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
     model, centres = tiny("bert"), torch.nn.Parameter(torch.ones(3))
     delta = torch.zeros(1, requires_grad=True)  # of an adversarial text, say: not a parameter
@@ -49,7 +42,8 @@ def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
 
 
 def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
-    model = tiny("bert")
+    model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
+    refusal(check, model, [*model.parameters(), temperature], says=["of shape (7,)", "docs/your-own-recipe.md"])
     head = [*model.classifier.parameters()]  # type: ignore[union-attr]
     names = ["bert.embeddings.word_embeddings.weight", "--freeze_layers", "--unfreeze_every"]
     refusal(check, model, head, says=[*names, "lacks", "more"])
@@ -61,8 +55,7 @@ def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
 
 def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
     model = tiny("bert")
-    optimizer = Adafactor(model.parameters())
-    says = ["Adafactor", "lr=training.learning_rate"]
+    optimizer, says = Adafactor(model.parameters()), ["Adafactor", "lr=training.learning_rate"]
     refusal(check_parameters, accelerator_of(), model, optimizer, SETTINGS, 10, says=says)
 
 

@@ -24,10 +24,10 @@ from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import freeze_layers
-from toolkit.training.lion import Lion
-from toolkit.training.muon import HIDDEN
 from toolkit.training.optimizer import (
     DISTANCE,
+    HIDDEN,
+    Lion,
     custom_scheduler,
     make_optimizer,
     make_scheduler,
@@ -247,9 +247,8 @@ def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: i
                            mixed_precision="no")  # fmt: skip
 
 
-SIZES_OF_A_STEP = ("gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu",
-                   "train_batch_size")  # fmt: skip
-AUTO: dict[str, Any] = {**dict.fromkeys(SIZES_OF_A_STEP, "auto"), "zero_optimization": {"stage": 2}}
+AUTO: dict[str, Any] = {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+                        "train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}  # fmt: skip
 SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
 
 

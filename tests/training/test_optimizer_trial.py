@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from toolkit.training.checks import optimizer_fault
-from toolkit.training.lion import Lion
-from toolkit.training.muon import HIDDEN, Muon
+from toolkit.training.optimizer import HIDDEN, Lion, Muon
 from toolkit.training.optimizer_trial import shard_fault, step_fault
 
 CPU = torch.device("cpu")
