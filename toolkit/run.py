@@ -69,11 +69,8 @@ class Run:
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self._compute_metrics = compute_metrics
         tracker_names(settings.training.report_to)  # raises for a missing package before it creates the folder
-        self.facts = {
-            "settings": flat(settings),
-            "versions": versions(),
-            "identity": identity_of(accelerator, settings, data, recipe),
-        }
+        identity = identity_of(accelerator, settings, data, recipe)
+        self.facts = {"settings": flat(settings), "versions": versions(), "identity": identity}
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
@@ -122,9 +119,7 @@ class Run:
         """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
         improvement."""
         if not hasattr(self, "checkpoints"):
-            raise UserError(
-                "call `run.resume(model, optimizer, scheduler, evaluate)` before `run.steps()`, in a new run too"
-            )
+            raise UserError("call `run.resume(model, optimizer, scheduler, evaluate)` first, in a new run, too")
         for step in self._steps:
             if self.best.patience_exhausted:
                 self.say(
@@ -135,9 +130,7 @@ class Run:
             self._scheduled = self.checkpoints.scheduler.scheduler.last_epoch
             yield step
             if self._steps.done != step.number:
-                raise UserError(
-                    f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at the end of each step"
-                )
+                raise UserError(f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at its end")
             if self._steps.stop_signal:
                 self._stop()
                 return
@@ -161,9 +154,8 @@ class Run:
         updated = not self.checkpoints.optimizer.step_was_skipped
         if (count := updates - self._scheduled) != updated and self.accelerator.sync_gradients:
             raise UserError(
-                f"step {step.number}: the learning rate's scheduler was stepped {count} times: call `scheduler.step()` "
-                "once in each step, after `optimizer.step()` (--lr_scheduler_type constant keeps the rate constant; "
-                f"for another schedule: {OWN_SCHEDULE})"
+                f"step {step.number}: the scheduler was stepped {count} times: call `scheduler.step()` once in each, "
+                f"after `optimizer.step()` (a constant rate: --lr_scheduler_type constant; others: {OWN_SCHEDULE})"
             )
         if updated and not self._updates and self.accelerator.sync_gradients:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
@@ -271,4 +263,4 @@ class Run:
             "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
             "resumed_from": str(resumed.folder) if resumed else None,
         }
-        self.files.write_config(self.settings, self.accelerator, facts, extra_fields)
+        self.files.write_config(self.settings, facts, extra_fields)

@@ -26,13 +26,12 @@ class RunFiles:
     """Writes config.json, metrics.jsonl, eval.jsonl and predictions.jsonl on the main process."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
-        self.path, self.writes = path, accelerator.is_main_process
+        self.accelerator, self.path, self.writes = accelerator, path, accelerator.is_main_process
 
-    def write_config(
-        self, settings: Any, accelerator: Accelerator, data: dict[str, Any], extra: dict[str, Any]
-    ) -> None:
+    def write_config(self, settings: Any, data: dict[str, Any], extra: dict[str, Any]) -> None:
         if not self.writes:
             return
+        accelerator = self.accelerator
         plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         config = {

@@ -57,11 +57,8 @@ class RunLog:
         if self._bar.disable and (now - self._printed > _LOG_EVERY_SECONDS or first_or_last):
             self._printed = now
             seconds = (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
-            launch.log_on_main(
-                self.accelerator,
-                f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}  "
-                f"{tqdm.format_interval(seconds)} left",
-            )
+            line = f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}"
+            launch.log_on_main(self.accelerator, f"{line}  {tqdm.format_interval(seconds)} left")
 
     def write_line(self, extra: Mapping[str, Any] | None = None) -> None:
         """Appends the last logged step, and `extra`, to metrics.jsonl, if that is not yet done."""
@@ -123,9 +120,7 @@ def tracker_names(report_to: str) -> list[str]:
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in TRACKERS:
-            raise UserError(
-                f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose from {', '.join(TRACKERS)}, none"
-            )
+            raise UserError(f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose {', '.join(TRACKERS)} or none")
         if not is_installed(name):
             install = install_command(name) if name == "tensorboard" else f"pip install {name}"
             raise UserError(f"--report_to {name} needs a package: {install}, or pass --report_to none")

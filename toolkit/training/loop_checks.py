@@ -22,7 +22,7 @@ from toolkit.utils.modules import autograd_leaves, unwrapped
 
 
 class LoopChecks:
-    """Of one run. Methods raise UserError where the loop has not called what it must."""
+    """The checks of one run. Methods raise UserError where the loop has not called what it must."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -36,7 +36,7 @@ class LoopChecks:
         self._unscaled = False
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
         self._accumulates: torch.nn.Module | None = None
-        """Where each micro-batch adds to its parameters' `grad`."""
+        """The model, where each micro-batch adds to its parameters' `grad`."""
         self._unchecked: torch.nn.Module | None = None
         """Set until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
@@ -90,10 +90,7 @@ class LoopChecks:
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
             return
         if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
-            raise UserError(
-                f"step {number} begins with an earlier one's gradients: call `optimizer.zero_grad()` after "
-                "`optimizer.step()`"
-            )
+            raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
         self._accumulates = model if accumulates else None
 
     @contextlib.contextmanager
@@ -132,9 +129,8 @@ class LoopChecks:
         self._in_first.close()
         if loss is not self.share:
             raise UserError(
-                f"step {self._step}: `accelerator.backward` takes the result of `step.mean(losses)` as it is, once in "
-                "each micro-batch: what is added to that result would count once per micro-batch. Add other terms to "
-                "the losses: `accelerator.backward(step.mean(losses + term))`"
+                f"step {self._step}: `accelerator.backward` takes what `step.mean` returned, once in each micro-batch; "
+                "add terms to the losses, `step.mean(losses + term)`: to the mean they would add once per micro-batch"
             )
         self.share = None
         self._backwards += 1
@@ -149,10 +145,7 @@ class LoopChecks:
                 "`accelerator.clip_grad_norm_`, which removes it"
             )
         if not self.accelerator.sync_gradients:
-            raise UserError(
-                f"step {self._step}: gradients were not synchronised after the last micro-batch: `step.micro_batches` "
-                "does so, without `accelerator.accumulate`"
-            )
+            raise UserError(f"step {self._step}: gradients were not synchronised: leave out `accelerator.accumulate`")
 
     def _refuse_means(self, expected: int) -> None:
         if self._means != expected:
@@ -166,8 +159,7 @@ class LoopChecks:
         if self._backwards < expected:
             raise UserError(
                 f"step {self._step}: `accelerator.backward` was called {self._backwards} times in {expected} "
-                "micro-batches: call it in each, `accelerator.backward(step.mean(losses))`, not `.backward()`: it "
-                "scales the gradients"
+                "micro-batches: call it in each, not `.backward()`, since it scales the gradients"
             )
 
     def check_norm(self, number: int, norm: float, loss: float) -> None:
@@ -191,10 +183,7 @@ def refuse_changes(model: Any) -> None:
             raise UserError(f"add parameters to the model before the optimizer and `prepare`: {listing(added, 4)}")
     pairs = zip(before, parameters, strict=False)
     if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
-        raise UserError(
-            "requires_grad has changed since accelerator.prepare, which the optimizer does not support: "
-            f"{listing(changed, 4)}. {HOW_TO_FREEZE}"
-        )
+        raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
@@ -217,10 +206,7 @@ def refuse_shards(model: Any) -> Iterator[None]:
         yield
         return
     mode = _RefuseShards(names)
-    hooks = [
-        model.register_forward_pre_hook(mode.suspend),
-        model.register_forward_hook(mode.resume, always_call=True),
-    ]
+    hooks = [model.register_forward_pre_hook(mode.suspend), model.register_forward_hook(mode.resume, always_call=True)]
     try:
         with mode:
             yield
