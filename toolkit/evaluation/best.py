@@ -80,10 +80,8 @@ def make_best(
 
     Raises UserError for a `--metric_for_best_model` that is not among the metrics.
     """
-    problem_type = data.facts["problem_type"]
-    best = Best(
-        settings.metric_for_best_model, problem_type, settings.early_stopping_patience, settings.greater_is_better
-    )
+    problem_type, metric = data.facts["problem_type"], settings.metric_for_best_model
+    best = Best(metric, problem_type, settings.early_stopping_patience, settings.greater_is_better)
     numbers: Any = {}
     if accelerator.is_main_process:
         outputs, truth = data.targets.trial(data.validation) or _random_outputs(data)
@@ -91,10 +89,8 @@ def make_best(
     known = ["loss", *(name for name, number in numbers.items() if type(number) in (int, float))]
     known = broadcast_object_list([known])[0]
     if best.metric not in known:
-        metric = settings.metric_for_best_model or best.metric
-        raise UserError(
-            f"--metric_for_best_model {metric}{did_you_mean(best.metric, known)}: {problem_type} has {', '.join(known)}"
-        )
+        hint = did_you_mean(best.metric, known)
+        raise UserError(f"--metric_for_best_model {metric or best.metric}{hint}: {problem_type} has {', '.join(known)}")
     return best
 
 

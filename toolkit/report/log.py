@@ -38,9 +38,8 @@ class RunLog:
         """`done`: the step that the run resumes from."""
         self.accelerator, self.files, self.total, self.done = accelerator, files, total_steps, done
         self._started = self._printed = time.monotonic()
-        self._bar = tqdm(
-            total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=None if files.writes else True
-        )
+        hidden = None if files.writes else True  # None: without a terminal
+        self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
         self._line: dict[str, Any] | None = None
 
     def log_step(self, metrics: StepMetrics) -> None:

@@ -21,19 +21,11 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint import save
 from toolkit.checkpoint.live import LiveState, full_shape, live_state, persistent_buffers, tied_names
 from toolkit.checkpoint.machines import collect_files, remote_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
-from toolkit.checkpoint.save import (
-    Draft,
-    files_of_rank,
-    make_drafts,
-    optimizer_facts,
-    random_file,
-    random_states,
-    write,
-)
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
@@ -111,7 +103,7 @@ class Checkpoints:
         size += sum(entry["bytes"] for entries in written for entry in entries.values())
         return int(broadcast_object_list([size])[0])
 
-    def _write(self, folder: Path, metrics: StepMetrics) -> tuple[dict[str, Any], list[dict[str, Any]], list[Draft]]:
+    def _write(self, folder: Path, metrics: StepMetrics) -> tuple[dict[str, Any], list[dict], list[save.Draft]]:
         """(the manifest; by rank the entries of its written files; the files that this rank has yet to write)."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
         if rank in (0, self._remote_ranks.get(rank)):
@@ -119,25 +111,25 @@ class Checkpoints:
         accelerator.wait_for_everyone()
         state = self.live()
         manifest = self._manifest(state, metrics)
-        drafts, entries = list[Draft](), dict[str, Any]()
+        drafts, entries = list[save.Draft](), dict[str, Any]()
         if state.file_format == "deepspeed":
             engine: Any = self.model  # writes `latest` too, for DeepSpeed's tools
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
             engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
-            drafts = make_drafts(state, set(manifest["excluded"]), rank)
+            drafts = save.make_drafts(state, set(manifest["excluded"]), rank)
         if state.file_format == "slices":
-            entries, drafts = {draft.name: write(draft, folder) for draft in drafts}, []
-        write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
+            entries, drafts = {draft.name: save.write(draft, folder) for draft in drafts}, []
+        write_new(folder / save.random_file(rank), json.dumps(save.random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
-        entries |= folders.manifest_entries(folder, sorted(set(files_of_rank(folder, rank)) - set(entries)))
+        entries |= folders.manifest_entries(folder, sorted(set(save.files_of_rank(folder, rank)) - set(entries)))
         return manifest, gather_object([entries]), drafts
 
-    def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:
+    def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[save.Draft]) -> None:
         """Writes the remaining files and the manifest, on rank 0."""
         with _writing(folder):
-            manifest["files"] |= {draft.name: write(draft, folder) for draft in drafts}
+            manifest["files"] |= {draft.name: save.write(draft, folder) for draft in drafts}
             folders.publish(folder, manifest)
         folders.set_links(self.path, manifest["best"]["step"])
         folders.prune(self.path, self.settings.keep_checkpoints)
@@ -174,7 +166,7 @@ class Checkpoints:
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
-            "optimizer": optimizer_facts(state),
+            "optimizer": save.optimizer_facts(state),
             "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
             # LoRA's base weights are large and unchanged

@@ -69,9 +69,8 @@ def count_activations(
                 weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
                 tracker.track_external(gradient)
             else:  # MemTracker raises on frozen weights without hooks (torch 2.13)
-                require(tracker, "_param_to_grad_hook_handles", "torch")[weights[name]] = (
-                    RemovableHandle(OrderedDict()),
-                ) * 2
+                handles = require(tracker, "_param_to_grad_hook_handles", "torch")
+                handles[weights[name]] = (RemovableHandle(OrderedDict()),) * 2
         before = _total(tracker, "current")
         inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
