@@ -234,6 +234,7 @@ LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "zero_grad too early": (
         lambda it: (it.optimizer.zero_grad(), it.backward(it.mean(it.losses()))), ("step 1", "zero_grad")),
     "no zero_grad": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "zero_grad")),
+    "a step without micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "in 0 of")),
     "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
     "a part of the model": (
         lambda it: it.backward(it.mean(it.model.classes(it.model.words(it.batch.inputs["input_ids"]).sum(1)).sum(1))),
@@ -264,7 +265,8 @@ def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None
 
     def loop() -> None:
         for step in steps:
-            for number, batch in enumerate(step.micro_batches(model)):
+            batches = () if name == "a step without micro-batches" and step.number > 1 else step.micro_batches(model)
+            for number, batch in enumerate(batches):
                 micro_batch(SimpleNamespace(accelerator=accelerator, backward=accelerator.backward, mean=step.mean,
                                             losses=partial(model, batch), model=model, optimizer=optimizer,
                                             batch=batch, number=number))  # fmt: skip

@@ -37,9 +37,13 @@ class Objective:
 
 
 def sample_losses(
-    logits: Tensor, labels: Tensor, problem_type: ProblemType, label_smoothing: float = 0.0,
-    focal_gamma: float | None = None, pos_weight: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    labels: Tensor,
+    problem_type: ProblemType,
+    label_smoothing: float = 0.0,
+    focal_gamma: float | None = None,
+    pos_weight: Tensor | None = None,
+) -> Tensor:
     """(B, C) logits and labels -> (B,) float32 losses.
 
     As in transformers, without its mean over the batch: cross entropy for (B,) class ids, the mean over classes of

@@ -135,8 +135,10 @@ class LoopChecks:
         self.share = None
         self._backwards += 1
 
-    def end_step(self, micro_batches: int) -> None:
+    def end_step(self, number: int, micro_batches: int) -> None:
         """Before the metrics of a step with `micro_batches` are gathered."""
+        if number != self._step:  # none of them was computed
+            self._step, self._means = number, 0
         self._refuse_means(micro_batches)
         self._refuse_backwards(micro_batches)
         if self.accelerator.scaler is not None and not self._unscaled:

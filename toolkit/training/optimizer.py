@@ -62,9 +62,16 @@ class Muon(torch.optim.Optimizer):
     al., 2025, "Muon is Scalable for LLM Training"), so one learning rate, weight decay and schedule suits both."""
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], lr: float = 1e-3, weight_decay: float = 0.01, momentum: float = 0.95,
-        nesterov: bool = True, ns_steps: int = 5, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
         """`params`: parameter groups; Muon trains those whose `HIDDEN` is true."""
         groups = list(params)
         hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
@@ -101,16 +108,10 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     kind, arguments = _optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
         arguments = {"fused": True} | arguments
-    groups = parameter_groups(
-        model,
-        settings.weight_decay,
-        settings.learning_rate,
-        settings.layerwise_lr_decay,
-        gradual=settings.unfreeze_every is not None,
-        muon=kind is Muon,
-    )
+    rate, decay, gradual = settings.learning_rate, settings.layerwise_lr_decay, settings.unfreeze_every is not None
+    groups = parameter_groups(model, settings.weight_decay, rate, decay, gradual, muon=kind is Muon)
     try:
-        return kind(groups, lr=settings.learning_rate, **arguments)
+        return kind(groups, lr=rate, **arguments)
     except (TypeError, ValueError) as error:
         names = [word for word in inspect.signature(kind).parameters if word not in ("params", "lr", "weight_decay")]
         setting = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"

@@ -310,7 +310,7 @@ class Steps:
         Raises UserError, in every process, for the first step whose loss or gradient is not finite, and for a step
         whose losses did not all pass `Step.mean` once.
         """
-        self.checks.end_step(len(step.collations))
+        self.checks.end_step(step.number, len(step.collations))
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
         if self.accelerator.device.type == "cpu":
             memory.manage_freed_memory()
