@@ -1,8 +1,4 @@
-"""`Run`, the interface of a recipe to its run: resume, log, evaluate, save, finish.
-
-It calls the output folder (`training.run_folder`), the checkpoints (`training.checkpoints`, `training.resume`), the log
-(`report.log`) and the summary at the end (`report.summary`).
-"""
+"""`Run`, the interface of a recipe to its run: resume, log, evaluate, save, finish."""
 
 from __future__ import annotations
 

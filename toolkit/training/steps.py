@@ -1,10 +1,5 @@
-"""Optimizer steps: their samples, micro-batches, loss normalisation and metrics.
-
-**The loss is normalised in `Step.mean`.** A step's gradient is that of the mean loss over its *global* batch, for any
-number of processes and micro-batches: each process sums the losses of its samples, and divides by the loss denominator
-of the global batch, its number of samples (the sum of their weights, where they have some) or of target tokens.
-`toolkit.data.batches` chooses the samples.
-"""
+"""Optimizer steps: their micro-batches, loss normalisation (`Step.mean`) and metrics. `toolkit.data.batches` chooses
+the samples."""
 
 from __future__ import annotations
 
@@ -329,12 +324,11 @@ class Steps:
         """With one small collective and one copy to the host, for any number of steps."""
         device, count, start = self.accelerator.device, len(finished), time.perf_counter()
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        numbers = [peak_memory_bytes(device), signal, self._seconds_per_step]
-        process = torch.tensor(numbers, dtype=dtype, device=device)
+        computed = [step._computed_tokens for step in finished]
+        numbers = [peak_memory_bytes(device), signal, self._seconds_per_step, *computed]
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
-        computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
-        local = torch.cat([process, torch.stack([*sums, *norms]), computed])
+        local = torch.cat([torch.tensor(numbers, dtype=dtype, device=device), torch.stack([*sums, *norms])])
         ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
         launch.explain_failures()  # later failures are not a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
@@ -349,14 +343,14 @@ class Steps:
             step.metrics = StepMetrics(
                 step=step.number,
                 epoch=round(step.number / self.schedule.steps_per_epoch, 4),
-                loss=math.fsum(rank[place] for rank in ranks) / step.loss_denominator,
+                loss=math.fsum(rank[place + count] for rank in ranks) / step.loss_denominator,
                 learning_rate=step.learning_rate,
-                grad_norm=ranks[0][place + count],
+                grad_norm=ranks[0][place + 2 * count],
                 samples=len(step.indices),
                 tokens=step.tokens,
                 samples_per_second=round(samples / seconds, 2),
                 tokens_per_second=round(tokens / seconds, 1),
-                padding=round(1 - step.tokens / sum(rank[place + 2 * count] for rank in ranks), 4),
+                padding=round(1 - step.tokens / sum(rank[place] for rank in ranks), 4),
                 mfu=mfu,
                 peak_memory_bytes=peak,
             )
