@@ -76,10 +76,8 @@ def make_best(
     accelerator: Accelerator, settings: TrainingSettings, data: Prepared, compute_metrics: ComputeMetrics
 ) -> Best:
     """Makes `Best`, and calls the recipe's metrics once on random outputs for the validation rows, so that a bug in
-    them is raised now and not after an epoch. A collective.
-
-    Raises UserError for a `--metric_for_best_model` that is not among the metrics.
-    """
+    them is raised now and not after an epoch. A collective. Raises UserError for a `--metric_for_best_model` that is
+    not among the metrics."""
     problem_type, metric = data.facts["problem_type"], settings.metric_for_best_model
     best = Best(metric, problem_type, settings.early_stopping_patience, settings.greater_is_better)
     numbers: Any = {}

@@ -126,10 +126,8 @@ def dumps(content: Any, indent: int | None = None) -> str:
 
 
 def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the objects of the first `most` lines of a .jsonl file, or nothing if it does not exist.
-
-    Skips a broken line (after a power cut) with a warning, and an unfinished last line (of a killed run) silently.
-    """
+    """Yields the objects of the first `most` lines of a .jsonl file, or nothing if it does not exist. Skips a broken
+    line (after a power cut) with a warning, and an unfinished last line (of a killed run) silently."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -35,10 +35,8 @@ from toolkit.utils.modules import unwrapped
 
 
 class Checkpoints:
-    """The checkpoints of one run; all ranks must call every method.
-
-    `facts` go into each manifest: settings, versions, and `identity`, which must be equal in a run that resumes it.
-    """
+    """The checkpoints of one run; all ranks must call every method. `facts` go into each manifest: settings, versions,
+    and `identity`, which must be equal in a run that resumes it."""
 
     def __init__(
         self,
@@ -71,10 +69,8 @@ class Checkpoints:
 
     def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False) -> dict[str, Any]:
         """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal. Returns the
-        entries for the step's line in metrics.jsonl.
-
-        `evaluation_due`: this step's evaluation was skipped; a resumed run begins with it.
-        """
+        entries for the step's line in metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed
+        run begins with it."""
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step

@@ -51,10 +51,8 @@ class Memory(NamedTuple):
 def count_activations(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], device: str, precision: str, autocast: bool
 ) -> int:
-    """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type.
-
-    The model on the CPU does not change. Without `autocast` the weights are in `precision`.
-    """
+    """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type. The model on the
+    CPU does not change. Without `autocast` the weights are in `precision`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # private, so imported only here
     from torch.distributed._tools.mem_tracker import MemTracker
 

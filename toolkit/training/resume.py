@@ -59,10 +59,7 @@ def precision_of(settings: TrainingSettings) -> str:
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The checkpoints that `--resume` names.
-
-    Raises UserError where it names no complete checkpoint, or one of another job.
-    """
+    """The checkpoints that `--resume` names. Raises UserError where none is complete, or one is of another job."""
     if resume == "no":
         return Origin()
     path = _resume_path(resume, checkpoints)
