@@ -118,9 +118,8 @@ class Run:
             raise UserError("call `run.resume(model, optimizer, scheduler, evaluate)` first, in a new run, too")
         for step in self._steps:
             if self.best.patience_exhausted:
-                self.say(
-                    f"{self.best.metric} has not improved in {self.best.patience_counter} evaluations: stopping early"
-                )
+                counter = self.best.patience_counter
+                self.say(f"{self.best.metric} has not improved in {counter} evaluations: stopping early")
                 return
             step.learning_rate = float(unwrapped_optimizer(self.checkpoints.optimizer).param_groups[0]["lr"])
             self._scheduled = self.checkpoints.scheduler.scheduler.last_epoch

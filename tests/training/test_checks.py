@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import Adafactor
 
 from tests.faults import refusal
-from tests.training.test_optimizer import tiny
+from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters, refuse_shards
@@ -21,12 +21,8 @@ from toolkit.training.optimizer import custom_scheduler, make_scheduler, paramet
 SETTINGS = TrainingSettings()
 
 
-def accelerator_of(is_fsdp2: bool = False) -> Any:
-    return SimpleNamespace(is_fsdp2=is_fsdp2, is_main_process=True)
-
-
 def check(model: torch.nn.Module, parameters: Any, settings: TrainingSettings = SETTINGS, **kind: Any) -> None:
-    check_parameters(accelerator_of(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
+    check_parameters(accelerator_with(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
 
 
 def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
@@ -56,7 +52,7 @@ def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
 def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
     model = tiny("bert")
     optimizer, says = Adafactor(model.parameters()), ["Adafactor", "lr=training.learning_rate"]
-    refusal(check_parameters, accelerator_of(), model, optimizer, SETTINGS, 10, says=says)
+    refusal(check_parameters, accelerator_with(), model, optimizer, SETTINGS, 10, says=says)
 
 
 def test_the_optimizer_and_the_scheduler_are_prepared(no_launcher: None) -> None:

@@ -238,11 +238,11 @@ def test_lion_is_its_papers_algorithm() -> None:
     assert weight.detach().numpy() == pytest.approx(expected)
 
 
-def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: int = 2) -> Any:
-    """The attributes of an accelerator that align_strategy uses."""
+def accelerator_with(config: Any = None, processes: int = 2, stage: int = 2, is_fsdp2: bool = False) -> Any:
+    """The attributes of an accelerator that are read before it prepares a model; with a DeepSpeed config or without."""
     plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin, dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO))
-    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False,
+    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=is_fsdp2,
                            ddp_handler=None, device=torch.device("cpu"), is_main_process=True, scaler=None,
                            mixed_precision="no")  # fmt: skip
 

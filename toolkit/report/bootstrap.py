@@ -103,7 +103,5 @@ def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
 
 def _resamples(rows: int) -> dict[str, int]:
     """1,000, and fewer above 100,000 rows, where fewer are in memory, too."""
-    return {
-        "n_resamples": max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows)),
-        "batch": max(1, min(_MAX_BATCH, _MAX_BATCH_DRAWS // rows)),
-    }
+    count = max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows))
+    return {"n_resamples": count, "batch": max(1, min(_MAX_BATCH, _MAX_BATCH_DRAWS // rows))}

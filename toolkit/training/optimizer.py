@@ -144,9 +144,8 @@ def _arguments(text: str | None) -> dict[str, Any]:
             raise ValueError("each argument needs a name")
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"--optimizer_args {text}: {first_line(error)}; write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
-        ) from error
+        hint = "write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
+        raise UserError(f"--optimizer_args {text}: {first_line(error)}; {hint}") from error
     for name, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if name in arguments:
             raise UserError(f"--optimizer_args {text}: pass {name} as --{setting} instead")
