@@ -247,7 +247,7 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.truncate_to_checkpoint(resumed.manifest if resumed else None, bool(resumed and resumed.same_run))
+        self.files.truncate_to_checkpoint(resumed.manifest if resumed and resumed.same_run else None)
         facts = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),

@@ -81,7 +81,7 @@ def test_predictions_of_an_evaluation_that_is_done_again_are_removed(tmp_path: P
     make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})  # with 4 evaluations
     for count in (4, 3):
         manifest = {"step": 40, "lines": {"eval.jsonl": count}}
-        RunFiles(MAIN, tmp_path / "run").truncate_to_checkpoint(manifest, same_run=True)
+        RunFiles(MAIN, tmp_path / "run").truncate_to_checkpoint(manifest)
         assert len(lines_of(tmp_path / "run" / "eval.jsonl")) == count
         assert (tmp_path / "run" / "predictions.jsonl").exists() == (count == 4)
 

@@ -54,20 +54,16 @@ class RunFiles:
         }
         write_atomically(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
-    def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None, same_run: bool) -> None:
-        """Truncates metrics.jsonl and eval.jsonl to the step of a checkpoint, after which the steps are done again, and
-        removes predictions.jsonl where it is of an evaluation after the checkpoint.
-
-        Warns about lines that have been lost since. Removes the files where there is no checkpoint, or it comes from
-        another run.
-        """
+    def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None) -> None:
+        """Truncates metrics.jsonl and eval.jsonl to the step of this run's checkpoint, after which the steps are done
+        again, and removes predictions.jsonl where it is of an evaluation after the checkpoint. Warns about lines that
+        have been lost since. Removes the files where there is no checkpoint."""
         if not self.writes:
             return
-        step = manifest["step"] if manifest else 0
-        counts = manifest.get("lines", {}) if manifest and same_run else {}
+        step, counts = (manifest["step"], manifest.get("lines", {})) if manifest else (0, {})
         metrics = [line for line in latest_per_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
         earlier = [line for line in metrics if line["step"] < step]
-        if manifest and same_run and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
+        if manifest and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
             metrics.append(manifest["metrics"])
         evaluation_file, num_evaluations = self.path / "eval.jsonl", counts.get("eval.jsonl", 0)
         evaluations = list(read_lines(evaluation_file, num_evaluations))
