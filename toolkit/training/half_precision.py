@@ -107,7 +107,7 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
 
         # DeepSpeed's adds the bias to a rounded product: the error of losses is 1.7 times as large
         require(linear, "LinearFunctionForZeroStage3.forward", "deepspeed")
-        linear.LinearFunctionForZeroStage3.forward = staticmethod(lambda *tensors: torch.ops.aten.linear(*tensors))
+        linear.LinearFunctionForZeroStage3.forward = staticmethod(_linear)
     section["enabled"] = False
     try:
         yield
@@ -139,6 +139,10 @@ def _raise_scale_after_step(optimizer: Any) -> None:
 
     optimizer._update_scale = lambda has_overflow=False: update(True) if has_overflow else None
     optimizer.step = step
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.aten.linear(input, weight, bias)
 
 
 def _add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
