@@ -149,8 +149,8 @@ class Run:
         updated = not self.checkpoints.optimizer.step_was_skipped
         if (count := updates - self._scheduled) != updated and self.accelerator.sync_gradients:
             raise UserError(
-                f"step {step.number}: the scheduler was stepped {count} times: call `scheduler.step()` once in each, "
-                f"after `optimizer.step()` (a constant rate: --lr_scheduler_type constant; others: {OWN_SCHEDULE})"
+                f"step {step.number}: call `scheduler.step()` once in each step, after `optimizer.step()`; it "
+                f"was stepped {count} times (a constant rate: --lr_scheduler_type constant; others: {OWN_SCHEDULE})"
             )
         if updated and not self._updates and self.accelerator.sync_gradients:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
