@@ -25,7 +25,7 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation.teacher import add_teacher_logits
 from toolkit.models.classifier import load_classifier
 from toolkit.models.to_bigbird import long_model
-from toolkit.objective.distillation import distillation_losses
+from toolkit.objective.second_targets import distillation_losses
 from toolkit.pretrained import load_config
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))

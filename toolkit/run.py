@@ -1,8 +1,4 @@
-"""`Run`, the interface of a recipe to its run: resume, log, evaluate, save, finish.
-
-It calls the output folder (`training.run_folder`), the checkpoints (`training.checkpoints`, `training.resume`), the log
-(`report.log`) and the summary at the end (`report.summary`).
-"""
+"""`Run`, the interface of a recipe to its run: resume, log, evaluate, save, finish."""
 
 from __future__ import annotations
 
@@ -69,11 +65,8 @@ class Run:
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self._compute_metrics = compute_metrics
         tracker_names(settings.training.report_to)  # raises for a missing package before it creates the folder
-        self.facts = {
-            "settings": flat(settings),
-            "versions": versions(),
-            "identity": identity_of(accelerator, settings, data, recipe),
-        }
+        identity = identity_of(accelerator, settings, data, recipe)
+        self.facts = {"settings": flat(settings), "versions": versions(), "identity": identity}
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
@@ -82,9 +75,8 @@ class Run:
         """Converts the best model's outputs to answers."""
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
-        self._last: Evaluation | None = None
-        self._last_key: tuple[int, str] | None = None
-        """The step and the split of `_last`."""
+        self._last: tuple[int, Evaluation] | None = None
+        """The last evaluation, and the step of its weights."""
         self._started = time.monotonic()
 
     def resume(
@@ -117,28 +109,23 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.print_line(line)
+        launch.log_on_main(self.accelerator, line)
 
     def steps(self) -> Iterator[Step]:
         """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
         improvement."""
         if not hasattr(self, "checkpoints"):
-            raise UserError(
-                "call `run.resume(model, optimizer, scheduler, evaluate)` before `run.steps()`, in a new run too"
-            )
+            raise UserError("call `run.resume(model, optimizer, scheduler, evaluate)` first, in a new run, too")
         for step in self._steps:
             if self.best.patience_exhausted:
-                self.say(
-                    f"{self.best.metric} has not improved in {self.best.patience_counter} evaluations: stopping early"
-                )
+                counter = self.best.patience_counter
+                self.say(f"{self.best.metric} has not improved in {counter} evaluations: stopping early")
                 return
             step.learning_rate = float(unwrapped_optimizer(self.checkpoints.optimizer).param_groups[0]["lr"])
             self._scheduled = self.checkpoints.scheduler.scheduler.last_epoch
             yield step
             if self._steps.done != step.number:
-                raise UserError(
-                    f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at the end of each step"
-                )
+                raise UserError(f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at its end")
             if self._steps.stop_signal:
                 self._stop()
                 return
@@ -162,9 +149,8 @@ class Run:
         updated = not self.checkpoints.optimizer.step_was_skipped
         if (count := updates - self._scheduled) != updated and self.accelerator.sync_gradients:
             raise UserError(
-                f"step {step.number}: the learning rate's scheduler was stepped {count} times: call `scheduler.step()` "
-                "once in each step, after `optimizer.step()` (--lr_scheduler_type constant keeps the rate constant; "
-                f"for another schedule: {OWN_SCHEDULE})"
+                f"step {step.number}: call `scheduler.step()` once in each step, after `optimizer.step()`; it "
+                f"was stepped {count} times (a constant rate: --lr_scheduler_type constant; others: {OWN_SCHEDULE})"
             )
         if updated and not self._updates and self.accelerator.sync_gradients:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
@@ -193,7 +179,7 @@ class Run:
                 with explain_write_errors(self.folder.model):
                     model, dtype = self.checkpoints.model, self.settings.training.save_dtype
                     save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
-        self._last, self._last_key = evaluation, (step, evaluation.split)
+        self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, improved)
         return True
 
@@ -203,7 +189,8 @@ class Run:
         launch.set_exit_signal(self._steps.stop_signal)
         name, done = signal.Signals(self._steps.stop_signal).name, self._steps.done
         command = self.summary.command_to_continue()
-        self._log.print_line(
+        launch.log_on_main(
+            self.accelerator,
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
             f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
             logging.WARNING,  # shown with --log_level warning, too
@@ -221,9 +208,9 @@ class Run:
 
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
         """Evaluates a split with the best model, which must be loaded, unless that was the last evaluation."""
-        if self._last is None or self._last_key != (self.best.step, split.name):
-            self._last, self._last_key = evaluate(split), (self.best.step, split.name)
-        return self._last
+        if self._last is None or (self._last[0], self._last[1].split) != (self.best.step, split.name):
+            self._last = self.best.step, evaluate(split)
+        return self._last[1]
 
     def finish(self, evaluate: Evaluate) -> None:
         """Evaluates the best model on the test rows, or else the validation rows, writes the model card and
@@ -233,7 +220,7 @@ class Run:
             return
         if not self.best.step:  # the loop was left before the first evaluation
             self._evaluate(evaluate, self._steps.done)
-        logged = self._last
+        logged = self._last[1] if self._last else None
         if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
         for feature in features():
@@ -260,7 +247,7 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.truncate_to_checkpoint(resumed.manifest if resumed else None, bool(resumed and resumed.same_run))
+        self.files.truncate_to_checkpoint(resumed.manifest if resumed and resumed.same_run else None)
         facts = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
@@ -271,4 +258,4 @@ class Run:
             "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
             "resumed_from": str(resumed.folder) if resumed else None,
         }
-        self.files.write_config(self.settings, self.accelerator, facts, extra_fields)
+        self.files.write_config(self.settings, facts, extra_fields)

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers
-from toolkit.training import lion
+from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Trained parameter -> (its unsharded fp32 master, its unsharded moments), without the toolkit's code."""
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Lion(lion.Lion):
+class Lion(PlainLion):
     """With a counter in its groups, as schedule-free optimizers have."""
 
     def __init__(self, params: Any, lr: float) -> None:

@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.objective import Objective, make_objective
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import sample_losses
-from toolkit.objective.r_drop import divergence
+from toolkit.objective.second_targets import divergence
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 

@@ -33,7 +33,7 @@ EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda:
 TABLE = pyarrow.table({"text": ["x" * 90] * 99})
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
-    "metrics.jsonl": lambda run: RunFiles(MAIN, run).append_metrics({"step": "x" * 5000}),
+    "metrics.jsonl": lambda run: RunFiles(MAIN, run).append("metrics.jsonl", {"step": "x" * 5000}),
     "eval.jsonl": lambda run: RunFiles(MAIN, run).append_evaluation(EVALUATION, 50),
     "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
     "report.html": write_report_of_folder,
@@ -81,7 +81,7 @@ def test_predictions_of_an_evaluation_that_is_done_again_are_removed(tmp_path: P
     make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})  # with 4 evaluations
     for count in (4, 3):
         manifest = {"step": 40, "lines": {"eval.jsonl": count}}
-        RunFiles(MAIN, tmp_path / "run").truncate_to_checkpoint(manifest, same_run=True)
+        RunFiles(MAIN, tmp_path / "run").truncate_to_checkpoint(manifest)
         assert len(lines_of(tmp_path / "run" / "eval.jsonl")) == count
         assert (tmp_path / "run" / "predictions.jsonl").exists() == (count == 4)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.faults import refusal
-from tests.report.made import TITLES, add_comparison, make_run, write_lines
+from tests.report.made import DECISIONS, TITLES, add_comparison, make_run, write_lines
 from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
@@ -364,11 +364,7 @@ def test_tuned_decisions_are_drawn_and_abstained_rows_are_not_mistakes(three: Ru
     folder, last, texts = three
     lines = lines_of(folder / "predictions.jsonl")
     write_lines(folder / "predictions.jsonl", [line | {"prediction": None} for line in lines[:50]] + lines[50:])
-    state = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3, "bins": [[30, 0.4, 0.3], [30, 0.9, 0.7]]}
-    decisions = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "before": state, "answered": 10,
-             "after": state | {"ece": 0.1, "bins": [[60, 0.7, 0.6]]}, "accuracy_of_answered": 0.9,
-             "coverage": [[1.0, 0.6, 0.3], [0.5, 0.9, 0.7]]}  # fmt: skip
-    page = written((folder, Evaluation(last.split, last.numbers | {"decisions": decisions}, None), texts))
+    page = written((folder, Evaluation(last.split, last.numbers | {"decisions": DECISIONS}, None), texts))
     assert page.open == []
     assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
     assert page.source.count("<svg") > 2

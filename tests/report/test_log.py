@@ -82,7 +82,7 @@ def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixt
     steps: list[int] = []
     trackers = [SimpleNamespace(name="mlflow", log=refuse, finish=lambda: steps.append(-1)),
                 SimpleNamespace(name="trackio", log=lambda _, step: steps.append(step), finish=refuse)]  # fmt: skip
-    accelerator: Any = SimpleNamespace(trackers=trackers)
+    accelerator: Any = SimpleNamespace(trackers=trackers, is_main_process=True)
     files: Any = SimpleNamespace(writes=True, append_evaluation=lambda *_: None, write_predictions=lambda _: None)
     log = RunLog(accelerator, files, 3, 0)
     for step in (1, 2):

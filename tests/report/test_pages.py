@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.features.compare.test_compare import made, predictions
-from tests.report.made import add_comparison, make_run, write_lines
+from tests.report.made import DECISIONS, add_comparison, make_run, write_lines
 from tests.report.test_html import NASTY, single
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
@@ -68,12 +68,9 @@ def report(folder: Path) -> Path:
     chances = np.random.default_rng(0).dirichlet(np.ones(5), 60)
     lines, numbers = single(NAMES, chances, [place % 5 for place in range(60)])
     last = make_run(folder, LABELS, [line | {"prediction": None} for line in lines[:20]] + lines[20:], numbers)
-    state = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3, "bins": [[30, 0.4, 0.3], [30, 0.9, 0.7]]}
-    decisions = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "before": state, "after": state,
-                 "answered": 40, "accuracy_of_answered": 0.9}  # fmt: skip
     add_comparison(folder)
     groups = {"来源": ["web" if line["label"] == line["prediction"] else NASTY for line in lines]}
-    whole = Evaluation(last.split, last.numbers | {"decisions": decisions}, None)
+    whole = Evaluation(last.split, last.numbers | {"decisions": DECISIONS}, None)
     write_report(folder, whole, [TEXT] * 60, groups=groups)
     return folder / "report.html"
 

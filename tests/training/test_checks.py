@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import Adafactor
 
 from tests.faults import refusal
-from tests.training.test_optimizer import tiny
+from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters, refuse_shards
@@ -21,19 +21,8 @@ from toolkit.training.optimizer import custom_scheduler, make_scheduler, paramet
 SETTINGS = TrainingSettings()
 
 
-def accelerator_of(is_fsdp2: bool = False) -> Any:
-    return SimpleNamespace(is_fsdp2=is_fsdp2, is_main_process=True)
-
-
 def check(model: torch.nn.Module, parameters: Any, settings: TrainingSettings = SETTINGS, **kind: Any) -> None:
-    check_parameters(accelerator_of(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
-
-
-def test_the_optimizer_has_a_parameter_outside_the_model() -> None:
-    model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
-    refusal(check, model, [*model.parameters(), temperature], says=["of shape (7,)", "docs/your-own-recipe.md"])
-    model.temperature = temperature
-    check(model, model.parameters())
+    check_parameters(accelerator_with(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
 
 
 def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
@@ -49,7 +38,8 @@ def test_a_loss_depends_on_a_parameter_outside_the_model() -> None:
 
 
 def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
-    model = tiny("bert")
+    model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
+    refusal(check, model, [*model.parameters(), temperature], says=["of shape (7,)", "docs/your-own-recipe.md"])
     head = [*model.classifier.parameters()]  # type: ignore[union-attr]
     names = ["bert.embeddings.word_embeddings.weight", "--freeze_layers", "--unfreeze_every"]
     refusal(check, model, head, says=[*names, "lacks", "more"])
@@ -61,9 +51,8 @@ def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
 
 def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
     model = tiny("bert")
-    optimizer = Adafactor(model.parameters())
-    says = ["Adafactor", "lr=training.learning_rate"]
-    refusal(check_parameters, accelerator_of(), model, optimizer, SETTINGS, 10, says=says)
+    optimizer, says = Adafactor(model.parameters()), ["Adafactor", "lr=training.learning_rate"]
+    refusal(check_parameters, accelerator_with(), model, optimizer, SETTINGS, 10, says=says)
 
 
 def test_the_optimizer_and_the_scheduler_are_prepared(no_launcher: None) -> None:

@@ -19,6 +19,7 @@ from transformers import BertConfig, BertModel, BigBirdConfig, BigBirdModel
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, losses_of
+from tests.training.test_optimizer import accelerator_with
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
@@ -28,12 +29,6 @@ from toolkit.objective.losses import sample_losses
 from toolkit.training.strategy import compile_layers
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-def accelerator(stage: int | None = None) -> Any:
-    plugin = stage and SimpleNamespace(zero_stage=stage)
-    return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), device=torch.device("cpu"),
-                           is_main_process=True)  # fmt: skip
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def models(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
     labels = Labels("single_label_classification", ("a", "b"), ())
     settings = ModelSettings(model_name_or_path=str(tiny_model), dropout=0)
     plain, compiled = (load_classifier(settings, labels, 1).train() for _ in range(2))
-    compile_layers(accelerator(), compiled)
+    compile_layers(accelerator_with(), compiled)
     yield [plain, compiled]
     torch._dynamo.reset()
 
@@ -91,11 +86,11 @@ def test_two_gradients_of_a_compiled_graph(models: list[Any], monkeypatch: pytes
 
 def test_unsuitable_models_and_strategies() -> None:
     bert, sparse = BertModel(BertConfig(**TINY, vocab_size=9)), BigBirdModel(BigBirdConfig(**TINY, vocab_size=9))
-    for stage, model, why in ((3, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
+    for config, model, why in (({}, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
         message = f"--torch_compile cannot be used: .*{why}.*leave it out"
-        refusal(compile_layers, accelerator(stage), model, match=message)
+        refusal(compile_layers, accelerator_with(config, stage=3), model, match=message)
     writer = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
-    refusal(compile_layers, accelerator(), writer, match="grows with each token of a title")
+    refusal(compile_layers, accelerator_with(), writer, match="grows with each token of a title")
 
 
 @pytest.mark.slow

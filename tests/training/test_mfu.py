@@ -32,9 +32,9 @@ def test_the_peak_of_known_devices(name: str, teraflops: int | None) -> None:
 def test_operations_equal_those_that_torch_counts(length: int) -> None:
     model = BertForSequenceClassification(BertConfig(**SIZES, attn_implementation="eager"))
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.ones(4, length, dtype=torch.long)).logits.sum().backward()
+        model(input_ids=torch.ones(2, length, dtype=torch.long)).logits.sum().backward()
     count = training_flops(model)
-    assert count(np.full(4, length)) == pytest.approx(counter.get_total_flops(), rel=0.03)
+    assert count(np.full(2, length)) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 def test_frozen_weights_and_sparse_attention_take_less() -> None:

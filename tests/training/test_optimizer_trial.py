@@ -7,16 +7,15 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from tests.training.test_optimizer import accelerator_with
 from toolkit.training.checks import optimizer_fault
-from toolkit.training.lion import Lion
-from toolkit.training.muon import HIDDEN, Muon
+from toolkit.training.optimizer import HIDDEN, Lion, Muon
 from toolkit.training.optimizer_trial import shard_fault, step_fault
 
 CPU = torch.device("cpu")
@@ -168,7 +167,7 @@ def test_pytorchs_optimizers_on_dtensors(name: str, one_process: None) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_optimizers_that_fail_in_the_loop(name: str) -> None:
     optimizer = getattr(torch.optim, name)(Model().parameters())
-    fault = optimizer_fault(accelerator_of(), optimizer)
+    fault = optimizer_fault(accelerator_with(), optimizer)
     assert name in fault
     assert "--optimizer adamw" in fault
 
@@ -214,13 +213,8 @@ def test_optimizers_that_cannot_be_copied_are_refused_for_shards_only() -> None:
     assert verdicts(optimizer) == set(SHARDED)
     assert step_fault(optimizer, CPU) == ""
     Holds.__module__ = "deepspeed.ops.adam.cpu_adam"  # made for it
-    assert optimizer_fault(accelerator_of(2), optimizer) == ""
+    assert optimizer_fault(accelerator_with({}), optimizer) == ""
     assert Holds.ended == 0
-
-
-def accelerator_of(stage: int = 0, is_fsdp2: bool = False) -> Any:
-    plugin = SimpleNamespace(zero_stage=stage) if stage else None
-    return SimpleNamespace(device=CPU, is_fsdp2=is_fsdp2, state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +228,8 @@ def accelerator_of(stage: int = 0, is_fsdp2: bool = False) -> Any:
 )
 def test_the_error_names_a_strategy_and_an_optimizer_that_work(make: Any, refused: set[Any]) -> None:
     for strategy in (0, 2, 3, "fsdp2"):
-        accelerator = accelerator_of(is_fsdp2=True) if strategy == "fsdp2" else accelerator_of(strategy)
+        config = {} if strategy in (2, 3) else None
+        accelerator = accelerator_with(config, stage=strategy, is_fsdp2=strategy == "fsdp2")
         fault = optimizer_fault(accelerator, make(groups_of(Model())))
         assert bool(fault) is (strategy in refused)
         if fault:

@@ -102,9 +102,7 @@ def torch_scaler(scale: float = 65536.0) -> tuple[Any, Any]:
 def deepspeed_scaler() -> tuple[Any, Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    scaler = DynamicLossScaler(
-        init_scale=2**16, scale_window=3, delayed_shift=2, min_scale=1, consecutive_hysteresis=False
-    )
+    scaler = DynamicLossScaler(init_scale=2**16, scale_window=3, delayed_shift=2)
     return SimpleNamespace(scaler=None), SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -46,6 +48,7 @@ def test_accumulation(per_device: int, processes: int, accumulation: int, micro:
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
     schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
+    assert schedule.accumulation * schedule.micro_batch_size * processes >= 32
 
 
 def test_a_text_longer_than_any_batch() -> None:
@@ -64,6 +67,9 @@ def test_tokens_of_a_micro_batch(settings: dict[str, Any], device: str, longest:
     assert TrainingSettings(**settings).limit_tokens(device, longest).max_tokens_per_batch == expected
     on_gpu = LongTrainingSettings(**settings).limit_tokens("cuda", longest).max_tokens_per_batch
     assert on_gpu == settings.get("max_tokens_per_batch", 16384)
+
+
+TOKENIZER = SimpleNamespace(pad_token_id=0, padding_side="right")
 
 
 class Toy(torch.nn.Module):
@@ -105,8 +111,7 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
     torch.manual_seed(0)
     model = Toy()
     optimizer: Any = torch.optim.AdamW(parameter_groups(model, 0.01), lr=0.1)
-    tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
-    steps = Steps(accelerator, split, tokenizer, settings)
+    steps = Steps(accelerator, split, TOKENIZER, settings)
     schedule = steps.schedule
     steps.utilization = lambda lengths, seconds: float(lengths.sum())
     align_strategy(accelerator, model, optimizer, settings, schedule)
@@ -213,85 +218,61 @@ def test_a_learning_rate_below_that_at_the_end_of_polynomial() -> None:
     refusal(make_scheduler, optimizer, settings, 4, says=["--lr_scheduler_type polynomial", "--learning_rate 1e-07"])
 
 
-def backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    accelerator.backward(step.mean(model(batch)))
+LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    "as it should be": (lambda it: it.backward(it.mean(it.losses())), ()),
+    "a mean over the micro-batch": (lambda it: it.backward(it.losses().mean()), ("step 1", "step.mean")),
+    "two means": (
+        lambda it: it.backward(it.mean(it.losses()) + 0.3 * it.mean(it.losses())), ("step 1", "a second time")),
+    "a term added to the mean": (
+        lambda it: it.backward(it.mean(it.losses()) + 0.1 * it.model.words.weight.square().sum()),
+        ("step 1", "step.mean(losses + term)")),
+    "a second backward pass": (
+        lambda it: (it.backward(it.mean(losses := it.losses()), retain_graph=True), it.backward(losses.square().sum())),
+        ("step 1", "once")),
+    "losses in bf16": (lambda it: it.backward(it.mean(it.losses().bfloat16())), ("bfloat16", "float()")),
+    "a plain backward": (lambda it: it.mean(it.losses()).backward(), ("accelerator.backward",)),
+    "zero_grad too early": (
+        lambda it: (it.optimizer.zero_grad(), it.backward(it.mean(it.losses()))), ("step 1", "zero_grad")),
+    "no zero_grad": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "zero_grad")),
+    "a step without micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "in 0 of")),
+    "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
+    "a part of the model": (
+        lambda it: it.backward(it.mean(it.model.classes(it.model.words(it.batch.inputs["input_ids"]).sum(1)).sum(1))),
+        ("the model that `prepare` returned",)),
+    "a micro-batch left out": (
+        lambda it: it.number == 1 or it.backward(it.mean(it.losses())), ("step 1", "1 of 2")),
+}  # fmt: skip
 
 
-def mean_of_micro_batch(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    accelerator.backward(model(batch).mean())
+def accumulate(it: Any) -> None:
+    with it.accelerator.accumulate(it.model):  # 4 micro-batches; the epoch's last step has 1
+        it.backward(it.mean(it.losses()))
 
 
-def two_losses(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    accelerator.backward(step.mean(model(batch)) + 0.3 * step.mean(model(batch)))
+LOOPS["accelerator.accumulate"] = accumulate, ("step 4", "accelerator.accumulate")
 
 
-def added_afterwards(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    accelerator.backward(step.mean(model(batch)) + 0.1 * sum(each.square().sum() for each in model.parameters()))
-
-
-def second_backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    losses = model(batch)
-    accelerator.backward(step.mean(losses), retain_graph=True)
-    accelerator.backward(losses.square().sum())
-
-
-def half_precision(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    accelerator.backward(step.mean(model(batch).bfloat16()))
-
-
-def plain_backward(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    step.mean(model(batch)).backward()
-
-
-def zero_grad_first(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    optimizer.zero_grad()
-    accelerator.backward(step.mean(model(batch)))
-
-
-def part_of_the_model(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    accelerator.backward(step.mean(model.classes(model.words(batch.inputs["input_ids"]).mean(1)).sum(-1)))
-
-
-def one_left_out(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    if number != 1:
-        accelerator.backward(step.mean(model(batch)))
-
-
-def accumulate(accelerator: Any, model: Any, optimizer: Any, step: Step, batch: Batch, number: int) -> None:
-    with accelerator.accumulate(model):  # 4 micro-batches; the epoch's last step has 1
-        accelerator.backward(step.mean(model(batch)))
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "zeroes", "norm", "says"),
-    [(mean_of_micro_batch, True, 1.0, ("step 1", "step.mean")),
-     (added_afterwards, True, 1.0, ("step 1", "step.mean(losses + term)")),
-     (second_backward, True, 1.0, ("step 1", "once")), (half_precision, True, 1.0, ("bfloat16", "float()")),
-     (two_losses, True, 1.0, ("step 1", "a second time")), (one_left_out, True, 1.0, ("step 1", "1 of 2")),
-     (plain_backward, True, 1.0, ("accelerator.backward",)), (zero_grad_first, True, 1.0, ("step 1", "zero_grad")),
-     (part_of_the_model, True, 1.0, ("the model that `prepare` returned",)),
-     (accumulate, True, 1.0, ("step 4", "accelerator.accumulate")),
-     (backward, False, 1.0, ("step 2", "zero_grad")), (backward, True, None, ("step 1", "clip_grad_norm_")),
-     (backward, True, 1.0, ())],
-)  # fmt: skip
-def test_a_loop_that_would_train_otherwise(
-    micro_batch: Any, zeroes: bool, norm: float | None, says: tuple[str, ...], no_launcher: None
-) -> None:
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_would_train_otherwise(name: str, no_launcher: None) -> None:
+    micro_batch, says = LOOPS[name]
     settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, per_device_batch_size=4)
     accelerator, model = Accelerator(cpu=True), Toy()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = Steps(accelerator, split_of(False), SimpleNamespace(pad_token_id=0, padding_side="right"), settings)
+    steps = Steps(accelerator, split_of(False), TOKENIZER, settings)
     model.tokens.requires_grad_(False)
     align_strategy(accelerator, model, torch.optim.SGD(parameter_groups(model, 0.0), lr=0.1), settings, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def loop() -> None:
         for step in steps:
-            for number, batch in enumerate(step.micro_batches(model)):
-                micro_batch(accelerator, model, optimizer, step, batch, number)
+            batches = () if name == "a step without micro-batches" and step.number > 1 else step.micro_batches(model)
+            for number, batch in enumerate(batches):
+                micro_batch(SimpleNamespace(accelerator=accelerator, backward=accelerator.backward, mean=step.mean,
+                                            losses=partial(model, batch), model=model, optimizer=optimizer,
+                                            batch=batch, number=number))  # fmt: skip
             optimizer.step()
-            if zeroes:
+            if name != "no zero_grad":
                 optimizer.zero_grad()
-            list(steps.finish(step, norm))
+            list(steps.finish(step, None if name == "no norm" else 1.0))
 
     refusal(loop, says=says) if says else loop()

@@ -20,6 +20,7 @@ from torch.cuda._utils import _get_device_index
 
 from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
 from tests.splits import of_lengths
+from tests.training.test_schedule import TOKENIZER
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Ahead, _thread
 from toolkit.training.steps import Steps, peak_memory_bytes
@@ -99,11 +100,10 @@ def test_the_device_of_a_single_process_has_no_index(monkeypatch: pytest.MonkeyP
         assert _thread.__wrapped__(torch.device(device)).submit(int).result() == 0
 
 
-def test_a_step_allocates_nothing_of_the_size_of_the_data(no_launcher: None) -> None:
+def test_a_step_allocates_nothing_of_the_size_of_the_data(accelerator: Accelerator) -> None:
     """An array over all samples would take 8 bytes for each."""
-    samples, accelerator = 1_000_000, Accelerator(cpu=True)
-    tokenizer: Any = SimpleNamespace(pad_token_id=0, padding_side="right")
-    steps = Steps(accelerator, of_lengths(np.full(samples, 3)), tokenizer, TrainingSettings(max_steps=6))
+    samples, settings = 1_000_000, TrainingSettings(max_steps=6)
+    steps = Steps(accelerator, of_lengths(np.full(samples, 3)), TOKENIZER, settings)
     model = torch.nn.Linear(1, 1)
     allocated = []
     for step in steps:
@@ -120,12 +120,11 @@ def test_a_step_allocates_nothing_of_the_size_of_the_data(no_launcher: None) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage(2) counts from the start of a process elsewhere")
-def test_peak_memory_excludes_setup_and_evaluation(no_launcher: None) -> None:
-    tokenizer: Any = SimpleNamespace(pad_token_id=0, padding_side="right")
+def test_peak_memory_excludes_setup_and_evaluation(accelerator: Accelerator) -> None:
     settings = TrainingSettings(max_steps=5, eval_every=2, global_batch_size=1)
     use(300 << 20)
     begun, peaks = peak_memory_bytes(CPU), []
-    for step in Steps(Accelerator(cpu=True), of_lengths(np.full(9, 3)), tokenizer, settings):
+    for step in Steps(accelerator, of_lengths(np.full(9, 3)), TOKENIZER, settings):
         peaks.append(peak_memory_bytes(CPU))
         if step.evaluates:
             use(300 << 20)

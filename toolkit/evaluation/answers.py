@@ -18,7 +18,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import classification_metrics
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches, predict
-from toolkit.objective.base import Losses
+from toolkit.objective.losses import Losses
 from toolkit.utils.features import features, first
 
 _SINGLE: ProblemType = "single_label_classification"
@@ -149,17 +149,13 @@ def _decode_label(label: Any, labels: Labels) -> Any:
 
 def labels_of(config: Any) -> Labels:
     """A saved model's labels, in the order of its outputs. Raises UserError where one has no name of its own."""
+    where = f"{config.name_or_path}: id2label in config.json"
     if sorted(config.id2label) != list(range(config.num_labels)):
-        raise UserError(
-            f"{config.name_or_path}: config.json has id2label for {listing(config.id2label)}, and needs one name for "
-            f"each number from 0 to {config.num_labels - 1}"
-        )
+        raise UserError(f"{where} has {listing(config.id2label)}, and needs a name for 0 to {config.num_labels - 1}")
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         repeated = next(name for name in names if names.count(name) > 1)
-        raise UserError(
-            f"{config.name_or_path}: id2label in config.json names several outputs {repeated!r}: rename them"
-        )
+        raise UserError(f"{where} names several outputs {repeated!r}: rename them")
     return Labels(config.problem_type or _SINGLE, names, ())
 
 

@@ -17,11 +17,7 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json
 
-_USUAL = {
-    "single_label_classification": "f1_macro",
-    "multi_label_classification": "f1_micro",
-    "regression": "loss",
-}
+_USUAL = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "loss"}
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "error", "perplexity")
 _TRIAL_ROWS = 10_000
 
@@ -80,14 +76,10 @@ def make_best(
     accelerator: Accelerator, settings: TrainingSettings, data: Prepared, compute_metrics: ComputeMetrics
 ) -> Best:
     """Makes `Best`, and calls the recipe's metrics once on random outputs for the validation rows, so that a bug in
-    them is raised now and not after an epoch. A collective.
-
-    Raises UserError for a `--metric_for_best_model` that is not among the metrics.
-    """
-    problem_type = data.facts["problem_type"]
-    best = Best(
-        settings.metric_for_best_model, problem_type, settings.early_stopping_patience, settings.greater_is_better
-    )
+    them is raised now and not after an epoch. A collective. Raises UserError for a `--metric_for_best_model` that is
+    not among the metrics."""
+    problem_type, metric = data.facts["problem_type"], settings.metric_for_best_model
+    best = Best(metric, problem_type, settings.early_stopping_patience, settings.greater_is_better)
     numbers: Any = {}
     if accelerator.is_main_process:
         outputs, truth = data.targets.trial(data.validation) or _random_outputs(data)
@@ -95,10 +87,8 @@ def make_best(
     known = ["loss", *(name for name, number in numbers.items() if type(number) in (int, float))]
     known = broadcast_object_list([known])[0]
     if best.metric not in known:
-        metric = settings.metric_for_best_model or best.metric
-        raise UserError(
-            f"--metric_for_best_model {metric}{did_you_mean(best.metric, known)}: {problem_type} has {', '.join(known)}"
-        )
+        hint = did_you_mean(best.metric, known)
+        raise UserError(f"--metric_for_best_model {metric or best.metric}{hint}: {problem_type} has {', '.join(known)}")
     return best
 
 

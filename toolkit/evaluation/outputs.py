@@ -147,10 +147,13 @@ class Outputs:
         is not finite.
         """
         columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
-        main = self.accelerator.is_main_process
-        self._raise_on_all_ranks(ids_fault(columns[0], self.split.rows) if main else "", ExactlyOnceError)
-        self._raise_on_all_ranks(_finite_fault(columns) if main else "", UserError)
-        if not main:
+        fault: tuple[type[Exception], str] | None = None
+        if self.accelerator.is_main_process:
+            faults = {ExactlyOnceError: ids_fault(columns[0], self.split.rows), UserError: _finite_fault(columns)}
+            fault = next((each for each in faults.items() if each[1]), None)
+        if fault := broadcast_object_list([fault])[0]:
+            raise fault[0](f"{self.split.name}: {fault[1]}")
+        if not self.accelerator.is_main_process:
             return []
         order = np.argsort(columns[0], kind="stable")
         return [column[order] for column in columns[1:]]
@@ -172,11 +175,6 @@ class Outputs:
             numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
         outputs = None if logits is None else (self.split, logits)
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, outputs)
-
-    def _raise_on_all_ranks(self, fault: str, kind: type[Exception]) -> None:
-        (fault,) = broadcast_object_list([fault])
-        if fault:
-            raise kind(f"{self.split.name}: {fault}")
 
 
 @torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards

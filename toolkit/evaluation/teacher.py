@@ -34,9 +34,7 @@ def add_teacher_logits(accelerator: Accelerator, settings: TaskSettings, data: P
     Each row is computed exactly once, in any number of processes, unless the logits are cached. Raises UserError for a
     teacher with other labels or another tokenizer.
     """
-    name = settings.distillation.teacher
-    if name is None:
-        return data
+    name = str(settings.distillation.teacher)
     try:
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
@@ -57,7 +55,7 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
-        teacher = load_saved_classifier(model)
+        teacher = load_saved_classifier(model).to(accelerator.device)
         logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)
     with cached_folder("teachers", digest, accelerator, f"{name} as teacher") as (folder, draft):
         if draft:
@@ -70,16 +68,13 @@ def _logits(
 ) -> np.ndarray:
     """(N, C) float32, in the order of the split, on every rank."""
     training = settings.training.limit_tokens(accelerator.device.type, int(train.lengths.max()))
-    size = training.per_device_eval_batch_size or (
-        32 if training.per_device_batch_size == "auto" else 2 * training.per_device_batch_size
-    )
+    per_device = training.per_device_batch_size
+    size = training.per_device_eval_batch_size or (32 if per_device == "auto" else 2 * per_device)
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
     dtype = DTYPES.get(accelerator.mixed_precision)
     # not `accelerator.autocast()`, which does nothing under DeepSpeed
     with torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None):
-        outputs = predict(
-            accelerator, teacher.to(accelerator.device), split, tokenizer, size, training.max_tokens_per_batch
-        )
+        outputs = predict(accelerator, teacher, split, tokenizer, size, training.max_tokens_per_batch)
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
     if outputs is not None:
         positions = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")  # `outputs` are sorted by row
@@ -93,8 +88,7 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
     if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
         raise UserError(
             f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data have "
-            f"{listing(labels.names)} ({labels.problem_type}): fine-tune it on these labels first, or correct id2label "
-            "in its config.json"
+            f"{listing(labels.names)} ({labels.problem_type}): fine-tune it on these, or correct its config's id2label"
         )
     return [teacher.names.index(each) for each in labels.names]
 

@@ -299,10 +299,10 @@ def _skip_shared_memory_kernel() -> None:
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
-def log_on_main(accelerator: Accelerator, line: str) -> None:
+def log_on_main(accelerator: Accelerator, line: str, level: int = logging.INFO) -> None:
     """Logs a line from the main process."""
     if accelerator.is_main_process:
-        logger.info(line)
+        logger.log(level, line)
 
 
 def wait_for_all(what: str) -> None:

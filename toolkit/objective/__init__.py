@@ -8,15 +8,14 @@ objective = objective.plus(term)                      # adds term(batch, logits)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from toolkit.config import TaskSettings
 from toolkit.objective.adversarial import Adversarial
-from toolkit.objective.base import Losses, Objective
-from toolkit.objective.distillation import Distillation
-from toolkit.objective.losses import sample_losses
-from toolkit.objective.r_drop import RDrop
+from toolkit.objective.losses import Losses, Objective, sample_losses
+from toolkit.objective.second_targets import with_r_drop, with_teacher
 
 
 def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses | None = None) -> Objective:
@@ -27,20 +26,13 @@ def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses
     not depend on micro-batches. Raises UserError for a term that does not fit the model or the labels.
     """
     problem_type, terms = data.labels.problem_type, settings.objective
-    objective = Objective(
-        losses
-        or partial(
-            sample_losses,
-            problem_type=problem_type,
-            label_smoothing=settings.training.label_smoothing_factor,
-            focal_gamma=terms.gamma,
-            pos_weight=data.pos_weight,
-        )
-    )
+    smoothing = settings.training.label_smoothing_factor
+    options = {"label_smoothing": smoothing, "focal_gamma": terms.gamma, "pos_weight": data.pos_weight}
+    objective = Objective(losses or partial(sample_losses, problem_type=problem_type, **options))
     if settings.distillation.teacher:
-        objective = Distillation(objective, problem_type, *settings.distillation.mixture)
+        objective = with_teacher(objective, problem_type, *settings.distillation.mixture)
     if terms.r_drop_alpha:
-        objective = RDrop(objective, model, problem_type, terms.r_drop_alpha)
+        objective = with_r_drop(objective, model, problem_type, terms.r_drop_alpha)
     if terms.fgm_epsilon:
-        objective = Adversarial(objective, model, terms.fgm_epsilon)
+        objective = replace(objective, training=Adversarial(objective, model, terms.fgm_epsilon))
     return objective

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.objective.base import Batch, Objective
+from toolkit.objective.losses import Batch, Objective
 from toolkit.utils.compat import require
 from toolkit.utils.modules import unwrapped
 
@@ -17,7 +17,7 @@ from toolkit.utils.modules import unwrapped
 _SCALE = 128.0
 
 
-class Adversarial(Objective):
+class Adversarial:
     """The mean of the objective and of the losses with the word embeddings of each text moved by epsilon along the
     gradient of its loss.
 
@@ -26,7 +26,6 @@ class Adversarial(Objective):
     """
 
     def __init__(self, objective: Objective, model: Any, epsilon: float) -> None:
-        super().__init__(objective.losses)
         self.objective, self.model, self.epsilon = objective, model, epsilon
         self._embedded: Tensor | None = None
         self._shift: Tensor | None = None
@@ -46,12 +45,12 @@ class Adversarial(Objective):
             # gathers weights for only one backward pass per forward pass
             logits = unwrapped(self.model)(**batch.inputs).logits
         assert self._embedded is not None
-        losses = self.losses(logits, batch.labels)
+        losses = self.objective.losses(logits, batch.labels)
         (gradient,) = torch.autograd.grad(_SCALE * losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
         norms = _norms(gradient.float(), batch.token_samples).clamp(min=torch.finfo(torch.float32).tiny)
         self._shift = self.epsilon * gradient.float() / norms
         try:
-            return self.losses(self.model(**batch.inputs).logits, batch.labels)
+            return self.objective.losses(self.model(**batch.inputs).logits, batch.labels)
         finally:
             self._shift = self._embedded = None
 

@@ -1,21 +1,49 @@
-"""Losses per sample, whose mean is taken over the global batch."""
+"""Losses per sample, whose mean is taken over the global batch; `Objective`, to which optional terms are added."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from toolkit.config import ProblemType
 
+Batch = Any
+"""A micro-batch: `Batch` in toolkit/data/batches.py, which nothing here imports."""
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) -> (B,) losses, one per sample."""
+Term = Callable[[Batch, Tensor], Tensor]
+"""(micro-batch, its logits) -> (B,)."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The losses of the labels, and the training losses, by default the same."""
+
+    losses: Losses
+    training: Term | None = None
+
+    def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
+        """A micro-batch and its logits -> (B,) training losses."""
+        return self.training(batch, logits) if self.training else self.losses(logits, batch.labels)
+
+    def plus(self, term: Term) -> Objective:
+        """This objective plus `term(batch, logits)`, (B,)."""
+        return replace(self, training=lambda batch, logits: self(batch, logits) + term(batch, logits))
+
 
 def sample_losses(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     problem_type: ProblemType,
     label_smoothing: float = 0.0,
     focal_gamma: float | None = None,
-    pos_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+    pos_weight: Tensor | None = None,
+) -> Tensor:
     """(B, C) logits and labels -> (B,) float32 losses.
 
     As in transformers, without its mean over the batch: cross entropy for (B,) class ids, the mean over classes of
@@ -40,12 +68,12 @@ def sample_losses(
     return squares.mean(dim=-1)
 
 
-def _focal(losses: torch.Tensor, gamma: float) -> torch.Tensor:
+def _focal(losses: Tensor, gamma: float) -> Tensor:
     """Multiplies cross entropies by (1 - p)^gamma, p = exp(-loss). Clamped, since a root has no derivative at 0."""
     return losses * (-torch.expm1(-losses)).clamp(min=1e-9) ** gamma
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """(B, T, V) logits and (B, T) token ids -> (B,) float32 sums of cross entropies; labels of -100 are padding."""
     losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
     return losses.sum(dim=1)  # (B, T) -> (B,)

@@ -75,11 +75,8 @@ def intervals(scores: Scores, seed: int = 0) -> dict[str, dict[str, float]]:
         low, high = stats.bootstrap(
             (np.arange(count),), statistic, vectorized=True, method="percentile", rng=seed, **_resamples(count),
         ).confidence_interval  # fmt: skip
-    bounds = np.stack([values, low, high], axis=1).tolist()
-    return {
-        name: dict(zip(("value", "low", "high"), numbers, strict=True))
-        for name, numbers in zip(scores.names, bounds, strict=True)
-    }
+    rows = zip(scores.names, *np.stack([values, low, high]).tolist(), strict=True)
+    return {name: {"value": value, "low": low, "high": high} for name, value, low, high in rows}
 
 
 def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
@@ -106,7 +103,5 @@ def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
 
 def _resamples(rows: int) -> dict[str, int]:
     """1,000, and fewer above 100,000 rows, where fewer are in memory, too."""
-    return {
-        "n_resamples": max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows)),
-        "batch": max(1, min(_MAX_BATCH, _MAX_BATCH_DRAWS // rows)),
-    }
+    count = max(_MIN_RESAMPLES, min(_RESAMPLES, _MAX_DRAWS // rows))
+    return {"n_resamples": count, "batch": max(1, min(_MAX_BATCH, _MAX_BATCH_DRAWS // rows))}

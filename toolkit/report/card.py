@@ -108,10 +108,8 @@ def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
     if name.startswith("rouge"):
         return {"metric_type": "rouge", "metric_args": {"tokenizer": segmenter} if segmenter != "word" else None}
     kind, _, average = name.partition("_")
-    return {
-        "metric_type": kind.replace("pearson", "pearsonr"),
-        "metric_args": {"average": average} if average else None,
-    }
+    options = {"average": average} if average else None
+    return {"metric_type": kind.replace("pearson", "pearsonr"), "metric_args": options}
 
 
 def _notes(record: Record) -> list[str]:

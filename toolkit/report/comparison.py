@@ -13,6 +13,7 @@ import pandas as pd
 
 from toolkit.errors import UserError, listing
 from toolkit.report.bootstrap import Scores, intervals, p_values, scores_of
+from toolkit.report.curves import values_of
 from toolkit.report.files import dumps
 from toolkit.report.record import Record, run_config
 from toolkit.report.templates import format_number, format_setting
@@ -64,10 +65,8 @@ class ComparedRun:
 
 
 def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[ComparedRun]]:
-    """(the object that `toolkit compare --json` prints, the compared runs, the best first).
-
-    Raises UserError for folders without a run, and where no two runs can be compared.
-    """
+    """(the object that `toolkit compare --json` prints, the compared runs, the best first). Raises UserError for
+    folders without a run, and where no two runs can be compared."""
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder).rstrip("/") for folder in folders]
@@ -142,10 +141,7 @@ def _measure(run: ComparedRun, runs: Sequence[ComparedRun], metric: str) -> dict
 
 def _loss_difference(run: ComparedRun, other: ComparedRun) -> float | None:
     """The largest relative difference of a step's loss; None without a common step."""
-    losses = [
-        pd.Series({step["step"]: step["loss"] for step in each.record.steps}, dtype=float) for each in (run, other)
-    ]
-    difference = (losses[0] / losses[1] - 1).abs().max()
+    difference = (values_of(run.record.steps, "loss") / values_of(other.record.steps, "loss") - 1).abs().max()
     return None if math.isnan(difference) else float(difference)
 
 

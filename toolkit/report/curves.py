@@ -168,9 +168,7 @@ def chart(
         draw(axes)
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     # strip what must not be in the page: the XML prologue, URLs, and ids that two drawings would share
-    svg = re.sub(
-        '^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue(), flags=re.DOTALL
-    )
+    svg = re.sub('(?s)^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue())
     svg = re.sub('<g id="[^"]*"', "<g", svg)
     svg = re.sub("|".join(_COLOURS), lambda drawn: f"var(--{_COLOURS[drawn[0]]})", svg)
     return Chart(title, Markup(svg), legend, note)

@@ -26,13 +26,12 @@ class RunFiles:
     """Writes config.json, metrics.jsonl, eval.jsonl and predictions.jsonl on the main process."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
-        self.path, self.writes = path, accelerator.is_main_process
+        self.accelerator, self.path, self.writes = accelerator, path, accelerator.is_main_process
 
-    def write_config(
-        self, settings: Any, accelerator: Accelerator, data: dict[str, Any], extra: dict[str, Any]
-    ) -> None:
+    def write_config(self, settings: Any, data: dict[str, Any], extra: dict[str, Any]) -> None:
         if not self.writes:
             return
+        accelerator = self.accelerator
         plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         config = {
@@ -55,20 +54,16 @@ class RunFiles:
         }
         write_atomically(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
-    def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None, same_run: bool) -> None:
-        """Truncates metrics.jsonl and eval.jsonl to the step of a checkpoint, after which the steps are done again, and
-        removes predictions.jsonl where it is of an evaluation after the checkpoint.
-
-        Warns about lines that have been lost since. Removes the files where there is no checkpoint, or it comes from
-        another run.
-        """
+    def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None) -> None:
+        """Truncates metrics.jsonl and eval.jsonl to the step of this run's checkpoint, after which the steps are done
+        again, and removes predictions.jsonl where it is of an evaluation after the checkpoint. Warns about lines that
+        have been lost since. Removes the files where there is no checkpoint."""
         if not self.writes:
             return
-        step = manifest["step"] if manifest else 0
-        counts = manifest.get("lines", {}) if manifest and same_run else {}
+        step, counts = (manifest["step"], manifest.get("lines", {})) if manifest else (0, {})
         metrics = [line for line in latest_per_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
         earlier = [line for line in metrics if line["step"] < step]
-        if manifest and same_run and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
+        if manifest and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
             metrics.append(manifest["metrics"])
         evaluation_file, num_evaluations = self.path / "eval.jsonl", counts.get("eval.jsonl", 0)
         evaluations = list(read_lines(evaluation_file, num_evaluations))
@@ -90,17 +85,14 @@ class RunFiles:
             config = json.loads(path.read_text(encoding="utf-8"))
             write_atomically(path, [dumps({**config, "stopped": facts}, indent=2), "\n"])
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        self._append("metrics.jsonl", line)
-
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
-        self._append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
+        self.append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         if evaluation.predictions is not None:
             write_atomically(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
+    def append(self, name: str, line: dict[str, Any]) -> None:
         if not self.writes:
             return
         path = self.path / name
@@ -130,10 +122,8 @@ def dumps(content: Any, indent: int | None = None) -> str:
 
 
 def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yields the objects of the first `most` lines of a .jsonl file, or nothing if it does not exist.
-
-    Skips a broken line (after a power cut) with a warning, and an unfinished last line (of a killed run) silently.
-    """
+    """Yields the objects of the first `most` lines of a .jsonl file, or nothing if it does not exist. Skips a broken
+    line (after a power cut) with a warning, and an unfinished last line (of a killed run) silently."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

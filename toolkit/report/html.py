@@ -115,10 +115,8 @@ def write_report(
 
 
 def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
-    """Writes the report from the files of a run, and returns its path; `options`: of `toolkit report`.
-
-    The texts come from the cache of this machine, if it still has them. Raises UserError where `folder` holds no run.
-    """
+    """Writes the report from the files of a run, and returns its path; `options`: of `toolkit report`. The texts come
+    from the cache of this machine, if it still has them. Raises UserError where `folder` holds no run."""
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
         return Path(path)

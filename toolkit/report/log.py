@@ -25,7 +25,6 @@ from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.steps import StepMetrics
 from toolkit.utils.extras import install_command, is_installed
-from toolkit.utils.log import logger
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")  # these are also the names of their packages
 _LOG_EVERY_SECONDS = 10.0
@@ -39,15 +38,9 @@ class RunLog:
         """`done`: the step that the run resumes from."""
         self.accelerator, self.files, self.total, self.done = accelerator, files, total_steps, done
         self._started = self._printed = time.monotonic()
-        self._bar = tqdm(
-            total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=None if files.writes else True
-        )
+        hidden = None if files.writes else True  # None: without a terminal
+        self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
         self._line: dict[str, Any] | None = None
-
-    def print_line(self, line: str, level: int = logging.INFO) -> None:
-        """Logs a line on the main process."""
-        if self.files.writes:
-            logger.log(level, line)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Logs a step; `write_line` writes it to metrics.jsonl, with the cost of a checkpoint after it."""
@@ -63,15 +56,13 @@ class RunLog:
         if self._bar.disable and (now - self._printed > _LOG_EVERY_SECONDS or first_or_last):
             self._printed = now
             seconds = (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
-            self.print_line(
-                f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}  "
-                f"{tqdm.format_interval(seconds)} left"
-            )
+            line = f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}"
+            launch.log_on_main(self.accelerator, f"{line}  {tqdm.format_interval(seconds)} left")
 
     def write_line(self, extra: Mapping[str, Any] | None = None) -> None:
         """Appends the last logged step, and `extra`, to metrics.jsonl, if that is not yet done."""
         if self._line is not None:
-            self.files.append_metrics({**self._line, **(extra or {})})
+            self.files.append("metrics.jsonl", {**self._line, **(extra or {})})
         self._line = None
 
     def log_evaluation(self, evaluation: Evaluation, step: int, best: bool = False) -> None:
@@ -80,7 +71,8 @@ class RunLog:
         self.files.write_predictions(evaluation)
         numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
         self._for_trackers(lambda tracker: tracker.log(numbers, step=step))
-        self.print_line(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
+        line = f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}"
+        launch.log_on_main(self.accelerator, line)
 
     def close(self) -> None:
         """Writes the last line and closes the trackers."""
@@ -98,7 +90,8 @@ class RunLog:
             except Exception as error:
                 self.accelerator.trackers.remove(tracker)
                 why = f"{type(error).__name__}: {first_line(error)}"
-                self.print_line(f"--report_to {tracker.name} failed ({why}): continuing without it", logging.WARNING)
+                line = f"--report_to {tracker.name} failed ({why}): continuing without it"
+                launch.log_on_main(self.accelerator, line, logging.WARNING)
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
@@ -126,9 +119,7 @@ def tracker_names(report_to: str) -> list[str]:
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in TRACKERS:
-            raise UserError(
-                f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose from {', '.join(TRACKERS)}, none"
-            )
+            raise UserError(f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose {', '.join(TRACKERS)} or none")
         if not is_installed(name):
             install = install_command(name) if name == "tensorboard" else f"pip install {name}"
             raise UserError(f"--report_to {name} needs a package: {install}, or pass --report_to none")

@@ -27,9 +27,7 @@ class Slice(NamedTuple):
 
 def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list[Slice]:
     """The slices whose error rate is more than two standard deviations above that of all rows, the worst first.
-
-    `wrong`: (N,) bool; `groups`: column -> each row's value.
-    """
+    `wrong`: (N,) bool; `groups`: column -> each row's value."""
     share, slices = float(wrong.mean()) if len(wrong) else 0.0, []
     for name, values in groups.items() if 0 < share < 1 else ():
         for value, rows, slice_share in pd.Series(wrong).groupby(list(values)).agg(["size", "mean"]).itertuples():

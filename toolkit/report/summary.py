@@ -39,11 +39,13 @@ class RunSummary:
         per_step = f"{settings.training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
             per_step += f" (at most {schedule.accumulation} micro-batches on each process)"
+        count, kind = accelerator.num_processes, accelerator.distributed_type.value.lower()
+        world = "one process" if kind == "no" else f"{count} process{'es' * (count > 1)} ({kind})"
         machines = launch.list_machines()
         lines = [
             f"attempt {attempt() + 1} of {max_restarts() + 1}" if attempt() else "",
             f"run folder: {self.folder}",
-            f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
+            f"{world}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             f"machines: {', '.join(machines)}" if machines else "",
             ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
             + f"; {data.targets.describe()}",
@@ -141,12 +143,6 @@ class RunSummary:
             again = self.command(seed=training.seed + 1, output_dir=folder)
             again += "  # another seed: differences are chance"
         return ["next:", f"  {again}"]
-
-
-def _world(accelerator: Accelerator) -> str:
-    """`one process`, or `2 processes (deepspeed)`."""
-    count, kind = accelerator.num_processes, accelerator.distributed_type.value.lower()
-    return "one process" if kind == "no" else f"{count} process{'es' * (count > 1)} ({kind})"
 
 
 def _missing_packages(report_to: str) -> str:

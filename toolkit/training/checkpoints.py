@@ -21,18 +21,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint import save
 from toolkit.checkpoint.live import LiveState, full_shape, live_state, persistent_buffers, remember_groups, tied_names
 from toolkit.checkpoint.machines import collect_files, remote_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
-from toolkit.checkpoint.save import (
-    Draft,
-    files_of_rank,
-    make_drafts,
-    optimizer_facts,
-    random_file,
-    random_states,
-    write,
-)
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
@@ -42,10 +34,8 @@ from toolkit.utils.modules import unwrapped
 
 
 class Checkpoints:
-    """The checkpoints of one run; all ranks must call every method.
-
-    `facts` go into each manifest: settings, versions, and `identity`, which must be equal in a run that resumes it.
-    """
+    """The checkpoints of one run; all ranks must call every method. `facts` go into each manifest: settings, versions,
+    and `identity`, which must be equal in a run that resumes it."""
 
     def __init__(
         self,
@@ -78,10 +68,8 @@ class Checkpoints:
 
     def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False) -> dict[str, Any]:
         """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal. Returns the
-        entries for the step's line in metrics.jsonl.
-
-        `evaluation_due`: this step's evaluation was skipped; a resumed run begins with it.
-        """
+        entries for the step's line in metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed
+        run begins with it."""
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
@@ -110,7 +98,7 @@ class Checkpoints:
         size += sum(entry["bytes"] for entries in written for entry in entries.values())
         return int(broadcast_object_list([size])[0])
 
-    def _write(self, folder: Path, metrics: StepMetrics) -> tuple[dict[str, Any], list[dict[str, Any]], list[Draft]]:
+    def _write(self, folder: Path, metrics: StepMetrics) -> tuple[dict[str, Any], list[dict], list[save.Draft]]:
         """(the manifest; by rank the entries of its written files; the files that this rank has yet to write)."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
         if rank in (0, self._remote_ranks.get(rank)):
@@ -118,31 +106,27 @@ class Checkpoints:
         accelerator.wait_for_everyone()
         state = self.live()
         manifest = self._manifest(state, metrics)
-        drafts: list[Draft] = []
-        entries: dict[str, Any] = {}
+        drafts, entries = list[save.Draft](), dict[str, Any]()
         if state.file_format == "deepspeed":
             engine: Any = self.model  # writes `latest` too, for DeepSpeed's tools
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
             engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
-            drafts = make_drafts(state, set(manifest["excluded"]))
+            drafts = save.make_drafts(state, set(manifest["excluded"]))
         if state.file_format == "slices":
-            entries = {draft.name: write(draft, folder) for draft in drafts}
-            drafts = []
-        write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
+            entries, drafts = {draft.name: save.write(draft, folder) for draft in drafts}, []
+        write_new(folder / save.random_file(rank), json.dumps(save.random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
-        entries |= folders.manifest_entries(folder, sorted(set(files_of_rank(folder, rank)) - set(entries)))
+        entries |= folders.manifest_entries(folder, sorted(set(save.files_of_rank(folder, rank)) - set(entries)))
         return manifest, gather_object([entries]), drafts
 
-    def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:
+    def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[save.Draft]) -> None:
         """Writes the remaining files and the manifest, on rank 0."""
         with _writing(folder):
-            manifest["files"] |= {draft.name: write(draft, folder) for draft in drafts}
+            manifest["files"] |= {draft.name: save.write(draft, folder) for draft in drafts}
             folders.publish(folder, manifest)
-        folders.set_link(self.path, "last", folder)
-        if manifest["step"] == manifest["best"]["step"]:
-            folders.set_link(self.path, "best", folder)
+        folders.set_links(self.path, manifest["best"]["step"])
         folders.prune(self.path, self.settings.keep_checkpoints)
 
     def _in_background(self, file_format: str) -> bool:
@@ -177,7 +161,7 @@ class Checkpoints:
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
-            "optimizer": optimizer_facts(state),
+            "optimizer": save.optimizer_facts(state),
             "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
             # LoRA's base weights are large and unchanged

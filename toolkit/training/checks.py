@@ -68,22 +68,15 @@ def check_parameters(
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {HOW_TO_FREEZE}")
     if any(group["lr"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
-        faults.add(
-            f"{name} has no learning rate for the schedule: pass lr=training.learning_rate (relative_step=False)"
-        )
+        faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
     if accelerator.is_fsdp2 and (hooked := [name for name, each in items if each._backward_hooks]):
-        faults.add(
-            f"FSDP2 replaces parameters, and drops their hooks ({listing(hooked, 4)}): launch with ddp or ZeRO-2"
-        )
+        faults.add(f"FSDP2 drops the hooks of parameters ({listing(hooked, 4)}): launch with ddp or ZeRO-2")
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     if every := settings.unfreeze_every:
         turns: set[Any] = {group.get(DISTANCE) for group in optimizer.param_groups}
         if None in turns:
-            faults.add(
-                f"--unfreeze_every {every}: the optimizer's groups lack their distance from the head: create them by "
-                "parameter_groups(..., gradual=True)"
-            )
+            faults.add(f"--unfreeze_every {every}: make the optimizer's groups by parameter_groups(..., gradual=True)")
         elif never := sum(turn * every >= total_steps for turn in turns):
             line = f"--unfreeze_every {every}: {never} of {len(turns)} groups stay frozen for all {total_steps} steps"
             log_on_main(accelerator, line)

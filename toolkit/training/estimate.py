@@ -51,10 +51,8 @@ class Memory(NamedTuple):
 def count_activations(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], device: str, precision: str, autocast: bool
 ) -> int:
-    """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type.
-
-    The model on the CPU does not change. Without `autocast` the weights are in `precision`.
-    """
+    """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type. The model on the
+    CPU does not change. Without `autocast` the weights are in `precision`."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # private, so imported only here
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -69,9 +67,8 @@ def count_activations(
                 weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
                 tracker.track_external(gradient)
             else:  # MemTracker raises on frozen weights without hooks (torch 2.13)
-                require(tracker, "_param_to_grad_hook_handles", "torch")[weights[name]] = (
-                    RemovableHandle(OrderedDict()),
-                ) * 2
+                handles = require(tracker, "_param_to_grad_hook_handles", "torch")
+                handles[weights[name]] = (RemovableHandle(OrderedDict()),) * 2
         before = _total(tracker, "current")
         inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
@@ -117,10 +114,9 @@ def memory_of(
         gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside layers, a layer and the next one
         unsharded = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # until the last micro-batch
         return Memory(4 * total / processes, 4 * shard + unsharded, 8 * shard, 2 * size * gathered, activations)
-    accumulates = settings.max_tokens_per_batch is not None or (
-        settings.per_device_batch_size != "auto"
-        and settings.per_device_batch_size * processes < settings.global_batch_size
-    )
+    per_device = settings.per_device_batch_size
+    is_less = per_device != "auto" and per_device * processes < settings.global_batch_size
+    accumulates = is_less or settings.max_tokens_per_batch is not None
     # see `coalesce_reductions`
     unsharded = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0
     offloaded = strategy.endswith("offload")
@@ -129,14 +125,12 @@ def memory_of(
         # weights stay gathered from forward to backward if they are reused within this many parameters
         gathered = total if 2 * total <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         adam = 8 if autocast and not offloaded else 12  # fp32 weights are the masters
-        weights, gradients, optimizer = (
-            resident * part for part in (size * total / processes, size * shard, adam * shard)
-        )
-        return Memory(weights, gradients + unsharded, optimizer, size * gathered, activations)
+        weight, moments = resident * size / processes, resident * adam * shard  # bytes of one, of all
+        return Memory(weight * total, weight * trained + unsharded, moments, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
     buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # and a copy of the reduced one
     if strategy == "zero1":
-        gradients = size * trained
+        gradients: float = size * trained
     elif offloaded:
         gradients = resident * 4 * shard + unsharded
     else:  # the shards are views of unsharded gradients; without those, accumulated shards and those of a micro-batch
@@ -190,8 +184,7 @@ def fit_batch_size(
     if count == 0:
         raise UserError(
             f"--per_device_batch_size auto: not even one text of {longest} tokens fits into {size_text(usable)}: pass "
-            "--gradient_checkpointing true, a smaller --max_length, or a strategy that shards more "
-            "(`toolkit estimate` shows the memory of each)"
+            "--gradient_checkpointing true, a smaller --max_length, or another strategy (see `toolkit estimate`)"
         )
     size = sizes[count - 1]
     line = f"--per_device_batch_size auto: {size} (texts of up to {longest} tokens, {size_text(usable)} usable)"

@@ -22,7 +22,7 @@ from toolkit.utils.modules import autograd_leaves, unwrapped
 
 
 class LoopChecks:
-    """Of one run. Methods raise UserError where the loop has not called what it must."""
+    """The checks of one run. Methods raise UserError where the loop has not called what it must."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -31,16 +31,16 @@ class LoopChecks:
         self._step = 0
         self._micro_batches = self._means = self._backwards = 0
         """So far in this step: yielded; calls of `Step.mean` and `accelerator.backward`."""
-        self._share: torch.Tensor | None = None
+        self.share: torch.Tensor | None = None
         """The last result of `Step.mean`, until it is passed to `accelerator.backward`."""
         self._unscaled = False
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
         self._accumulates: torch.nn.Module | None = None
-        """Where each micro-batch adds to its parameters' `grad`."""
+        """The model, where each micro-batch adds to its parameters' `grad`."""
         self._unchecked: torch.nn.Module | None = None
         """Set until the loss of the first micro-batch is checked."""
-        self._forwards = 0
-        """Calls of the model in the first micro-batch."""
+        self._forwards: list[None] = []
+        """An item for each call of the model in the first micro-batch."""
         self._in_first = contextlib.ExitStack()
         """Checks that end with the forward pass of the first micro-batch."""
 
@@ -71,13 +71,11 @@ class LoopChecks:
                     )
             return gather(tensor)
 
-        accelerator.backward, accelerator.unscale_gradients, accelerator.gather = (
-            checked_backward, unscale_once, checked_gather
-        )  # fmt: skip
+        vars(accelerator).update(backward=checked_backward, unscale_gradients=unscale_once, gather=checked_gather)
         try:
             yield
         finally:
-            accelerator.backward, accelerator.unscale_gradients, accelerator.gather = backward, unscale, gather
+            vars(accelerator).update(backward=backward, unscale_gradients=unscale, gather=gather)
 
     def begin_step(self, number: int, model: torch.nn.Module, accumulates: bool) -> None:
         """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
@@ -88,14 +86,11 @@ class LoopChecks:
                 "`step.micro_batches`, which can be used once in a step: launch with ddp (accelerate_configs/)"
             )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
-        self._share, self._unscaled, self._accumulates = None, False, None
+        self.share, self._unscaled, self._accumulates = None, False, None
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
             return
         if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
-            raise UserError(
-                f"step {number} begins with an earlier one's gradients: call `optimizer.zero_grad()` after "
-                "`optimizer.step()`"
-            )
+            raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
         self._accumulates = model if accumulates else None
 
     @contextlib.contextmanager
@@ -105,14 +100,12 @@ class LoopChecks:
             if self._first is None:
                 self._first, self._unchecked = self._step, model
                 self._in_first.enter_context(refuse_shards(model))
-                self._in_first.callback(model.register_forward_pre_hook(self._count_forward).remove)
+                hook = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
+                self._in_first.callback(hook.remove)
             yield
 
-    def _count_forward(self, *_: Any) -> None:
-        self._forwards += 1
-
     def check_losses(self, losses: torch.Tensor) -> None:
-        """Before `Step.mean` of a micro-batch's losses (B,)."""
+        """Of a micro-batch (B,), in `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         self._refuse_means(self._micro_batches - 1)
@@ -121,6 +114,7 @@ class LoopChecks:
                 f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
                 "`optimizer.zero_grad()` only after `optimizer.step()`"
             )
+        self._means += 1
         if self._unchecked is None:
             return
         refuse_foreign_parameters(self._unchecked, losses)
@@ -131,37 +125,29 @@ class LoopChecks:
                 "such a call are not averaged over processes"
             )
 
-    def pass_share(self, share: torch.Tensor) -> torch.Tensor:
-        """Returns the result of `Step.mean`, which `accelerator.backward` must get."""
-        self._means += 1
-        self._share = share
-        return share
-
     def _check_backward(self, loss: torch.Tensor) -> None:
         self._in_first.close()
-        if loss is not self._share:
+        if loss is not self.share:
             raise UserError(
-                f"step {self._step}: `accelerator.backward` takes the result of `step.mean(losses)` as it is, once in "
-                "each micro-batch: what is added to that result would count once per micro-batch. Add other terms to "
-                "the losses: `accelerator.backward(step.mean(losses + term))`"
+                f"step {self._step}: `accelerator.backward` takes what `step.mean` returned, once in each micro-batch; "
+                "add terms to the losses, `step.mean(losses + term)`: to the mean they would add once per micro-batch"
             )
-        self._share = None
+        self.share = None
         self._backwards += 1
 
     def end_step(self, number: int, micro_batches: int) -> None:
         """Before the metrics of a step with `micro_batches` are gathered."""
+        if number != self._step:  # none of them was computed
+            self._step, self._means = number, 0
         self._refuse_means(micro_batches)
         self._refuse_backwards(micro_batches)
         if self.accelerator.scaler is not None and not self._unscaled:
             raise UserError(
-                f"step {number}: fp16's gradients were clipped before their scale was removed, or not at all: call "
+                f"step {self._step}: fp16's gradients were clipped before their scale was removed, or not at all: call "
                 "`accelerator.clip_grad_norm_`, which removes it"
             )
         if not self.accelerator.sync_gradients:
-            raise UserError(
-                f"step {number}: gradients were not synchronised after the last micro-batch: `step.micro_batches` does "
-                "so, without `accelerator.accumulate`"
-            )
+            raise UserError(f"step {self._step}: gradients were not synchronised: leave out `accelerator.accumulate`")
 
     def _refuse_means(self, expected: int) -> None:
         if self._means != expected:
@@ -175,8 +161,7 @@ class LoopChecks:
         if self._backwards < expected:
             raise UserError(
                 f"step {self._step}: `accelerator.backward` was called {self._backwards} times in {expected} "
-                "micro-batches: call it in each, `accelerator.backward(step.mean(losses))`, not `.backward()`: it "
-                "scales the gradients"
+                "micro-batches: call it in each, not `.backward()`, since it scales the gradients"
             )
 
     def check_norm(self, number: int, norm: float, loss: float) -> None:
@@ -200,10 +185,7 @@ def refuse_changes(model: Any) -> None:
             raise UserError(f"add parameters to the model before the optimizer and `prepare`: {listing(added, 4)}")
     pairs = zip(before, parameters, strict=False)
     if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
-        raise UserError(
-            "requires_grad has changed since accelerator.prepare, which the optimizer does not support: "
-            f"{listing(changed, 4)}. {HOW_TO_FREEZE}"
-        )
+        raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
@@ -216,44 +198,39 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
         raise UserError(f"the loss has {not_in_model(foreign)}")
 
 
-def refuse_shards(model: Any) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def refuse_shards(model: Any) -> Iterator[None]:
     """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
     UserError. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations fail on its shape."""
     parameters = unwrapped(model).named_parameters()
     names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
-    return _RefuseShards(model, names) if names else contextlib.nullcontext()
+    if not names:
+        yield
+        return
+    mode = _RefuseShards(names)
+    hooks = [model.register_forward_pre_hook(mode.suspend), model.register_forward_hook(mode.resume, always_call=True)]
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _RefuseShards(TorchFunctionMode):
-    def __init__(self, model: torch.nn.Module, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
-        self.model, self.names = model, names
+        self.names = names
 
-    def __enter__(self) -> Any:
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._suspend),
-            self.model.register_forward_hook(self._resume, always_call=True),
-        ]
-        return super().__enter__()
+    def suspend(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
 
-    def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*error)
-
-    def _suspend(self, *_: Any) -> None:
-        super().__exit__(None, None, None)
-
-    def _resume(self, *_: Any) -> None:
-        super().__enter__()
+    def resume(self, *_: Any) -> None:
+        self.__enter__()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parameters = [each for each in tree_leaves((args, kwargs)) if id(each) in self.names]
-        sharded = [
-            self.names[id(each)]
-            for each in parameters
-            if isinstance(each, DTensor) or each.ds_status.name == "NOT_AVAILABLE"
-        ]
+        parameters = (each for each in tree_leaves((args, kwargs)) if id(each) in self.names)
+        sharded = [each for each in parameters if isinstance(each, DTensor) or each.ds_status.name == "NOT_AVAILABLE"]
         if not sharded or _called_by_strategy():
             return function(*args, **(kwargs or {}))
         try:
@@ -262,8 +239,8 @@ class _RefuseShards(TorchFunctionMode):
         except (RuntimeError, IndexError, TypeError, ValueError):
             pass
         raise UserError(
-            f"{listing(sharded, 4)}: sharded parameters are available only in the forward of their module: compute "
-            f"with them there ({LOSS_PARAMETERS})"
+            f"{listing([self.names[id(each)] for each in sharded], 4)}: sharded parameters are available only in the "
+            f"forward of their module: compute with them there ({LOSS_PARAMETERS})"
         )
 
 

@@ -1,4 +1,4 @@
-"""The optimizer, its parameter groups, and the learning-rate schedule."""
+"""The optimizers, among them Lion and Muon, their parameter groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,78 @@ from transformers.trainer_pt_utils import get_parameter_names
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.models.layers import distances
-from toolkit.training.lion import Lion
-from toolkit.training.muon import HIDDEN, Muon
 
 # names of biases and norms, which are not decayed, from transformers.Trainer
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 DISTANCE = "layers_from_head"
 """Key of a parameter group: its distance from the head, for `--unfreeze_every`."""
+
+HIDDEN = "hidden_matrices"
+"""Key of a parameter group: whether Muon trains it."""
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"), which PyTorch does not have: updates
+    by the sign of a momentum, one moment per weight, where AdamW has two. Weight decay is decoupled."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                direction = state["exp_avg"].lerp(parameter.grad, 1 - beta1).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta2)
+        return closure and closure()
+
+
+class Muon(torch.optim.Optimizer):
+    """PyTorch's Muon (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks") for the matrices
+    of hidden layers, and its AdamW for all other parameters. Muon's updates are scaled to the size of AdamW's (Liu et
+    al., 2025, "Muon is Scalable for LLM Training"), so one learning rate, weight decay and schedule suits both."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        """`params`: parameter groups; Muon trains those whose `HIDDEN` is true."""
+        groups = list(params)
+        hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
+        self._muon = torch.optim.Muon(
+            hidden or [{"params": []}], lr, weight_decay, momentum, nesterov, ns_steps=ns_steps,
+            adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        self._adamw = torch.optim.AdamW(rest or [{"params": []}], lr, betas, eps, weight_decay)
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})  # both have filled in their defaults
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Both use this optimizer's groups and state, which loading a checkpoint replaces."""
+        for optimizer in (self._muon, self._adamw):
+            hidden = optimizer is self._muon
+            optimizer.param_groups = [group for group in self.param_groups if group.get(HIDDEN, False) is hidden]
+            optimizer.state = self.state
+            optimizer.step()
+        return closure and closure()
+
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -44,16 +108,10 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     kind, arguments = _optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
         arguments = {"fused": True} | arguments
-    groups = parameter_groups(
-        model,
-        settings.weight_decay,
-        settings.learning_rate,
-        settings.layerwise_lr_decay,
-        gradual=settings.unfreeze_every is not None,
-        muon=kind is Muon,
-    )
+    rate, decay, gradual = settings.learning_rate, settings.layerwise_lr_decay, settings.unfreeze_every is not None
+    groups = parameter_groups(model, settings.weight_decay, rate, decay, gradual, muon=kind is Muon)
     try:
-        return kind(groups, lr=settings.learning_rate, **arguments)
+        return kind(groups, lr=rate, **arguments)
     except (TypeError, ValueError) as error:
         names = [word for word in inspect.signature(kind).parameters if word not in ("params", "lr", "weight_decay")]
         setting = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
@@ -86,9 +144,8 @@ def _arguments(text: str | None) -> dict[str, Any]:
             raise ValueError("each argument needs a name")
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"--optimizer_args {text}: {first_line(error)}; write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
-        ) from error
+        hint = "write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
+        raise UserError(f"--optimizer_args {text}: {first_line(error)}; {hint}") from error
     for name, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if name in arguments:
             raise UserError(f"--optimizer_args {text}: pass {name} as --{setting} instead")

@@ -55,9 +55,7 @@ def step_fault(optimizer: Optimizer, device: torch.device, *arguments: None) -> 
 
 def shard_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
     """Why updates of shards in two processes differ from those of unsharded parameters; empty where they are equal.
-
-    `stage`: of ZeRO; 0 for FSDP2.
-    """
+    `stage`: of ZeRO; 0 for FSDP2."""
     try:
         for rows, steps in _TRIALS:
             with _fixed_seed(device):

@@ -1,8 +1,4 @@
-"""Resumes a run from a checkpoint, whatever strategy and world size saved it.
-
-`choose_origin` finds the checkpoints that `--resume` names; `resume_newest` restores the newest undamaged one into
-model, optimizer, schedule and random generators.
-"""
+"""Resumes a run from a checkpoint, whatever strategy and world size saved it."""
 
 from __future__ import annotations
 
@@ -62,10 +58,7 @@ def precision_of(settings: TrainingSettings) -> str:
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The checkpoints that `--resume` names.
-
-    Raises UserError where it names no complete checkpoint, or one of another job.
-    """
+    """The checkpoints that `--resume` names. Raises UserError where none is complete, or one is of another job."""
     if resume == "no":
         return Origin()
     path = _resume_path(resume, checkpoints)
@@ -168,8 +161,8 @@ class Resumed:
 
 
 def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:
-    """Restores the newest undamaged checkpoint; all ranks must call it. `ignored`: settings that do not affect training
-    and may change.
+    """Restores the newest undamaged checkpoint into model, optimizer, schedule and random generators; all ranks must
+    call it. `ignored`: settings that do not affect training and may change.
 
     Returns None where the run starts at step 0. Raises UserError where all candidates are damaged.
     """

@@ -42,10 +42,8 @@ class RunFolder:
 def open_run_folder(
     accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
 ) -> RunFolder:
-    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`.
-
-    Raises UserError where the folder holds a run that `--resume` excludes, or that cannot be resumed.
-    """
+    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError where the folder holds
+    a run that `--resume` excludes, or that cannot be resumed."""
     folder, fault = None, ""
     if accelerator.is_main_process:
         try:

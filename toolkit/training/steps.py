@@ -1,15 +1,9 @@
-"""Optimizer steps: their samples, micro-batches, loss normalisation and metrics.
-
-**The loss is normalised in `Step.mean`.** A step's gradient is that of the mean loss over its *global* batch, for any
-number of processes and micro-batches: each process sums the losses of its samples, and divides by the loss denominator
-of the global batch, its number of samples (the sum of their weights, where they have some) or of target tokens.
-`toolkit.data.batches` chooses the samples.
-"""
+"""Optimizer steps: their micro-batches, loss normalisation (`Step.mean`) and metrics. `toolkit.data.batches` chooses
+the samples."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
@@ -19,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import (
-    Ahead,
-    Batch,
-    Collation,
-    Collator,
-    GlobalBatches,
-    collator_of,
-    micro_batches,
-    most_micro_batches,
-)
+from toolkit.data.batches import Ahead, Batch, Collator, GlobalBatches, collator_of, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
@@ -142,8 +127,8 @@ class Step:
         schedule = self.steps.schedule
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
-    @functools.cached_property
-    def collations(self) -> list[Collation]:
+    @cached_property
+    def collations(self) -> list[partial[Batch]]:
         """Calls that make this process's micro-batches."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world = accelerator.process_index, accelerator.num_processes
@@ -187,12 +172,14 @@ class Step:
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        self.steps.checks.check_losses(losses)
+        checks = self.steps.checks
+        checks.check_losses(losses)
         weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        return self.steps.checks.pass_share(weighted.sum() * (averaged_over / self.loss_denominator))
+        checks.share = weighted.sum() * (averaged_over / self.loss_denominator)
+        return checks.share
 
     def refuse_non_finite(self) -> None:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
@@ -337,12 +324,11 @@ class Steps:
         """With one small collective and one copy to the host, for any number of steps."""
         device, count, start = self.accelerator.device, len(finished), time.perf_counter()
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        numbers = [peak_memory_bytes(device), signal, self._seconds_per_step]
-        process = torch.tensor(numbers, dtype=dtype, device=device)
+        computed = [step._computed_tokens for step in finished]
+        numbers = [peak_memory_bytes(device), signal, self._seconds_per_step, *computed]
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
-        computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
-        local = torch.cat([process, torch.stack([*sums, *norms]), computed])
+        local = torch.cat([torch.tensor(numbers, dtype=dtype, device=device), torch.stack([*sums, *norms])])
         ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
         launch.explain_failures()  # later failures are not a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
@@ -357,14 +343,14 @@ class Steps:
             step.metrics = StepMetrics(
                 step=step.number,
                 epoch=round(step.number / self.schedule.steps_per_epoch, 4),
-                loss=math.fsum(rank[place] for rank in ranks) / step.loss_denominator,
+                loss=math.fsum(rank[place + count] for rank in ranks) / step.loss_denominator,
                 learning_rate=step.learning_rate,
-                grad_norm=ranks[0][place + count],
+                grad_norm=ranks[0][place + 2 * count],
                 samples=len(step.indices),
                 tokens=step.tokens,
                 samples_per_second=round(samples / seconds, 2),
                 tokens_per_second=round(tokens / seconds, 1),
-                padding=round(1 - step.tokens / sum(rank[place + 2 * count] for rank in ranks), 4),
+                padding=round(1 - step.tokens / sum(rank[place] for rank in ranks), 4),
                 mfu=mfu,
                 peak_memory_bytes=peak,
             )

@@ -131,10 +131,7 @@ def explain_config_errors() -> Iterator[None]:
 
 
 def _refuse_clipping_by_value(*_: Any, **__: Any) -> None:
-    raise UserError(
-        "ZeRO and FSDP2 cannot clip gradients by value: use `accelerator.clip_grad_norm_` and --max_grad_norm, or "
-        "launch with ddp (accelerate_configs/)"
-    )
+    raise UserError("ZeRO and FSDP2 cannot clip by value: use `accelerator.clip_grad_norm_`, --max_grad_norm, or ddp")
 
 
 def _deepspeed_grad_norm(
@@ -226,9 +223,8 @@ def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any
     if scaler is not None:
         vars(scaler).update({name: state[name] for name in _SCALER_FIELDS if name in state})
     elif accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(
-            state.get("torch") or {**accelerator.scaler.state_dict(), "scale": state["cur_scale"]}
-        )
+        saved = state.get("torch") or {**accelerator.scaler.state_dict(), "scale": state["cur_scale"]}
+        accelerator.scaler.load_state_dict(saved)
 
 
 def _deepspeed_scaler(optimizer: Any) -> Any:

@@ -73,7 +73,7 @@ def evaluate_file(options: Any) -> None:
         extra = {"settings": flat(settings) | {"test_file": options.file}}  # invalid as settings: no train_file
         data = {**labels.facts(), "samples": {split.name: len(split)}, "text_column": column, "max_length": max_length,
                 "digest": table.digest, "notes": [], "total_steps": 0}  # fmt: skip
-        files.write_config(settings, accelerator, data, extra)
+        files.write_config(settings, data, extra)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
         lines = write_results(draft, settings, None, evaluation, answers)
