@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# A third of all lines, which nearly no run imports.
+NOT_COMPILED := /tests?/|/transformers/models/|/torch/testing/
 # Two processes on a CPU or on several GPUs; one where there is one GPU.
 CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c GPU)),single,ddp).yaml
 
@@ -13,8 +15,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # For test-latest. TORCH=torch takes the newest, a download of gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-gpu test-faults test-latest test-oldest test-cuda-trace coverage audit lint \
-  lint-workflows benchmarks docs dist release clean
+.PHONY: install demo test test-all test-only test-all-only test-gpu test-faults test-latest test-oldest test-cuda-trace \
+  coverage audit lint lint-workflows benchmarks docs dist release clean
 
 install: $(INSTALLED)
 
@@ -26,7 +28,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	@echo "torch is installed; now the rest."
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip itself compiles on one core
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib || true  # pip itself compiles on one core
 	@echo "Done. Run:  source $(VENV)/bin/activate   to use toolkit, accelerate and python recipes/cls.py."
 	touch $(INSTALLED)
 
@@ -34,11 +36,15 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 demo: install
 	$(BIN)/python recipes/cls.py --config_file $(CONFIG)
 
-test: install lint
+# mypy computes on one core, beside the tests.
+test test-all: install
+	@$(MAKE) --no-print-directory -j 2 lint $@-only
+
+test-only:
 	$(PYTEST)
 
 # With the slow tests.
-test-all: install lint
+test-all-only:
 	$(PYTEST) -m ""
 
 # Tests that need a GPU: every strategy on NCCL, with as many devices as there are. Then: python benchmarks/gpu.py --write

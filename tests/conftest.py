@@ -65,11 +65,6 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def repository() -> Path:
-    return REPOSITORY
-
-
-@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random BERT (2 layers) and its tokenizer, the same in every session.
 
@@ -166,35 +161,26 @@ def accelerator(no_launcher: None) -> Any:
     return Accelerator(cpu=True)
 
 
-Rows = Sequence[Mapping[str, Any]]
-
-
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., str]:
     """`write_rows("a.csv.gz", rows, encoding)` -> the path of a file in the format its name says."""
 
-    def write(name: str, rows: Rows, encoding: str = "utf-8") -> str:
-        path, content = tmp_path / name, _content(tmp_path / name, rows, encoding)
+    import pandas as pd
+
+    def write(name: str, rows: Sequence[Mapping[str, Any]], encoding: str = "utf-8") -> str:
+        path, frame = tmp_path / name, pd.DataFrame(list(rows))
+        kind = next(suffix for suffix in path.suffixes if suffix != ".gz")
+        if kind == ".parquet":
+            content = frame.to_parquet(index=False)
+        elif kind in (".csv", ".tsv"):
+            content = frame.to_csv(index=False, sep="," if kind == ".csv" else "\t").encode(encoding)
+        else:
+            lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+            content = ("\n".join([*lines, ""]) if kind == ".jsonl" else f"[{', '.join(lines)}]").encode(encoding)
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return str(path)
 
     return write
-
-
-def _content(path: Path, rows: Rows, encoding: str) -> bytes:
-    import pandas as pd
-
-    kind = next(suffix for suffix in path.suffixes if suffix != ".gz")
-    frame = pd.DataFrame(list(rows))
-    if kind == ".parquet":
-        return frame.to_parquet(index=False)
-    if kind in (".csv", ".tsv"):
-        text = frame.to_csv(index=False, sep="," if kind == ".csv" else "\t")
-    elif kind == ".jsonl":
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    else:
-        text = json.dumps(list(rows), ensure_ascii=False)
-    return text.encode(encoding)
 
 
 @pytest.fixture(scope="session")

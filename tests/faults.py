@@ -12,6 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
                 found = [(what, f"**the test {outcome}**", "unknown") for what, *_ in found]
             rows += [(*row, f"{report.duration:.1f}") for row in found]
     rows = list({row[:3]: row for row in rows}.values())  # a fault that two ways of reading meet is one
-    facts = {
-        "count": len(rows),
-        "cores": os.cpu_count(),
-        "versions": _versions(),
-        "rows": "\n".join(map(_row, sorted(rows))),
-    }
+    packages = [f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers")]
+    facts = {"count": len(rows), "cores": os.cpu_count(), "versions": ", ".join(packages),
+             "rows": "\n".join(map(_row, sorted(rows)))}  # fmt: skip
     for path, text in ((page, PAGE), (page.with_suffix(".zh.md"), CHINESE)):
         path.write_text(text.format(**facts), encoding="utf-8")
     terminalreporter.write_line(f"{len(rows)} faults: {page}")
@@ -118,9 +116,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
 def _row(cells: tuple[str, ...]) -> str:
     what, saw, lost, seconds = (cell.replace("|", "\\|") for cell in cells)
     return f"| {what} | {f'`{saw}`' if saw and not saw.startswith('**') else saw} | {lost} | {seconds} |"
-
-
-def _versions() -> str:
-    from importlib.metadata import version
-
-    return ", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers"))

@@ -1,10 +1,11 @@
 """Starts Python programs as forks of a process that has imported what recipes import, the slowest part of a start.
 
-    python tests/fork_server.py [MODULE...]     the modules to import, instead of the default ones
+    python tests/fork_server.py SOCKET [MODULE...]     the modules to import, instead of the default ones
 
-Each line of standard input is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "cwd": PATH, "largest_file":
-BYTES or null, "inside": the arguments of `enter` or null}; the answer is a line with the process id. The folder gets
-the output (`out`, `err`) and at the end the exit code (`code`); a pipe `in` there is the input.
+Each line from the Unix socket is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "cwd": PATH, "cores":
+[...], "largest_file": BYTES or null, "inside": the arguments of `enter` or null}; the answer is a line with its process
+id. The folder gets the output (`out`, `err`) and at the end the exit code (`code`); a pipe `in` there is the input. The
+server ends when its last connection is closed.
 
 The new process runs as usual: the recipe, `accelerate launch`, torchrun's agent and its ranks. Only a Python program
 that one of them starts (Popen) is a fork, too.
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -32,26 +35,43 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-_IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
-             "toolkit.report.card", "toolkit.features.compare.command",
-             "toolkit.features.baselines.baselines", "sklearn.feature_extraction.text", "sklearn.linear_model",
+_IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "sklearn.multiclass",
+             "sklearn.feature_extraction.text", "sklearn.linear_model", "toolkit.report.html", "toolkit.report.card",
+             "toolkit.features.baselines.baselines", "toolkit.features.compare.command",
+             "toolkit.features.decisions.decisions", "toolkit.features.folds.split",
              "matplotlib.backends.backend_svg", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
              "recipes.title", "toolkit.api", "toolkit.run", "toolkit.training.prepare", "toolkit.models.to_bigbird",
-             "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
+             "torch.distributed.checkpoint.state_dict", "torch.utils.tensorboard", "deepspeed.launcher.runner",
+             "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
+             "deepspeed.module_inject.auto_ep_layer", "tests.runs")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
-def serve() -> None:
+def serve(listener: socket.socket) -> None:
+    clients: dict[socket.socket, Any] = {}
     running: dict[int, Path] = {}
     while True:
-        if select.select([0], [], [], 0.005 if running else None)[0]:
-            if not (line := sys.stdin.readline()):
-                return
+        for ready in select.select([listener, *clients], [], [], 0.02 if running else None)[0]:
+            if ready is listener:
+                client = listener.accept()[0]
+                clients[client] = client.makefile("rw")
+                continue
+            try:
+                line = clients[ready].readline()
+            except OSError:  # its process was killed
+                line = ""
+            if not line:
+                del clients[ready]
+                if not clients:
+                    return
+                continue
             request = json.loads(line)
             folder = Path(request["folder"])
             if not (child := os.fork()):
                 os.setsid()
                 os.chdir(request["cwd"])
+                if request["cores"]:
+                    os.sched_setaffinity(0, request["cores"])
                 pipe = folder / "in"
                 os.dup2(os.open(pipe if pipe.exists() else os.devnull, os.O_RDONLY), 0)
                 for number, name in enumerate(("out", "err"), 1):
@@ -64,7 +84,8 @@ def serve() -> None:
             for name in ("out", "err"):
                 (folder / name).touch()
             running[child] = folder
-            print(child, flush=True)
+            with contextlib.suppress(OSError):
+                print(child, file=clients[ready], flush=True)
         for child in list(running):
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
@@ -102,8 +123,11 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     tempfile.tempdir = None
     if threads := env.get("OMP_NUM_THREADS"):  # torch reads it on import
         sys.modules["torch"].set_num_threads(int(threads))
-    if "TESTS_WITHOUT_PAGES" in env:  # the slowest part of a short run
-        sys.modules["toolkit.report.summary"].RunSummary.write_pages = touch_page  # type: ignore[attr-defined]
+    if "TESTS_WITHOUT_PAGES" in env:  # the slowest parts of a short run
+        summary: Any = sys.modules["toolkit.report.summary"].RunSummary
+        summary.write_pages = functools.partialmethod(write_pages, summary.write_pages, env["TESTS_WITHOUT_PAGES"])
+        if baselines := sys.modules.get("toolkit.features.baselines.feature"):
+            baselines.FEATURE.results = lambda *_: ()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     words = [word for word in command[1:] if word != "-u"]
     code = 0
@@ -126,9 +150,13 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
-def touch_page(summary: Any, best_step: int) -> None:
-    """In place of `RunSummary.write_pages`: marks the run as finished."""
-    (summary.folder / "report.html").touch()
+def write_pages(summary: Any, write: Any, names: str, best_step: int) -> None:
+    """In place of `RunSummary.write_pages`: for other runs than `names` (by commas) an empty page, which marks the run
+    as finished."""
+    if summary.folder.name in names.split(","):
+        write(summary, best_step)
+    else:
+        (summary.folder / "report.html").touch()
 
 
 def is_python(command: Any) -> bool:
@@ -157,16 +185,36 @@ def execute_child(self: Any, args: Any, *others: Any) -> Any:
     return None
 
 
+def warm_up() -> None:
+    """What every run would do again."""
+    from deepspeed.utils import numa, nvtx
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from toolkit.utils.features import features
+
+    features()
+    get_checkpoint_conversion_mapping("bert")
+    importlib.metadata.version = functools.cache(importlib.metadata.version)
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # ZeRO-3 starts numactl for each parameter
+    numa.get_numa_cores()
+    nvtx.enable_nvtx = False  # names for a profiler, thousands in a step
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if not Path("/proc/driver/nvidia").exists():
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import
-    for module in sys.argv[1:] or _IMPORTED:
+    for module in sys.argv[2:] or _IMPORTED:
         importlib.import_module(module)
+    if not sys.argv[2:]:
+        warm_up()
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write a module of that name
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
     # for torchrun's log it searches all modules, a second with so many imports
     importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = str
     gc.freeze()  # ZeRO-3 collects garbage at each start
-    serve()
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.bind(sys.argv[1])
+        unix_socket.listen()
+        serve(unix_socket)

@@ -72,7 +72,8 @@ class TwoHosts:
         for host, space in self._spaces.items():
             _ip("netns", "add", space)
             (_ETC / space).mkdir(parents=True, exist_ok=True)
-            (_ETC / space / "hosts").write_text(self._etc_hosts(host), encoding="utf-8")
+            names = [f"{'127.0.1.1' if one == host else ADDRESSES[one]} {NAMES[one]}\n" for one in HOSTS]
+            (_ETC / space / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]), encoding="utf-8")
             (self._folder / host).mkdir()
         first, second = self._spaces.values()
         _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
@@ -80,13 +81,6 @@ class TwoHosts:
             self.ip(host, "link", "set", "lo", "up")
             self.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
             self.ip(host, "link", "set", INTERFACE, "up")
-
-    def _etc_hosts(self, host: str) -> str:
-        lines = ["127.0.0.1 localhost"]
-        for other in HOSTS:
-            address = "127.0.1.1" if other == host else ADDRESSES[other]
-            lines.append(f"{address} {NAMES[other]}")
-        return "\n".join(lines) + "\n"
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -106,13 +100,12 @@ class TwoHosts:
             script = [Path(sys.executable).with_name(program)] if program == "accelerate" else []
             inside = {"space": self._spaces[host], "name": NAMES[host],
                       "binds": {str(path): str(source) for path, source in (binds or {}).items()}}  # fmt: skip
-            process = fork([*script, *words], {"TESTS_WITHOUT_PAGES": "1", **variables}, inside=inside)
-            self._started.append(process)
-            return process
-        mounts = [shlex.join(["mount", "--bind", str(source), str(path)]) for path, source in (binds or {}).items()]
-        prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
-        shell = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
-        process = begin(["ip", "netns", "exec", self._spaces[host], *shell], variables)
+            process = fork([*script, *words], {"TESTS_WITHOUT_PAGES": "", **variables}, inside=inside)
+        else:
+            mounts = [shlex.join(["mount", "--bind", str(source), str(path)]) for path, source in (binds or {}).items()]
+            prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
+            shell = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
+            process = begin(["ip", "netns", "exec", self._spaces[host], *shell], variables)
         self._started.append(process)
         return process
 

@@ -22,11 +22,11 @@ from toolkit import launch
 
 
 def run_jobs(
-    folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300, pages: bool = False
+    folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300, **options: Any
 ) -> Finished:
     """Runs all jobs in the processes of `way`; each must succeed. Writes jobs.json to `folder`."""
     words = [write_jobs(folder, jobs), *way]
-    return recipe(*words, script="tests/jobs_worker.py", seconds=seconds, pages=pages).succeeded()
+    return recipe(*words, script="tests/jobs_worker.py", seconds=seconds, **options).succeeded()
 
 
 def run_named_jobs(

@@ -46,9 +46,7 @@ def oldest() -> list[str]:
 
 def changed_versions(python: Path) -> dict[str, tuple[str, str]]:
     """Package -> (version in constraints.txt, installed version), if they differ."""
-    listed = subprocess.run(
-        [python, "-m", "pip", "list", "--format", "json"], stdout=subprocess.PIPE, check=True
-    ).stdout
+    listed = subprocess.check_output([python, "-m", "pip", "list", "--format", "json"])
     installed = {_name(package["name"]): package["version"].split("+")[0] for package in json.loads(listed)}
     pins = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
     return {name: (pin, installed[_name(name)]) for name, pin in pins if installed.get(_name(name), pin) != pin}
@@ -69,19 +67,14 @@ def main() -> int:
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *(oldest() if options.oldest else newest(options.torch))], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
-    done = subprocess.run(
-        [python, "-m", "pytest", "-rfE", "--tb=short", *(pytest_arguments or FAST)], cwd=ROOT, check=False
-    )
+    pytest = [python, "-m", "pytest", "-rfE", "--tb=short", *(pytest_arguments or FAST)]
+    code = subprocess.run(pytest, cwd=ROOT, check=False).returncode
     differing = changed_versions(python)
     print("versions that differ from constraints.txt:" if differing else "all versions are those of constraints.txt")
     for name, (pin, installed) in differing.items():
         print(f"  {name} {pin} -> {installed}")
-    print(
-        "nothing broke"
-        if done.returncode == 0
-        else "what broke is listed above; docs/compatibility.md says where to look"
-    )
-    return done.returncode
+    print("what broke is listed above; docs/compatibility.md says where to look" if code else "nothing broke")
+    return code
 
 
 if __name__ == "__main__":

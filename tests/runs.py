@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ MORE_WAYS = {
 CLASSIFIER = ("sklearn.metrics", "sklearn.linear_model", "toolkit.report.html", "toolkit.report.card", "toolkit.run",
               "toolkit.training.prepare", "toolkit.launch.launcher", "recipes.cls")  # fmt: skip
 """What a fork server imports for recipes/cls.py: no package of an extra."""
+_servers: list[subprocess.Popen[bytes]] = []
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
 
@@ -127,7 +129,7 @@ class Process:
                 self.kill_session()
                 left = self.left()
                 raise AssertionError(f"it did not end in {seconds} s:\n{left.out[-3000:]}\n{left.err[-3000:]}")
-            time.sleep(0.005)
+            time.sleep(0.02)
         return code
 
     def finish(self, seconds: float = 60) -> Finished:
@@ -228,28 +230,36 @@ def fork(
         os.mkfifo(folder / "in")
         pipe = os.open(folder / "in", os.O_RDWR)
     variables = {**environment(), **(early or {}), **(env or {})}
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     request = {"argv": [str(word) for word in words], "env": variables, "folder": str(folder), "cwd": str(cwd),
-               "largest_file": largest_file, "inside": inside}  # fmt: skip
+               "cores": cores, "largest_file": largest_file, "inside": inside}  # fmt: skip
     server = _fork_server(imported, tuple((early or {}).items()))
-    assert server.stdin
-    assert server.stdout
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
+    print(json.dumps(request), file=server, flush=True)
 
     def poll() -> int | None:
         with contextlib.suppress(FileNotFoundError):
             return int((folder / "code").read_text())
         return None
 
-    return Process(folder, int(server.stdout.readline()), poll, pipe)
+    return Process(folder, int(server.readline()), poll, pipe)
 
 
 @functools.cache
-def _fork_server(imported: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
-    """One per session, imports and variables; it ends when its standard input is closed."""
-    command = [sys.executable, "tests/fork_server.py", *imported]
-    env = {**environment(), **dict(early)}
-    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def _fork_server(imported: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> Any:
+    """A connection to the server for these imports and variables, which all workers of a session share."""
+    name = hashlib.sha256(repr((imported, early)).encode()).hexdigest()[:8]
+    path = Path(os.environ.get("TOOLKIT_TESTS_FOLDER") or tempfile.mkdtemp()) / f"fork-server-{name}"
+    client = socket.socket(socket.AF_UNIX)
+    with FileLock(f"{path}.lock"):
+        if client.connect_ex(str(path)):  # it has not started, or has ended
+            path.unlink(missing_ok=True)
+            command = [sys.executable, "tests/fork_server.py", path, *imported]
+            env, none = {**environment(), **dict(early)}, subprocess.DEVNULL
+            _servers.append(server := subprocess.Popen(command, cwd=ROOT, env=env, stdin=none, stdout=none))
+            while client.connect_ex(str(path)):
+                assert server.poll() is None
+                time.sleep(0.05)
+    return client.makefile("rw")
 
 
 def start(
@@ -277,11 +287,12 @@ def recipe(
     script: str = "recipes/cls.py",
     seconds: float = 240,
     env: Mapping[str, str] | None = None,
-    pages: bool = False,
+    pages: bool | Iterable[str] = False,
     **options: Any,
 ) -> Finished:
-    """Runs `python SCRIPT ARGUMENTS` in a fork; without `pages` report.html is empty, and no model card is written."""
-    variables = {**(env or {}), **({} if pages else {"TESTS_WITHOUT_PAGES": "1"})}
+    """Runs `python SCRIPT ARGUMENTS` in a fork. Without `pages` (all, or those of runs of these names) report.html is
+    empty, and no model card and no baselines.json are written."""
+    variables = {**(env or {}), **({} if pages is True else {"TESTS_WITHOUT_PAGES": ",".join(pages or ())})}
     with fork([script, *arguments], variables, **options) as process:
         return process.finish(seconds)
 

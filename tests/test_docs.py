@@ -12,7 +12,8 @@ from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.config import sections_of, tasks
 
-PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 # options of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
@@ -64,5 +65,5 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     )
     known |= {option.removeprefix("--") for parser in subcommands.values() for option in parser._option_string_actions}
     assert not named - known - OTHERS
-    commands = set(re.findall(r"^toolkit ([\w-]+)|`toolkit ([\w-]+)", text, re.MULTILINE))
+    commands = set(re.findall(r"^toolkit ([\w-]+)|(?:`|bin/)toolkit ([\w-]+)", text, re.MULTILINE))
     assert {quoted or plain for plain, quoted in commands} <= set(subcommands)

@@ -13,18 +13,10 @@ from safetensors.torch import save_file
 
 from toolkit.errors import system_error_line
 
-FULL = Path("/dev/full")
-
-
-def write_to_a_full_disk() -> None:
-    with FULL.open("w") as file:
-        file.write("x")
-
-
 FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
     "missing": (lambda: Path("/no/such.json").read_text(), "/no/such.json: No such file or directory"),
     "a folder": (lambda: Path("/tmp").read_text(), "/tmp: Is a directory"),
-    "full": (write_to_a_full_disk, "No space left on device"),
+    "full": (lambda: Path("/dev/full").write_text("x"), "No space left on device"),
     "weights": (lambda: save_file({"a": torch.ones(1)}, "/no/such.safetensors"), "No such file or directory"),
     "memory": (lambda: bytearray(1 << 62), "out of memory"),
     "nested": (lambda: json.loads(100_000 * "["), "nested too deep"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 from tests.runs import ROOT, lines_of, start
 
 NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
-# replaces Jupyter's IPython.display where Jupyter is not installed
+# replaces Jupyter's IPython.display
 PLAIN = """
 import subprocess, sys, types
 sys.modules["IPython"], sys.modules["IPython.display"] = types.ModuleType("IPython"), types.ModuleType("display")
@@ -40,18 +39,10 @@ def test_the_script_writes_the_files_of_the_page(page: str, tmp_path: Path, monk
 @pytest.mark.slow
 def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
-        run = f"""import nbclient, nbformat
-notebook = nbformat.read({str(NOTEBOOK)!r}, 4)
-nbformat.validate(notebook)
-nbclient.NotebookClient(notebook, timeout=300).execute()
-print([output for cell in notebook.cells for output in cell.get("outputs", [])])
-"""
-    else:
-        cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-        code = "\n".join("".join(cell["source"]) for cell in cells)
-        run = PLAIN + re.sub(r"^!(.+)$", r"subprocess.run(f'''\1''', shell=True, check=True)", code, flags=re.MULTILINE)
-    (tmp_path / "run.py").write_text(run)
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    code = re.sub(r"^!(.+)$", r"subprocess.run(f'''\1''', shell=True, check=True)", code, flags=re.MULTILINE)
+    (tmp_path / "run.py").write_text(PLAIN + code)
     done = start(["bash", "-c", f"cd {tmp_path} && exec {sys.executable} run.py"], env=env).succeeded()
     assert "<iframe srcdoc=" in done.out
     assert "'prediction': 'pos'" in done.out

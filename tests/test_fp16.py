@@ -66,13 +66,9 @@ def last(run: Path) -> CheckpointReader:
 
 
 def tensors(reader: CheckpointReader, key: str) -> dict[str, torch.Tensor]:
-    stored_tensors = (
-        reader.weights if key == "weight" else {name: each[key] for name, each in reader.optimizer_state.items()}
-    )
-    return {
-        name: torch.frombuffer(stored.read(0, stored.count), dtype=torch.float32)
-        for name, stored in stored_tensors.items()
-    }
+    state = reader.optimizer_state.items()
+    stored = reader.weights if key == "weight" else {name: each[key] for name, each in state}
+    return {name: torch.frombuffer(each.read(), dtype=torch.float32) for name, each in stored.items()}
 
 
 def assert_skipped(folder: Path, single: Path) -> None:

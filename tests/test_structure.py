@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT as REPOSITORY
-from tests.runs import start
+from tests.runs import ROOT, start
 
-PACKAGE = REPOSITORY / "toolkit"
-RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
+PACKAGE = ROOT / "toolkit"
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # part of the toolkit -> its floor; an import may go down or stay on its floor
@@ -36,7 +35,7 @@ STRATEGY_WORDS = (
 
 
 def name_of(path: Path) -> str:
-    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -95,11 +94,11 @@ def test_no_import_goes_up_or_to_the_side() -> None:
             to_the_side = here in SIDE_BY_SIDE and part in SIDE_BY_SIDE and part != here
             to_a_feature = feature and feature_of(module) not in (feature, "")
             if FLOORS.get(part, -1) > FLOORS[here] or to_the_side or to_a_feature:
-                faults.append(f"{path.relative_to(REPOSITORY)}:{line} imports {module}")
+                faults.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
         if here in SIDE_BY_SIDE:  # in strings
             others = "|".join(set(SIDE_BY_SIDE) - {here})
             named = re.findall(rf"toolkit\.(?:{others})\b", path.read_text(encoding="utf-8"))
-            faults += [f"{path.relative_to(REPOSITORY)} names {module}" for module in named]
+            faults += [f"{path.relative_to(ROOT)} names {module}" for module in named]
     assert faults == []
 
 
@@ -135,16 +134,12 @@ def test_checkpoint_imports_no_deepspeed() -> None:
         assert not [line for line in at_the_top if line.startswith(("import deepspeed", "from deepspeed"))], path
 
 
-def strategy_words(text: str) -> list[str]:
-    """Whole words, `_` counted as a space; the names of config files in command lines are allowed."""
-    plain = re.sub(r"(accelerate_configs|ds_configs)/\w+\.(yaml|json)", "", text)
-    return re.findall(rf"(?<![a-z])(?!zero_grad)(?:{STRATEGY_WORDS})(?![a-z0-9])", plain.lower())
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_is_short_shows_its_loop_and_holds_no_word_of_a_strategy(path: Path) -> None:
+    """Whole words, `_` counted as a space; the names of config files in command lines are allowed."""
     text = path.read_text(encoding="utf-8")
-    assert strategy_words(text) == []
+    plain = re.sub(r"(accelerate_configs|ds_configs)/\w+\.(yaml|json)", "", text).lower()
+    assert re.findall(rf"(?<![a-z])(?!zero_grad)(?:{STRATEGY_WORDS})(?![a-z0-9])", plain) == []
     assert len(text.splitlines()) <= 150
     loops = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.For)]
     assert any("backward" in ast.unparse(node) for node in loops)

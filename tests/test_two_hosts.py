@@ -37,8 +37,8 @@ def on_both(*command: str | Path) -> dict[str, list[str]]:
 
 
 def assert_run(done: Mapping[str, Finished], folder: Path, reference: Path, processes: int = 2) -> None:
-    for host, finished in done.items():
-        assert finished.code == 0, f"{host}: {finished.err[-3000:]}"
+    for finished in done.values():
+        finished.succeeded()
     assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == processes
     assert f"machines: hostA (rank{'s' * (processes > 2)} 0" in done["a"].err
     assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
@@ -136,9 +136,8 @@ def test_hosts_that_have_ipv6_alone(words: list[str], hosts: TwoHosts) -> None:
         hosts.ip(host, "addr", "del", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
     try:
         done = hosts.run_both(on_both(*WORKER, *words), SECONDS)
-        doctors = hosts.run_both(
-            on_both(sys.executable, "-m", "toolkit", "doctor", "--peers", "fd77::1,fd77::2"), SECONDS
-        )
+        doctor = on_both(sys.executable, "-m", "toolkit", "doctor", "--peers", "fd77::1,fd77::2")
+        doctors = hosts.run_both(doctor, SECONDS)
     finally:
         for number, host in enumerate("ab", 1):
             hosts.ip(host, "addr", "del", f"fd77::{number}/64", "dev", INTERFACE)
@@ -271,11 +270,8 @@ def test_failure_of_one_host_ends_both_and_the_command_resumes(
     again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
     assert "resuming from" in again["a"].succeeded().err
     assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
-    fault(
-        f"two machines: {what}",
-        error_of(done["a"]),
-        "the steps since the last checkpoint; the same command goes on exactly",
-    )
+    lost = "the steps since the last checkpoint; the same command goes on exactly"
+    fault(f"two machines: {what}", error_of(done["a"]), lost)
 
 
 @pytest.mark.slow
@@ -313,7 +309,8 @@ def test_launchers_survive(
         finally:
             hosts.heal()
     done = hosts.finish_both(started, SECONDS)
-    assert [finished.code for finished in done.values()] == [0, 0], done["a"].err[-3000:]
+    for finished in done.values():
+        finished.succeeded()
     assert ("attempt 2 of 2" in done["a"].err) == ("resuming from" in done["a"].err) == ("killed" in what)
     assert losses_of(tmp_path / "run") == pytest.approx(long_reference, rel=1e-5)
 

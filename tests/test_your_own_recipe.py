@@ -111,7 +111,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
                    "--output_dir", runs / name]  # fmt: skip
             jobs += [[*job, *HALF]] if name.endswith("again") else []
             jobs.append([*job, "--max_steps", STEPS])
-        run_jobs(runs, WAYS[way], jobs, 900, pages=not WAYS[way])
+        run_jobs(runs, WAYS[way], jobs, 900, pages=["metric"] if way == "single" else [])
         return runs
 
     return run
@@ -218,6 +218,13 @@ def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[.
         assert losses_of(several) == pytest.approx(losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6)
 
 
+BACKWARD, CLIP, AFTER = (
+    "accelerator.backward(",
+    "        grad_norm = acc",
+    "        run.after(step, grad_norm, evaluate)",
+)
+LOSS, OPTIMIZER = "step.mean(objective(batch, logits))", "    optimizer = toolkit.make"
+SGD = "torch.optim.SGD(model.parameters(), lr=0.1)"
 # a wrong edit -> (a way to start, an edit of the page, text in it, its replacement, parts of the error)
 WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a parameter of the loss alone": (
@@ -236,58 +243,48 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "an optimizer that is not stepped": (
         "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()"),
     ),
-    "a plain backward": (
-        "single", "metric", "accelerator.backward(step.mean(objective(batch, logits)))",
-        "step.mean(objective(batch, logits)).backward()", ("step 1", "accelerator.backward"),
-    ),
+    **{f"a plain backward{precision}": (
+        "single", "metric", f"{BACKWARD}{LOSS})", f"{LOSS}.backward()", ("step 1", "accelerator.backward"),
+    ) for precision in ("", " in fp16")},
     "clipping fp16's scaled gradients": (
         "single", "metric", "accelerator.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(",
         ("step 1", "accelerator.clip_grad_norm_"),
-    ),
-    "a plain backward in fp16": (
-        "single", "metric", "accelerator.backward(step.mean(objective(batch, logits)))",
-        "step.mean(objective(batch, logits)).backward()", ("step 1", "accelerator.backward"),
     ),
     "clipping a part of the model under DeepSpeed": (
         "zero2 x2", "metric", "clip_grad_norm_(model.parameters()", "clip_grad_norm_(model.classifier.parameters()",
         ("accelerator.clip_grad_norm_", "model.parameters()"),
     ),
     "clipping by value under DeepSpeed": (
-        "zero2 x2", "metric", "        grad_norm = acc",
-        "        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n        grad_norm = acc",
-        ("--max_grad_norm",),
+        "zero2 x2", "metric", CLIP,
+        f"        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n{CLIP}", ("--max_grad_norm",),
     ),
     "a second pass under DeepSpeed": (
-        "zero2 x2", "metric", "        grad_norm = acc",
-        "        next(iter(step.micro_batches(model)))\n        grad_norm = acc", ("step 1", "ddp"),
+        "zero2 x2", "metric", CLIP, f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "ddp"),
     ),
     "a gradient's hook under FSDP2": (
-        "fsdp2 x2", "metric", "    optimizer = toolkit.make",
-        "    model.classifier.weight.register_hook(lambda gradient: gradient * 0)\n    optimizer = toolkit.make",
+        "fsdp2 x2", "metric", OPTIMIZER,
+        f"    model.classifier.weight.register_hook(lambda gradient: gradient * 0)\n{OPTIMIZER}",
         ("classifier.weight", "ddp"),
     ),
     "gathering values of micro-batches": (
-        "ddp x2", "metric", "            accelerator.backward(",
-        "            accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index])\n"
-        "            accelerator.backward(",
+        "ddp x2", "metric", BACKWARD,
+        f"accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index])\n            {BACKWARD}",
         ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce"),
     ),
     "a gradient penalty under DeepSpeed": (
-        "zero2 x2", "metric", "step.mean(objective(batch, logits))",
+        "zero2 x2", "metric", LOSS,
         "step.mean(objective(batch, logits) + torch.autograd.grad(logits.sum(), model.classifier.weight, "
         "create_graph=True)[0].square().sum())",
         ("torch.autograd.grad", "ddp"),
     ),
     "a part of the model before the model under FSDP2": (
-        "fsdp2 x2", "metric", "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator",
-        "            model.get_input_embeddings()(batch.inputs['input_ids'])\n"
+        "fsdp2 x2", "metric", "logits = model(**batch.inputs).logits  # (B, C)\n            accelerator",
+        "model.get_input_embeddings()(batch.inputs['input_ids'])\n"
         "            logits = model(**batch.inputs).logits\n            accelerator",
         ("FSDP2", "ddp"),
     ),
     "a model that torch compiles": (
-        "single", "metric", "    optimizer = toolkit.make",
-        "    model = torch.compile(model)\n    optimizer = toolkit.make",
-        ("--torch_compile true",),
+        "single", "metric", OPTIMIZER, f"    model = torch.compile(model)\n{OPTIMIZER}", ("--torch_compile true",),
     ),
     "a step without a closure": (
         "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
@@ -301,27 +298,24 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         ("accelerator.clip_grad_norm_", "--max_grad_norm"),
     ),
     "parameters that the loss does not use": (
-        "ddp x2", "metric", "    optimizer = toolkit.make",
-        "    model.unused = torch.nn.Linear(2, 2)\n    optimizer = toolkit.make", ("unused.weight", "unused.bias"),
+        "ddp x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
+        ("unused.weight", "unused.bias"),
     ),
     "an optimizer that was not prepared": (
-        "zero2 x2", "metric", "    objective = toolkit.make",
-        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    objective = toolkit.make",
+        "zero2 x2", "metric", "    objective = toolkit.make", f"    optimizer = {SGD}\n    objective = toolkit.make",
         ("SGD", "toolkit.prepare"),
     ),
     "a loop without a resume": (
         "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",),
     ),
-    "a step that is not finished": (
-        "single", "metric", "        run.after(step, grad_norm, evaluate)", "        ", ("step 1", "run.after("),
-    ),
+    "a step that is not finished": ("single", "metric", AFTER, "        ", ("step 1", "run.after(")),
     "requires_grad while training": (
         "ddp x2", "metric", "        model.train()\n",
         "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
         ("bert.embeddings.word_embeddings.weight", "--unfreeze_every"),
     ),
     "a sharded parameter in the loop": (
-        "zero3 x2", "learned", "step.mean(objective(batch, logits))",
+        "zero3 x2", "learned", LOSS,
         "step.mean(objective(batch, logits) + toolkit.unwrapped(model).loss.bias.sum())",
         ("loss.bias", "docs/your-own-recipe.md"),
     ),
@@ -349,9 +343,7 @@ def test_a_wrong_edit_is_an_error_before_a_wrong_step(
 
 
 def test_a_loop_that_ends_early_is_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
-    text = edited([])
-    after = "        run.after(step, grad_norm, evaluate)"
-    (tmp_path / "own_early.py").write_text(text.replace(after, f"{after}\n        break"), encoding="utf-8")
+    (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, f"{AFTER}\n        break"), encoding="utf-8")
     files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
     run_jobs(tmp_path, [], [["own_early", *files, *COMMON]])
     assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [1]

@@ -1,6 +1,6 @@
 """Runs recipes/cls.py and notes, step by step, what makes a process wait: collectives, and numbers read by the host.
 
-python tests/waits_worker.py NOTES.json ARGUMENTS_OF_THE_RECIPE
+NOTES=NOTES.json python tests/waits_worker.py ARGUMENTS_OF_THE_RECIPE
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ class Waits(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
+WAITS = Waits()
+
+
 def noting_begin(steps: Steps) -> Iterator[Any]:
-    with Waits() as waits:
+    with WAITS:
         for step in begin(steps):
             STEPS.append({"computing": [], "clipping": [], "logging": [], "after": []})
-            waits.noted = STEPS[-1]["computing"]
+            WAITS.noted = STEPS[-1]["computing"]
             yield step
 
     if steps.accelerator.is_main_process:
@@ -49,24 +52,16 @@ def noting_begin(steps: Steps) -> Iterator[Any]:
 
 
 def noting_clip(*given: Any) -> Any:
-    mode = _mode()
-    mode.noted = STEPS[-1]["clipping"]
+    WAITS.noted = STEPS[-1]["clipping"]
     norm = clip(*given)
-    mode.noted = STEPS[-1]["computing"]
+    WAITS.noted = STEPS[-1]["computing"]
     return norm
 
 
 def noting_finish(steps: Steps, step: Any, grad_norm: Any) -> Iterator[Any]:
-    mode = _mode()
-    mode.noted = STEPS[-1]["logging"]
+    WAITS.noted = STEPS[-1]["logging"]
     yield from finish(steps, step, grad_norm)
-    mode.noted = STEPS[-1]["after"]
-
-
-def _mode() -> Any:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Waits))
+    WAITS.noted = STEPS[-1]["after"]
 
 
 # as on a GPU, where a mask is not looked at

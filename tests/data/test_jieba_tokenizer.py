@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.faults import refusal
+from tests.runs import ROOT
 from toolkit.data.jieba_tokenizer import is_jieba, load_jieba, load_words_first, words_first
 from toolkit.data.read import read_demo
 from toolkit.features.titles.readable import HAN, readable, without_token_spaces
@@ -174,7 +175,7 @@ def test_added_tokens_are_whole(ours: Any) -> None:
     assert "[SEP]" not in ours.tokenize("我们[SEP]", split_special_tokens=True)
 
 
-def test_it_is_silent_and_leaves_no_file(tmp_path: Path, repository: Path) -> None:
+def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
     """Two processes at once, with an empty temporary folder and no compiled jieba to hide its warnings."""
     code = (
         "import sys; from toolkit.data.jieba_tokenizer import load_jieba; assert 'jieba' not in sys.modules; "
@@ -183,7 +184,7 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path, repository: Path) -> No
     )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(repository)}
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "always:invalid escape", "-c", code]
     options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     started = [subprocess.Popen(command, **options) for _ in range(2)]
