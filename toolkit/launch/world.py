@@ -79,6 +79,8 @@ def make_accelerator(
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     if on_cpu and deepspeed:
+        # as DeepSpeed's launcher does; without it ZeRO-3 starts `numactl` at each reduction, to count devices
+        os.environ.setdefault("LOCAL_SIZE", str(place.local_world_size))
         _skip_shared_memory_kernel()
     _quiet_libraries()
     if sharded and not on_cpu:
