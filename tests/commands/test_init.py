@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.runs import environment, lines_of, slow_but, start
-from toolkit import cli
+from toolkit.cli import build_parser
 from toolkit.commands import init
 from toolkit.errors import UserError
 from toolkit.launch.network import free_port
@@ -39,13 +39,8 @@ def files_of(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def run_init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["toolkit", "init", *arguments])
-    cli._run(cli.commands())
-
-
-def test_init_copies_every_recipe_and_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    run_init(monkeypatch, str(tmp_path / "my work"))
+def test_init_copies_every_recipe_and_config_file(tmp_path: Path, capsys: Any) -> None:
+    init.run(build_parser().parse_args(["init", str(tmp_path / "my work")]))
     assert files_of(tmp_path / "my work") == SHIPPED
     out = capsys.readouterr().out
     assert f"{len(SHIPPED)} files copied to {tmp_path}/my work" in out
@@ -58,7 +53,7 @@ def test_init_overwrites_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "cls.py").write_text("print('mine')\n")
     shutil.copy(REPOSITORY / "recipes" / "title.py", tmp_path / "recipes")
-    run_init(monkeypatch)
+    init.run(build_parser().parse_args(["init"]))
     assert (tmp_path / "recipes" / "cls.py").read_text() == "print('mine')\n"
     out = capsys.readouterr().out
     assert f"{len(SHIPPED) - 2} files copied" in out

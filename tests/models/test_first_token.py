@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,18 +37,10 @@ def make(family: str, attention: str) -> Any:
 
 def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
     """How many positions (of 9, without `input_ids`) the last layer's feed-forward network computes."""
-    dense, widths = model.get_submodule(encoder).encoder.layer[-1].intermediate.dense, []
-
-    def forward(states: torch.Tensor) -> torch.Tensor:
-        widths.append(states.shape[1])
-        return type(dense).forward(dense, states)
-
-    dense.forward = forward
-    try:
+    dense = model.get_submodule(encoder).encoder.layer[-1].intermediate.dense
+    with patch.object(dense, "forward", wraps=dense.forward) as forward:
         model(**{"input_ids": torch.ones(2, 9, dtype=torch.long), **options})
-    finally:
-        del dense.forward
-    return widths[-1]
+    return int(forward.call_args.args[0].shape[1])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

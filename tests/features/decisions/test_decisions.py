@@ -12,12 +12,13 @@ import pytest
 
 import toolkit
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, lines_of, start, train
+from tests.runs import WAYS, assert_same_run, lines_of, start, train
 from tests.test_jobs import write_rows
 from toolkit.evaluation.answers import labels_of
 from toolkit.features.decisions.decisions import saved_decisions
 from toolkit.pretrained import load_config
 
+pytestmark = pytest.mark.multiprocess
 COMMON = ["--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--global_batch_size", 20, "--dropout", 0,
           "--per_device_batch_size", 6, "--learning_rate", "1e-2", "--report_to", "none", "--mixed_precision", "no",
           "--metric_for_best_model", "loss"]  # fmt: skip
@@ -55,7 +56,6 @@ def saved(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "model" / "decisions.json").read_text()))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["two", "several"])
 def test_the_same_under_every_launch_and_when_resumed_at_the_end(name: str, runs: dict[str, Path]) -> None:
     one, two = runs["single"] / name, runs["ddp x2"] / name
@@ -63,14 +63,9 @@ def test_the_same_under_every_launch_and_when_resumed_at_the_end(name: str, runs
     assert saved(two)["temperature"] == pytest.approx(saved(one)["temperature"], rel=1e-3)
     assert saved(two)["thresholds"] == pytest.approx(saved(one)["thresholds"], abs=1e-4)
     assert saved(two)["step"] == saved(one)["step"]
-    mine, theirs = (lines_of(run / "predictions.jsonl") for run in (two, one))
-    assert [line["prediction"] for line in mine] == [line["prediction"] for line in theirs]
-    last, expected = (lines_of(run / "eval.jsonl")[-1] for run in (two, one))
-    for name in ("loss", "accuracy", "f1_macro"):
-        assert last[name] == pytest.approx(expected[name], rel=1e-5)
+    assert_same_run(two, one)
 
 
-@pytest.mark.multiprocess
 def test_the_test_rows_are_evaluated_with_and_without_decisions(runs: dict[str, Path]) -> None:
     run, plain = runs["single"] / "two", runs["single"] / "plain"
     last, without = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, plain))
@@ -100,7 +95,6 @@ def test_the_test_rows_are_evaluated_with_and_without_decisions(runs: dict[str, 
     assert "decisions.json" not in (plain / "model" / "README.md").read_text()
 
 
-@pytest.mark.multiprocess
 def test_all_that_loads_the_model_applies_decisions(runs: dict[str, Path], tmp_path: Path, no_launcher: None) -> None:
     root = runs["ddp x2"]
     run, rows = root / "two", pd.read_csv(root / "test.csv")
@@ -120,7 +114,6 @@ def test_all_that_loads_the_model_applies_decisions(runs: dict[str, Path], tmp_p
         assert (saved_decisions(str(tmp_path / name), labels) is None) is not has_file
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2"])
 def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path: Path) -> None:
     run, out = runs["single"] / "two", tmp_path / "out"
@@ -139,7 +132,6 @@ def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path:
         start([*command, "--overwrite"]).says_in_one_line("--overwrite")
 
 
-@pytest.mark.multiprocess
 def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:
     for name in JOBS:
         run = runs["ddp x2"] / name
@@ -152,7 +144,6 @@ def test_a_run_is_compared_with_baselines(runs: dict[str, Path]) -> None:
         assert "tf-idf + logistic regression" in (run / "report.html").read_text()
 
 
-@pytest.mark.multiprocess
 def test_a_finished_run_is_tuned_again_with_other_settings(runs: dict[str, Path], tiny_model: Path) -> None:
     folder = runs["ddp x2"]
     run = folder / "two"

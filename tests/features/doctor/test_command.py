@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.conftest import REPOSITORY
 from tests.features.doctor.test_job import OWN, needs_address
-from tests.runs import Finished, environment, start
+from tests.runs import Finished, begin, start
 from toolkit.launch import network
 
 DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
@@ -81,10 +81,8 @@ def test_a_wrong_command_line_is_one_line() -> None:
 def test_ctrl_c() -> None:
     command = [*DOCTOR, "--peers", f"{OWN},192.0.2.77", "--main_process_port", str(network.free_port()),
                "--timeout", "60"]  # fmt: skip
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr.readline().startswith("waiting for rank 1")
+    with begin(command) as process:
+        assert process.line("err").startswith("waiting for rank 1")
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (130, "interrupted\n")
+        done = process.finish(20)
+    assert (done.code, done.err) == (130, "interrupted\n")

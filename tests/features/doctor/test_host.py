@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import replace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.runs import begin
 from toolkit.features.doctor import host
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch.nodes import Nodes
@@ -41,11 +41,10 @@ def test_the_lock_of_a_running_and_of_a_killed_build(tmp_path: Path) -> None:
     """The lock is created as by torch's FileBaton."""
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
+    with begin([sys.executable, "-c", HOLD, lock]) as process:
+        assert process.line() == "held\n"
         (alive,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
         assert (alive.level, "deepspeed_shm_comm is being built" in alive.text) == ("note", True)
-        process.kill()
     (stale,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert (stale.level, stale.remedy) == ("fail", f"rm {lock}")
     assert "deepspeed_shm_comm" in stale.text

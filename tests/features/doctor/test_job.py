@@ -54,9 +54,7 @@ def test_settings_of_a_users_recipe(tmp_path: Path) -> None:
         ("--timeout soon", "see toolkit doctor --help"),
         ("--peers 10.0.0.1", "--machines would have no effect"),
         ("--peers 192.0.2.77,192.0.2.78", "none of 192.0.2.77, 192.0.2.78 is an address of this machine"),
-        ("--peers 127.0.0.1,192.0.2.77", "127.0.0.1 is a loopback address"),
         ("--config_file absent.yaml", "there is no config file absent.yaml"),
-        ("--main_process_port 99999", "99999 is not a TCP port"),
         ("--config_file", "--config_file.*expected one argument"),
     ],
 )

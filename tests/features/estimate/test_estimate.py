@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,11 @@ from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 
 from tests.faults import refusal
-from tests.models.test_bigbird import fast, make
 from tests.runs import WAYS, lines_of, train
 from tests.splits import of_lengths
-from toolkit import cli
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.features.estimate.feature import FEATURE
-from toolkit.models import bigbird
 from toolkit.training import estimate
 from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
 from toolkit.training.steps import make_schedule
@@ -75,17 +71,6 @@ def test_padding_masks_on_a_gpu(model: Any) -> None:
     assert estimate._mask_bytes(model, {"input_ids": (1, 100)}, torch.bfloat16) == 0  # a single text has none
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert estimate._mask_bytes(model, shapes, torch.float32) == 4 * 100 * 100 * 4
-
-
-def test_a_bigbird_runs_on_data_afterwards() -> None:
-    """Its tables of blocks are cached."""
-    sparse = fast(make(num_hidden_layers=1), "flex")
-    sparse.bert.pooler = None  # as in a loaded classifier
-    one, two = (activations(sparse, samples, 1024) for samples in (1, 2))
-    assert one < two
-    assert sparse.bert.fast_attention == "flex"
-    bigbird.install(sparse, "gathered")
-    assert sparse.train()(input_ids=torch.ones(1, 1024, dtype=torch.long)).logits.isfinite().all()
 
 
 def sharded(model: Any, settings: TrainingSettings, device: str = "cuda", **zero: Any) -> dict[str, Memory]:
@@ -166,11 +151,10 @@ def test_a_run_with_auto(way: str, tiny_model: Path, reviews: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("first", ["MODEL", "cls", "recipes/bigbird.py", "title"])
-def test_the_command(first: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command(first: str, tiny_model: Path, capsys: Any) -> None:
     words = [str(tiny_model)] if first == "MODEL" else [first, "--model_name_or_path", str(tiny_model)]
     more = ["--num_processes", "4", "--max_length", "100", "--per_device_batch_size", "4", "--mixed_precision", "no"]
-    monkeypatch.setattr(sys, "argv", ["toolkit", "estimate", *words, *more])
-    cli._run(cli.commands())
+    FEATURE.commands[0].run([*words, *more])
     screen = capsys.readouterr().out
     assert "the peak of each of 4 processes, with micro-batches of 4 texts of 100 tokens" in screen
     rows = {line.split()[0]: line for line in screen.splitlines() if line}
