@@ -13,15 +13,7 @@ import pytest
 import torch
 
 from tests.splits import of_lengths
-from toolkit.data.batches import (
-    IGNORED,
-    Collator,
-    GlobalBatches,
-    collator_of,
-    even_width,
-    micro_batches,
-    most_micro_batches,
-)
+from toolkit.data.batches import Collator, GlobalBatches, collator_of, even_width, micro_batches, most_micro_batches
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.features.titles.data import TitleCollator, TitleSplit
 
@@ -195,7 +187,7 @@ def test_each_token_of_a_title_is_told_those_before_it(titled: TitleSplit, side:
     assert set(batch.inputs) == {"decoder_input_ids", *texts.inputs}
     assert all(torch.equal(batch.inputs[name], tensor) for name, tensor in texts.inputs.items())
     assert (batch.samples, batch.tokens, batch.ids.tolist()) == (texts.samples, texts.tokens, texts.ids.tolist())
-    assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_denominators(indices).tolist()
+    assert (batch.labels != -100).sum(1).tolist() == titled.loss_denominators(indices).tolist()
 
 
 def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split, titled: TitleSplit) -> None:

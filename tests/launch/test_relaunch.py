@@ -28,16 +28,8 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from tests.runs import fork
-from toolkit.launch import launcher
-from toolkit.launch.environment import (
-    FAILURE_DETECTOR,
-    GPU_PEER_TIMEOUT,
-    MARKER,
-    TIMEOUTS,
-    Place,
-    place_of,
-    timeout_seconds,
-)
+from toolkit.launch import environment, launcher
+from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, timeout_seconds
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan_launch, relaunch_if_requested, split_arguments
@@ -317,7 +309,7 @@ OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
 def test_clean_environment(outer: dict[str, str]) -> None:
     cleaned = clean_environment(outer | OTHERS)
-    assert place_of(cleaned) == Place("python", 0, 1, 0, 1)
+    assert environment.place_of(cleaned) == environment.Place("python", 0, 1, 0, 1)
     assert cleaned.items() >= OTHERS.items()
 
 
