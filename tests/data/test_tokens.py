@@ -119,7 +119,6 @@ print(np.take(ids, [len(ids) - 1]))
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_a_line(tmp_path: Path, fault: Fault) -> None:
-    """It was a bus error."""
     (tmp_path / "train").mkdir()
     for name in ("input_ids", "offsets", "labels", "rows"):
         np.save(tmp_path / "train" / f"{name}.npy", np.zeros(1 << 20, np.int32))

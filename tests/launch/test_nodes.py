@@ -112,8 +112,7 @@ def test_source_of_the_rank(
      ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
 )  # fmt: skip
 def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, str], source: str) -> None:
-    says = (f"rank {next(iter({**options, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
-            "pass --machine_rank 0 on the first and up to 1")  # fmt: skip
+    says = (f"rank {next(iter({**options, **env}.values()))} ({source})", "mine.yaml", "--machine_rank 0", "up to 1")
     refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
 
 

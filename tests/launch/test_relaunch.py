@@ -36,7 +36,6 @@ from toolkit.launch.relaunch import clean_environment, plan_launch, relaunch_if_
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
-ONE_MACHINE = [path for path in CONFIGS if not path.name.startswith("2node")]
 TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
 DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 by_name = attrgetter("name")
@@ -107,7 +106,7 @@ def test_deepspeed_files(path: Path) -> None:
     assert any(f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text() for config in CONFIGS)
 
 
-@pytest.mark.parametrize("path", ONE_MACHINE, ids=by_name)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name)
 def test_plan_of_one_machine(path: Path) -> None:
     assert load_config_from_file(str(path)).num_machines == 1  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
@@ -295,12 +294,6 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert arguments.config_file == str(REPOSITORY / "accelerate_configs/zero2.yaml")
     assert arguments.num_processes == requested["num_processes"] == 7
     assert (arguments.max_restarts, deepspeed_file_of(arguments)) == (3, "zero3.json")
-
-
-def test_module() -> None:
-    options, _ = split_arguments(["--config_file", "accelerate_configs/ddp.yaml"])
-    arguments = launch_command_parser().parse_args(plan_launch(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
-    assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "toolkit", ["a.csv"])
 
 
 OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
