@@ -264,8 +264,7 @@ def truth_of(way: Way) -> dict[str, torch.Tensor]:
                 actual[f"{key}.{name}"] = value.view(copy.shape) if value.numel() == copy.numel() else value
             if name in steps:
                 actual[f"step.{name}"] = torch.tensor(steps[name])
-            if not torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)):
-                raise AssertionError(f"{name}: the weight is not its master")
+            assert torch.equal(copy, actual[f"weight.{name}"].to(copy.dtype)), f"{name}: the weight is not its master"
     for name, buffer in persistent_buffers(way.state.module):
         actual[f"buffer.{name}"] = buffer.clone()
     return actual

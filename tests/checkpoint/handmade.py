@@ -81,7 +81,4 @@ def save_state(
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    actual: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        actual |= load_file(path)
-    return actual
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

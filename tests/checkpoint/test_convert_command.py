@@ -165,9 +165,7 @@ def test_the_old_folder_stays_when_the_new_one_fails(
         return real(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    message = refusal(
-        convert, run, out, overwrite=True, dtype="bf16", match="Input/output error; nothing was left behind"
-    )
+    message = refusal(convert, run, out, overwrite=True, dtype="bf16", match="Input/output error; nothing was left")
     assert (out / "model.safetensors").read_bytes() == before
     assert names_in(tmp_path) == ["out", "run"]
     fault("a disk that fails while convert replaces OUT", message, "nothing: OUT is the old one")

@@ -168,12 +168,8 @@ def test_a_parameter_that_was_saved_under_its_other_name(tmp_path: Path) -> None
     """As by DeepSpeed, or another version of the model's class."""
     saved, fresh = trained(1), trained(2)
     reader = save(saved, tmp_path / "one")
-    renamed = {
-        key: {
-            ("head.weight" if name == "embed.weight" else name): value for name, value in getattr(reader, key).items()
-        }
-        for key in ("weights", "optimizer_state", "optimizer_scalars")
-    }
+    parts, other = ("weights", "optimizer_state", "optimizer_scalars"), {"embed.weight": "head.weight"}
+    renamed = {part: {other.get(name, name): value for name, value in getattr(reader, part).items()} for part in parts}
     tied = {"embed.weight": "head.weight", "alias.weight": "head.weight"}
     restore(fresh, dataclasses.replace(reader, **renamed, tied=tied), 3)
     assert_same(snapshot(fresh), snapshot(saved))

@@ -19,12 +19,10 @@ from toolkit.checkpoint.live import DTYPE_NAMES as NAMES
 from toolkit.checkpoint.safetensors_header import lay_out, read_header
 from toolkit.checkpoint.save import bytes_of
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
-
 
 def many() -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
-    for number, dtype in enumerate(DTYPES):
+    for number, dtype in enumerate(NAMES):
         made[f"b{number}.权重"] = torch.ones(3, number + 1).to(dtype)
         made[f"a{number}"] = torch.arange(5).to(dtype)
     return made

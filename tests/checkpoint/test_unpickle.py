@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.serialization import config as serialization
 
 from tests.checkpoint.handmade import rewritten
 from tests.faults import Fault, refusal
@@ -95,9 +96,7 @@ def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
 def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
-    message = refusal(
-        open_torch_archive, file, match=r"mp_rank_00_model_states\.pt needs posix\.system, .*nothing was executed"
-    )
+    message = refusal(open_torch_archive, file, match=r"mp_rank_00_model_states\.pt needs posix\.system, ")
     assert not (tmp_path / "mark").exists()
     fault("a checkpoint that would run a command", message)
 
@@ -163,11 +162,8 @@ def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, match: str,
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
+    with serialization.patch("save.compute_crc32", False):
         torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model.bin")
-    finally:
-        torch.serialization.set_crc32_options(True)
     reader = open_checkpoint(tmp_path)
     assert reader.weights["a"].read() == torch.arange(3.0).numpy().tobytes()
     message = r"pytorch_model\.bin .*without checksums .*--without_checksums"

@@ -13,12 +13,11 @@ from tests.checkpoint.write_fixture import LAST, STEP, job
 from tests.runs import losses_of, start, train
 from toolkit.checkpoint.folder import find_fault, read_manifest
 
-VERSIONS = sorted((Path(__file__).parent / "written_by").iterdir())
 FORMATS = {"0.1.0": 1}
 """Version -> the `format` of its manifests. A new format gets a reader for each of these."""
 
 
-@pytest.fixture(params=VERSIONS, ids=lambda folder: folder.name)
+@pytest.fixture(params=sorted((Path(__file__).parent / "written_by").iterdir()), ids=lambda folder: folder.name)
 def written(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 

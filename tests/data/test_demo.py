@@ -55,9 +55,8 @@ def test_the_demo_data_sets(tables: dict[str, Table], name: str, rows: range, la
 
 def test_reviews_and_articles_are_clean_texts(tables: dict[str, Table]) -> None:
     imdb, bbc = (tables[name].rows for name in ("imdb", "bbc"))
-    assert not [
-        text for text in (*imdb["text"], *bbc["text"]) if DAMAGED.search(text) or text != text.strip() or not text
-    ]
+    texts = [*imdb["text"], *bbc["text"]]
+    assert not [text for text in texts if DAMAGED.search(text) or text != text.strip() or not text]
     assert not [text for text in imdb["text"] if "<br" in text or "&#" in text]
     assert sum("\n" in text for text in imdb["text"]) > 10_000  # paragraphs are kept
     assert any("for Mutu, a £15.8m" in text for text in bbc["text"])  # the one file that is not UTF-8

@@ -46,8 +46,7 @@ def test_pairs_are_tokenized_together(tiny_model: Path, prepared: Callable[..., 
     batch = Collator(split, tokenizer, torch.device("cpu"))(np.arange(4))
     theirs = tokenizer(QUESTIONS, ANSWERS, truncation="longest_first", max_length=24, padding=True, return_tensors="pt")
     assert ("token_type_ids" in batch.inputs) == (kind is not as_roberta)
-    assert batch.inputs.keys() == theirs.keys()
-    assert all(torch.equal(batch.inputs[name], theirs[name]) for name in theirs)
+    torch.testing.assert_close(batch.inputs, dict(theirs))
     assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
     shorter = Collator(split.truncate(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
@@ -74,11 +73,7 @@ def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any
     [
         (ROWS, {"text_pair": "anwser"}, r"has no column 'anwser' \(did you mean answer\?\).*--text_pair"),
         (ROWS, {"text_pair": "question"}, "--text_pair question is the first text's column too"),
-        (
-            [*ROWS, {**ROWS[0], "answer": " "}],
-            {"text_pair": "answer"},
-            r"column 'answer' is empty in 1 of 5 rows \(rows 5\)",
-        ),
+        ([*ROWS, {**ROWS[0], "answer": " "}], {"text_pair": "answer"}, r"'answer' is empty in 1 of 5 rows \(rows 5\)"),
         (ROWS, {"text_pair": "answer", "max_length": 3}, "--max_length 3 holds no token of a text beside the 3"),
     ],
 )

@@ -77,12 +77,7 @@ def test_texts_that_are_also_in_training_and_cut_ones_are_said(prepared: Prepare
     assert data.train.lengths.max() == 20
 
 
-EMPTY = [
-    {"text": "a", "label": "x"},
-    {"text": " \n", "label": "y"},
-    {"text": "b", "label": "y"},
-    {"text": None, "label": "x"},
-]
+EMPTY = [{"text": text, "label": label} for text, label in (("a", "x"), (" \n", "y"), ("b", "y"), (None, "x"))]
 
 
 def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(prepared: Prepare) -> None:

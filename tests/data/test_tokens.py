@@ -14,16 +14,6 @@ from transformers import AutoTokenizer
 from tests.faults import Fault, refusal
 from tests.runs import recipe
 from toolkit.data import tokens
-from toolkit.data.tokens import (
-    Counts,
-    choose_max_length,
-    encode_blocks,
-    encode_texts,
-    fingerprint,
-    load_split,
-    save_texts,
-    save_tokens,
-)
 from toolkit.utils import progress
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
@@ -37,17 +27,18 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     before, labels, rows = tokenizer.backend_tokenizer.to_str(), np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
-    counts = save_tokens(folder, encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5), unknown=1)
-    arrays = encode_texts(tokenizer, TEXTS, 20)
+    blocks = tokens.encode_blocks(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5)
+    counts = tokens.save_tokens(folder, blocks, unknown=1)
+    arrays = tokens.encode_texts(tokenizer, TEXTS, 20)
     assert tokenizer.backend_tokenizer.to_str() == before  # saved with the model, whether or not this made the tokens
-    assert counts == Counts(1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"]))
+    assert counts == tokens.Counts(1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"]))
     for name, array in arrays.items():  # appended, and as numpy writes it whole
         np.save(tmp_path / "whole.npy", array)
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    list(save_texts(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)]))
-    split = load_split(tmp_path, "train")
+    list(tokens.save_texts(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)]))
+    split = tokens.load_split(tmp_path, "train")
     assert len(split) == 5
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
     assert [split.tokens(place).tolist() for place in range(5)] == theirs
@@ -55,7 +46,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert split.lengths.tolist() == [len(split.tokens(place)) for place in range(5)]
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
-    list(save_texts(folder / "texts.jsonl", [(["a\nb"], ["c\nd"])]))
+    list(tokens.save_texts(folder / "texts.jsonl", [(["a\nb"], ["c\nd"])]))
     assert split.texts() == ["a b\nc\nd"]  # the first line is the pair's first text
     assert isinstance(split.input_ids, np.memmap)
 
@@ -63,7 +54,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize("change", ["word", "side", "lower"])
 def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Path, change: str) -> None:
     before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
-    fresh = fingerprint(before)
+    fresh = tokens.fingerprint(before)
     before(TEXTS, truncation=True, max_length=7, padding=True)
     if change == "word":
         after.add_tokens(["hello"])
@@ -74,9 +65,9 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Pa
 
         after.backend_tokenizer.normalizer = NFC()
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
-    tokens_before, tokens_after = (encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after))
-    assert tokens_before != tokens_after
-    assert fresh == fingerprint(before) != fingerprint(after)
+    first, second = (tokens.encode_texts(side, texts, 9)["input_ids"].tolist() for side in (before, after))
+    assert first != second
+    assert fresh == tokens.fingerprint(before) != tokens.fingerprint(after)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +88,19 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Pa
 )
 def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespace, chosen: int) -> None:
     tokenizer = SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2)
-    assert choose_max_length(wanted, tokenizer, model) == chosen
+    assert tokens.choose_max_length(wanted, tokenizer, model) == chosen
     if wanted is None and chosen == 512:
         longest = config() if model.max_position_embeddings != 514 else model
-        refusal(choose_max_length, 513, tokenizer, longest, match="--max_length 513: the model has 512 positions")
+        refusal(tokens.choose_max_length, 513, tokenizer, longest, match="--max_length 513: the model has 512")
 
 
 def test_progress_is_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
-    encode_texts(tokenizer, TEXTS, 20)
+    tokens.encode_texts(tokenizer, TEXTS, 20)
     assert capsys.readouterr().err == ""
     for name in ("FIRST_SECONDS", "LINE_SECONDS"):
         monkeypatch.setattr(progress, name, 0.0)
-    encode_texts(tokenizer, TEXTS, 20)
+    tokens.encode_texts(tokenizer, TEXTS, 20)
     *_, before, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"tokens: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
     assert last.startswith("tokens: 5 of 5 texts")
@@ -128,7 +119,6 @@ print(np.take(ids, [len(ids) - 1]))
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_a_line(tmp_path: Path, fault: Fault) -> None:
-    """It was a bus error."""
     (tmp_path / "train").mkdir()
     for name in ("input_ids", "offsets", "labels", "rows"):
         np.save(tmp_path / "train" / f"{name}.npy", np.zeros(1 << 20, np.int32))

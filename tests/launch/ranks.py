@@ -85,17 +85,15 @@ class Group:
                 **(env if isinstance(env, Mapping) else env[rank] if env else {}),
             }
             script = folder / f"rank{rank}.py"
-            script.write_text(
-                _RANK.format(body=body.strip().replace("\n", "\n    "), before=(before or {}).get(rank, ""))
-            )
+            indented = body.strip().replace("\n", "\n    ")
+            script.write_text(_RANK.format(body=indented, before=(before or {}).get(rank, "")))
             self.ranks.append(fork([script], variables, stdin=True, imported=("torch.distributed", "toolkit.launch")))
 
     def await_line(self, word: str = "here") -> None:
         """Waits until each rank has printed this line."""
         for rank, process in enumerate(self.ranks):
             line = process.line().strip()
-            if line != word:
-                raise AssertionError(f"rank {rank} printed {line!r}, not {word!r}: {self._errors()}")
+            assert line == word, f"rank {rank} printed {line!r}, not {word!r}: {self._errors()}"
 
     def release(self, *ranks: int) -> None:
         """Writes the line that `wait_for_line` waits for."""

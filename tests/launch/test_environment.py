@@ -140,7 +140,6 @@ def test_missing_address_or_port(env: dict[str, str], says: str) -> None:
     refusal(set_torch_variables, dict(env), match=says)
 
 
-DDP = ["--config_file", str(CONFIGS / "ddp.yaml")]
 SCRIPT = """
 import os, sys
 from toolkit import launch
@@ -161,7 +160,7 @@ if __name__ == "__main__":
 # name -> (words before the script, words after it, processes)
 WAYS: dict[str, tuple[list[str], list[str], int]] = {
     "torchrun": (["torchrun", "--standalone", "--nproc_per_node", "2"], [], 2),
-    "python and a file": ([sys.executable], DDP, 2),
+    "python and a file": ([sys.executable], ["--config_file", str(CONFIGS / "ddp.yaml")], 2),
     "accelerate, one process": (["accelerate", "launch", "--num_processes", "1"], [], 1),
 }
 
@@ -179,7 +178,6 @@ def test_threads_of_each_launcher(way: str, variable: list[str], tmp_path: Path)
 
 ACCELERATE, OURS = {"ACCELERATE_MIXED_PRECISION": "x"}, {MARKER: "x"}
 ONE = {"OMP_NUM_THREADS": "1"}
-OPTION = "/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +194,7 @@ OPTION = "/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py"
         (ONE | OURS, [("python cls.py --config_file ddp.yaml", {})], None),
         (ONE | OURS, [("python cls.py --config_file ddp.yaml", ONE), ("bash", {})], 1),
         (ONE | OURS, [("python cls.py", ONE | ACCELERATE), ("/bin/accelerate launch cls.py", {})], None),
-        (ONE | ACCELERATE, [(OPTION, {})], 1),
+        (ONE | ACCELERATE, [("/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py", {})], 1),
         (ONE, [("deepspeed cls.py", ONE)], 1),  # set for a container, say
     ],
 )

@@ -112,17 +112,13 @@ def test_source_of_the_rank(
      ({}, {"SLURM_NODEID": "77"}, "SLURM_NODEID")],
 )  # fmt: skip
 def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, str], source: str) -> None:
-    says = (f"rank {next(iter({**options, **env}.values()))} ({source})", "mine.yaml is for 2 machines",
-            "pass --machine_rank 0 on the first and up to 1")  # fmt: skip
+    says = (f"rank {next(iter({**options, **env}.values()))} ({source})", "mine.yaml", "--machine_rank 0", "up to 1")
     refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
 
 
 def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
-    message = refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
-    number = (tmp_path / "mine.yaml").read_text().splitlines().index(f"main_process_ip: {PLACEHOLDER}") + 1
-    assert number > 1
-    for part in (f"{tmp_path / 'mine.yaml'}, line {number}", PLACEHOLDER, "--main_process_ip"):
-        assert part in message
+    says = (f"{tmp_path / 'mine.yaml'}, line 3", PLACEHOLDER, "--main_process_ip")
+    refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
 
 
 @pytest.mark.parametrize(

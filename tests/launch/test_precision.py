@@ -15,14 +15,6 @@ from tests.launch.ranks import run_group
 from tests.runs import start
 from toolkit.config import PretrainedSettings
 from toolkit.launch import precision
-from toolkit.launch.precision import (
-    BERT_BASE,
-    auto_precision,
-    choose_matmul_precision,
-    faster_precision,
-    measure_cached,
-    slowest_times,
-)
 from toolkit.pretrained import layer_of
 
 
@@ -39,7 +31,7 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    result, why = auto_precision(None, 1)
+    result, why = precision.auto_precision(None, 1)
     assert result == chosen
     assert "GPU 1" in why
 
@@ -61,7 +53,7 @@ def test_precision_of_a_launch_config(
 ) -> None:
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
-    assert auto_precision(launched, None)[0] == chosen
+    assert precision.auto_precision(launched, None)[0] == chosen
 
 
 @pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "auto"), (False, "auto")])
@@ -71,7 +63,7 @@ def test_precision_of_a_deepspeed_config(
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": enabled}, "fp16": {"enabled": "auto"}}))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert auto_precision({}, None)[0] == chosen
+    assert precision.auto_precision({}, None)[0] == chosen
 
 
 @pytest.mark.parametrize(
@@ -82,7 +74,7 @@ def test_tf32_follows_the_final_precision(device: str, setting: str, matmul: str
     """Whether auto, a resumed checkpoint or `--mixed_precision` chose it."""
     accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=setting)
     try:
-        choose_matmul_precision(accelerator)
+        precision.choose_matmul_precision(accelerator)
         assert torch.get_float32_matmul_precision() == matmul
         assert device == "cpu" or torch.backends.cudnn.allow_tf32 is (matmul == "high")
     finally:
@@ -96,22 +88,22 @@ SMALL = (32, 64)
 def test_trial_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    first = measure_cached(SMALL)
+    first = precision.measure_cached(SMALL)
     assert set(first) == {"no", "bf16"}
     assert min(first.values()) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)  # the losses of a run do not depend on it
     monkeypatch.setattr(precision, "measure", lambda widths: {"no": 1.0, "bf16": float(widths[0])})
-    assert measure_cached(SMALL) == first
-    assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    assert precision.measure_cached(SMALL) == first
+    assert precision.measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # another CPU
-    assert measure_cached(SMALL) == {"no": 1.0, "bf16": 32.0}
+    assert precision.measure_cached(SMALL) == {"no": 1.0, "bf16": 32.0}
     for file in (tmp_path / "precision").glob("*.json"):
         file.write_text("")  # a power cut
-    assert measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    assert precision.measure_cached((48, 64)) == {"no": 1.0, "bf16": 48.0}
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
-    assert measure_cached(SMALL) == {"no": 1.0, "bf16": 32.0}
+    assert precision.measure_cached(SMALL) == {"no": 1.0, "bf16": 32.0}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +117,7 @@ def test_trial_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_faster_precision(trials: list[Any], chosen: str) -> None:
-    assert faster_precision(slowest_times(trials)) == chosen
+    assert precision.faster_precision(precision.slowest_times(trials)) == chosen
 
 
 @pytest.mark.slow
@@ -142,7 +134,7 @@ def test_emulated_bf16(limit: str) -> None:
     [
         ({"model_type": "bert", "hidden_size": 384, "intermediate_size": 1536}, (384, 1536)),
         ({"model_type": "distilbert", "dim": 128, "hidden_dim": 256}, (128, 256)),
-        (None, BERT_BASE),
+        (None, precision.BERT_BASE),
     ],
 )
 def test_layer_of(config: dict[str, Any] | None, widths: tuple[int, int], tmp_path: Path) -> None:

@@ -28,23 +28,14 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from tests.runs import fork
-from toolkit.launch import launcher
-from toolkit.launch.environment import (
-    FAILURE_DETECTOR,
-    GPU_PEER_TIMEOUT,
-    MARKER,
-    TIMEOUTS,
-    Place,
-    place_of,
-    timeout_seconds,
-)
+from toolkit.launch import environment, launcher
+from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, timeout_seconds
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan_launch, relaunch_if_requested, split_arguments
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
-ONE_MACHINE = [path for path in CONFIGS if not path.name.startswith("2node")]
 TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
 DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 by_name = attrgetter("name")
@@ -115,7 +106,7 @@ def test_deepspeed_files(path: Path) -> None:
     assert any(f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text() for config in CONFIGS)
 
 
-@pytest.mark.parametrize("path", ONE_MACHINE, ids=by_name)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name)
 def test_plan_of_one_machine(path: Path) -> None:
     assert load_config_from_file(str(path)).num_machines == 1  # accelerate itself accepts it
     assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
@@ -305,19 +296,13 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (arguments.max_restarts, deepspeed_file_of(arguments)) == (3, "zero3.json")
 
 
-def test_module() -> None:
-    options, _ = split_arguments(["--config_file", "accelerate_configs/ddp.yaml"])
-    arguments = launch_command_parser().parse_args(plan_launch(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
-    assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "toolkit", ["a.csv"])
-
-
 OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
 
 
 @pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
 def test_clean_environment(outer: dict[str, str]) -> None:
     cleaned = clean_environment(outer | OTHERS)
-    assert place_of(cleaned) == Place("python", 0, 1, 0, 1)
+    assert environment.place_of(cleaned) == environment.Place("python", 0, 1, 0, 1)
     assert cleaned.items() >= OTHERS.items()
 
 

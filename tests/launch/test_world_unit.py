@@ -19,13 +19,11 @@ from tests.faults import refusal
 from tests.runs import fork
 from toolkit.launch import rendezvous, require_equal, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import _check_devices, _parse_launch, launch_info, requested_processes, verify_world
+from toolkit.launch.world import _check_devices, _parse_launch, launch_info, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
 ALONE = Place("python", 0, 1, 0, 1)
-
-
 OPTION = "accelerate launch --num_processes"
 
 
@@ -61,15 +59,6 @@ def test_mixed_precision_of_a_launch(tmp_path: Path) -> None:
         assert (_parse_launch(words) or {})["mixed_precision"] == precision
 
 
-def test_accelerate_launch_among_the_parents(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert requested_processes(ALONE) == (1, "python")
-    assert launch_info()["config_file"] is None
-    lines = [["bash"], ["python", "/bin/accelerate", "launch", "--num_processes", "2", "cls.py"]]
-    above = [SimpleNamespace(cmdline=lambda line=line: line) for line in lines]
-    monkeypatch.setattr(world.psutil, "Process", lambda: SimpleNamespace(parents=lambda: above))
-    assert requested_processes(ALONE) == (2, "accelerate launch --num_processes")
-
-
 def test_command_is_known_after_its_launcher_has_ended(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`deepspeed` ends at Ctrl-C, and the run prints the command later."""
     lines = ("python3 -m deepspeed.launcher.launch long.py", "/bin/python /bin/deepspeed long.py",
@@ -85,6 +74,7 @@ def test_command_is_known_after_its_launcher_has_ended(no_launcher: None, monkey
 
 def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_world(accelerator, ALONE)
+    assert launch_info()["config_file"] is None
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 

@@ -19,8 +19,7 @@ from toolkit.utils.compat import TESTED, require
 NAMES = {
     "torch.distributed.distributed_c10d": (
         "pg_map", "_device_types", "_get_backend", "default_pg_timeout", "default_pg_nccl_timeout"),
-    "torch.nn.modules.module": (
-        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "torch.nn.modules.module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
     "torch._functorch.config": ("force_non_lazy_backward_lowering", "donated_buffer"),
     "torch._inductor.choices": ("get_flex_attention_bwd_configs",),

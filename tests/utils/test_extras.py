@@ -15,11 +15,10 @@ from tests.runs import CLASSIFIER, ROOT, Finished, fork
 from toolkit.checkpoint.tensor_index import combine, crc32, crc32_combine
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-OF_TESTS = {"all", "dev", "docs"}
 PACKAGES = {
     extra: [re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines]  # type: ignore[index]
     for extra, lines in EXTRAS.items()
-    if extra not in OF_TESTS
+    if extra not in {"all", "dev", "docs"}
 }
 # extra (: package) -> a command that needs it
 NEEDS = {

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.test_folder import names_in
 from tests.faults import refusal
 from toolkit.errors import UserError
 from toolkit.utils import files
 from toolkit.utils.files import draft_path, explain_write_errors, replace_file, replace_folder
 from toolkit.utils.units import size_text
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("existing", ["file", "link", "dangling link"])
@@ -39,7 +36,7 @@ def test_replace_file(tmp_path: Path, flush: bool) -> None:
         assert path.read_text() == text
     with pytest.raises(TypeError), replace_file(path) as draft:
         draft.open("w").writelines(["half", 2])  # type: ignore[list-item]
-    assert (path.read_text(), names(path.parent)) == ("second", ["a.txt"])
+    assert (path.read_text(), names_in(path.parent)) == ("second", ["a.txt"])
     for target in ("a", "b"):  # of a link
         (tmp_path / target).mkdir()
         with replace_file(tmp_path / "last") as draft:
@@ -51,14 +48,14 @@ def test_replace_folder(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out"
     with pytest.raises(FileNotFoundError), replace_folder(path) as draft:
         (draft / "x" / "y").touch()
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
     for text in ("first", "second"):
         with replace_folder(path, overwrite=True) as draft:
             (draft / "x").write_text(text)
     message = f"cannot write {path}: Directory not empty; nothing was left behind"
     with pytest.raises(UserError, match=message), explain_write_errors(path), replace_folder(path) as draft:
         (draft / "x").write_text("third")
-    assert ((path / "x").read_text(), names(path.parent)) == ("second", ["out"])
+    assert ((path / "x").read_text(), names_in(path.parent)) == ("second", ["out"])
 
 
 @pytest.mark.parametrize(
@@ -84,17 +81,17 @@ def test_only_own_parents_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("ours", "theirs"):
         with pytest.raises(FileNotFoundError), replace_folder(tmp_path / name / "deep" / "out") as draft:
             (draft / "x" / "y").touch()
-    assert names(tmp_path) == ["theirs"]
+    assert names_in(tmp_path) == ["theirs"]
 
 
 def test_spare(tmp_path: Path) -> None:
     def spare(old: Path) -> None:
-        raise UserError(f"it holds {names(old)}")
+        raise UserError(f"it holds {names_in(old)}")
 
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="thesis"), replace_folder(tmp_path / "out", True, spare=spare):
         (tmp_path / "out" / "thesis.txt").touch()
-    assert (names(tmp_path), names(tmp_path / "out")) == (["out"], ["thesis.txt"])
+    assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out"], ["thesis.txt"])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_remove_drafts(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / ".hidden").touch()
     files.remove_drafts(tmp_path)
-    assert names(tmp_path) == [".hidden", "adapter", "model"]
+    assert names_in(tmp_path) == [".hidden", "adapter", "model"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from tests.faults import refusal
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokens import load_tokenizer
+from toolkit.launch.network import free_port
 from toolkit.utils.hub import check_reachable
 
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> str:
     """A hub on a closed port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        hub = f"http://127.0.0.1:{free.getsockname()[1]}"
+    hub = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     check_reachable.cache_clear()

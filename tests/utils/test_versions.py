@@ -27,18 +27,12 @@ def test_versions_are_those_of_the_installed_libraries() -> None:
     assert installed["code"] == versions.code_digest()
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small package in the place of this one."""
-    root = tmp_path / "toolkit"
-    (root / "launch").mkdir(parents=True)
-    (root / "a.py").write_text("a = 1\n")
-    (root / "launch" / "b.py").write_text("b = 2\n")
-    monkeypatch.setattr(versions, "_ROOT", root)
-    return root
-
-
-def test_code_digest_changes_with_the_recipe_and_any_module(package: Path, tmp_path: Path) -> None:
+def test_code_digest_changes_with_the_recipe_and_any_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "toolkit"
+    (package / "launch").mkdir(parents=True)
+    (package / "a.py").write_text("a = 1\n")
+    (package / "launch" / "b.py").write_text("b = 2\n")
+    monkeypatch.setattr(versions, "_ROOT", package)
     changes: list[Callable[[], object]] = [
         lambda: (package / "launch" / "b.py").write_text("b = 2\r\n"),
         lambda: (package / "empty.py").touch(),
