@@ -9,7 +9,7 @@ B samples, nh heads, S tokens, H = nh * hs hidden
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -103,27 +103,48 @@ class BigBirdModel(theirs.BigBirdModel):
         # not on a GPU, where the check synchronises
         if attention_mask is None and input_ids is not None and input_ids.device.type == "cpu":
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
-        inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
-                  "inputs_embeds": inputs_embeds}  # fmt: skip
-        return self._encode(inputs, _visible(attention_mask), **options)
+        embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
+                    "inputs_embeds": inputs_embeds}  # fmt: skip
+        return self._encode(embedded, _visible(attention_mask), **options)
 
     @merge_with_config_defaults
     @capture_outputs
-    def _encode(self, inputs: dict[str, Tensor | None], visible: Tensor | None, **options: Any) -> Output:
-        hidden = self.embeddings(**inputs)  # (B, S, H)
-        length, block, positions = hidden.shape[1], self.config.block_size, self.config.max_position_embeddings
-        missing = 0 if runs_full(self, length) else -length % block
-        if length + missing > positions:
-            raise UserError(
-                f"{length} tokens, padded to blocks of {block}, do not fit the {positions} positions of this BigBird: "
-                f"pass --max_length {positions // block * block}"
-            )
-        if missing:  # masked, so its values do not matter
-            visible = torch.ones_like(hidden[..., 0], dtype=torch.bool) if visible is None else visible
-            hidden, visible = F.pad(hidden, (0, 0, 0, missing)), F.pad(visible, (0, missing))
-        hidden = self.encoder(hidden, to_mask=visible).last_hidden_state
+    def _encode(self, embedded: dict[str, Tensor | None], visible: Tensor | None, **options: Any) -> Output:
+        ids, embeds = embedded["input_ids"], embedded["inputs_embeds"]
+        tokens = cast(Tensor, embeds)[..., 0] if ids is None else ids  # (B, S); positions may be (1, S)
+        length = tokens.shape[1]
+        if not runs_full(self, length):
+            visible, embedded = self._padded(tokens, visible, embedded)
+        hidden = self.encoder(self.embeddings(**embedded), to_mask=visible).last_hidden_state
         pooled = None if self.pooler is None else self.activation(self.pooler(hidden[:, 0]))
         return Output(last_hidden_state=hidden[:, :length], pooler_output=pooled)
+
+    def _padded(
+        self, tokens: Tensor, visible: Tensor | None, embedded: dict[str, Tensor | None]
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        """Pads the mask and the inputs to a multiple of the block, as transformers does."""
+        length, block = tokens.shape[1], self.config.block_size
+        missing = -length % block
+        if embedded["position_ids"] is None and length + missing > self.config.max_position_embeddings:
+            raise UserError(
+                f"{length} tokens, padded to blocks of {block}, do not fit the {self.config.max_position_embeddings} "
+                f"positions of this BigBird: pass --max_length {self.config.max_position_embeddings // block * block}"
+            )
+        if missing:
+            embedded = {name: self._pad(name, value, missing) for name, value in embedded.items()}
+            visible = torch.ones_like(tokens, dtype=torch.bool) if visible is None else visible
+            visible = F.pad(visible, (0, missing))
+        return visible, embedded
+
+    def _pad(self, name: str, value: Tensor | None, missing: int) -> Tensor | None:
+        """`_pad_to_block_size` without its log line, which would break a compiled graph."""
+        padding = self.config.pad_token_id or 0
+        if value is None:
+            return None
+        if name == "inputs_embeds":
+            ids = torch.full((len(value), missing), padding, dtype=torch.long, device=value.device)
+            return torch.cat([value, self.embeddings(ids)], dim=1)
+        return F.pad(value, (0, missing), value=0 if name == "token_type_ids" else padding)
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:
