@@ -218,113 +218,79 @@ def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[.
         assert losses_of(several) == pytest.approx(losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6)
 
 
+MAKE, CLIP = "    optimizer = toolkit.make", "        grad_norm = acc"
+LOSS = "step.mean(objective(batch, logits))"
 # a wrong edit -> (a way to start, an edit of the page, text in it, its replacement, parts of the error)
 WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a parameter of the loss alone": (
         "single", "sgd", "momentum=0.9)",
         "momentum=0.9)\n    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
-        ("of shape (3,)", "docs/your-own-recipe.md"),
-    ),
-    "a schedule that accelerate steps once per process": (
-        "ddp x2", "schedule", "    run = toolkit.Run(",
-        "    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))\n    run = toolkit.Run(",
-        ("StepLR", "toolkit.custom_scheduler", "docs/your-own-recipe.md"),
-    ),
+        ("of shape (3,)", "docs/your-own-recipe.md")),
     "a scheduler that is not stepped": (
-        "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
-    ),
+        "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()")),
     "an optimizer that is not stepped": (
-        "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()"),
-    ),
-    "a plain backward": (
-        "single", "metric", "accelerator.backward(step.mean(objective(batch, logits)))",
-        "step.mean(objective(batch, logits)).backward()", ("step 1", "accelerator.backward"),
-    ),
+        "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()")),
     "clipping fp16's scaled gradients": (
         "single", "metric", "accelerator.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(",
-        ("step 1", "accelerator.clip_grad_norm_"),
-    ),
+        ("step 1", "accelerator.clip_grad_norm_")),
     "a plain backward in fp16": (
-        "single", "metric", "accelerator.backward(step.mean(objective(batch, logits)))",
-        "step.mean(objective(batch, logits)).backward()", ("step 1", "accelerator.backward"),
-    ),
+        "single", "metric", f"accelerator.backward({LOSS})", f"{LOSS}.backward()", ("step 1", "accelerator.backward")),
     "clipping a part of the model under DeepSpeed": (
         "zero2 x2", "metric", "clip_grad_norm_(model.parameters()", "clip_grad_norm_(model.classifier.parameters()",
-        ("accelerator.clip_grad_norm_", "model.parameters()"),
-    ),
+        ("accelerator.clip_grad_norm_", "model.parameters()")),
     "clipping by value under DeepSpeed": (
-        "zero2 x2", "metric", "        grad_norm = acc",
-        "        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n        grad_norm = acc",
-        ("--max_grad_norm",),
-    ),
+        "zero2 x2", "metric", CLIP,
+        f"        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n{CLIP}", ("--max_grad_norm",)),
     "a second pass under DeepSpeed": (
-        "zero2 x2", "metric", "        grad_norm = acc",
-        "        next(iter(step.micro_batches(model)))\n        grad_norm = acc", ("step 1", "ddp"),
-    ),
+        "zero2 x2", "metric", CLIP, f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "ddp")),
     "a gradient's hook under FSDP2": (
-        "fsdp2 x2", "metric", "    optimizer = toolkit.make",
-        "    model.classifier.weight.register_hook(lambda gradient: gradient * 0)\n    optimizer = toolkit.make",
-        ("classifier.weight", "ddp"),
-    ),
+        "fsdp2 x2", "metric", MAKE,
+        f"    model.classifier.weight.register_hook(lambda gradient: gradient * 0)\n{MAKE}",
+        ("classifier.weight", "ddp")),
     "gathering values of micro-batches": (
         "ddp x2", "metric", "            accelerator.backward(",
         "            accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index])\n"
         "            accelerator.backward(",
-        ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce"),
-    ),
+        ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce")),
     "a gradient penalty under DeepSpeed": (
-        "zero2 x2", "metric", "step.mean(objective(batch, logits))",
+        "zero2 x2", "metric", LOSS,
         "step.mean(objective(batch, logits) + torch.autograd.grad(logits.sum(), model.classifier.weight, "
         "create_graph=True)[0].square().sum())",
-        ("torch.autograd.grad", "ddp"),
-    ),
+        ("torch.autograd.grad", "ddp")),
     "a part of the model before the model under FSDP2": (
         "fsdp2 x2", "metric", "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator",
         "            model.get_input_embeddings()(batch.inputs['input_ids'])\n"
         "            logits = model(**batch.inputs).logits\n            accelerator",
-        ("FSDP2", "ddp"),
-    ),
+        ("FSDP2", "ddp")),
     "a model that torch compiles": (
-        "single", "metric", "    optimizer = toolkit.make",
-        "    model = torch.compile(model)\n    optimizer = toolkit.make",
-        ("--torch_compile true",),
-    ),
+        "single", "metric", MAKE, f"    model = torch.compile(model)\n{MAKE}", ("--torch_compile true",)),
     "a step without a closure": (
         "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
-        ("Mine", "positional argument"),
-    ),
+        ("Mine", "positional argument")),
     "a clipping norm that DeepSpeed ignores": (
-        "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm"),
-    ),
+        "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm")),
     "clipping by torch, which DeepSpeed ignores": (
         "zero2 x2", "metric", "accelerator.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_",
-        ("accelerator.clip_grad_norm_", "--max_grad_norm"),
-    ),
+        ("accelerator.clip_grad_norm_", "--max_grad_norm")),
     "parameters that the loss does not use": (
-        "ddp x2", "metric", "    optimizer = toolkit.make",
-        "    model.unused = torch.nn.Linear(2, 2)\n    optimizer = toolkit.make", ("unused.weight", "unused.bias"),
-    ),
+        "ddp x2", "metric", MAKE, f"    model.unused = torch.nn.Linear(2, 2)\n{MAKE}",
+        ("unused.weight", "unused.bias")),
     "an optimizer that was not prepared": (
         "zero2 x2", "metric", "    objective = toolkit.make",
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    objective = toolkit.make",
-        ("SGD", "toolkit.prepare"),
-    ),
+        ("SGD", "toolkit.prepare")),
     "a loop without a resume": (
-        "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",),
-    ),
+        "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",)),
     "a step that is not finished": (
-        "single", "metric", "        run.after(step, grad_norm, evaluate)", "        ", ("step 1", "run.after("),
-    ),
+        "single", "metric", "        run.after(step, grad_norm, evaluate)", "        ", ("step 1", "run.after(")),
     "requires_grad while training": (
         "ddp x2", "metric", "        model.train()\n",
         "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
-        ("bert.embeddings.word_embeddings.weight", "--unfreeze_every"),
-    ),
+        ("bert.embeddings.word_embeddings.weight", "--unfreeze_every")),
     "a sharded parameter in the loop": (
-        "zero3 x2", "learned", "step.mean(objective(batch, logits))",
+        "zero3 x2", "learned", LOSS,
         "step.mean(objective(batch, logits) + toolkit.unwrapped(model).loss.bias.sum())",
-        ("loss.bias", "docs/your-own-recipe.md"),
-    ),
+        ("loss.bias", "docs/your-own-recipe.md")),
 }  # fmt: skip
 
 
