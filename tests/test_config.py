@@ -18,8 +18,7 @@ from toolkit.errors import UserError
 from toolkit.features.titles.settings import TitleSettings
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
-SECTIONS = sections_of(TaskSettings)
-ALL_NAMES = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+ALL_NAMES = [field.name for section in sections_of(TaskSettings).values() for field in dataclasses.fields(section)]
 RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 
 

@@ -153,9 +153,8 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
         assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_unsuitable_teachers(teacher: Path, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    data = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--max_steps", 1, "--report_to", "none",
-            "--output_dir", tmp_path / "run"]  # fmt: skip
+def test_unsuitable_teachers(teacher: Path, tiny_model: Path, tiny_job: list[str], tmp_path: Path) -> None:
+    data = [*tiny_job, "--max_steps", 1, "--output_dir", tmp_path / "run"]
     for name in ("names", "tokens"):
         shutil.copytree(teacher, tmp_path / name)
     edit_json(tmp_path / "names/config.json", id2label={0: "good", 1: "neg"}, label2id={"good": 0, "neg": 1})
@@ -192,7 +191,6 @@ def test_the_first_layer_is_the_pretrained_one(tiny_model: Path) -> None:
     first, kept = (dict(model.bert.encoder.layer[0].state_dict()) for model in (teacher, student))
     torch.testing.assert_close(kept, first, rtol=0, atol=0)
     assert student(torch.ones(1, 8, dtype=torch.long)).logits.shape == (1, 2)
-    assert student.config.num_hidden_layers == 1
 
 
 @pytest.mark.parametrize("name", ["ModernBERT", "DeBERTa-v2", "DistilBERT", "Longformer", "Qwen3"])

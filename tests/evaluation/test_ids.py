@@ -67,8 +67,6 @@ def test_outputs_are_in_the_order_of_the_file(accelerator: Accelerator, count: i
 
 
 class DuplicateIds(Collator):
-    """Gives one sample the id of another."""
-
     def __call__(self, indices: np.ndarray) -> object:  # type: ignore[override]
         batch = super().__call__(indices)
         batch.ids[batch.ids == 6] = 3

@@ -253,8 +253,6 @@ SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_g
 
 
 class Small(torch.nn.Sequential):
-    """Two linear layers and a config."""
-
     config = SimpleNamespace(hidden_size=8)
 
     def __init__(self) -> None:
