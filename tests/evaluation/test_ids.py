@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,8 +67,6 @@ def test_outputs_are_in_the_order_of_the_file(accelerator: Accelerator, count: i
 
 
 class DuplicateIds(Collator):
-    """Gives one sample the id of another."""
-
     def __call__(self, indices: np.ndarray) -> object:  # type: ignore[override]
         batch = super().__call__(indices)
         batch.ids[batch.ids == 6] = 3
@@ -80,19 +79,15 @@ def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch
         predict(accelerator, Echo(), split_of(10), TOKENIZER, 4)
 
 
-class Diverged(Echo):
-    """Outputs infinity for samples of two tokens."""
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SimpleNamespace:
-        output = super().forward(input_ids, attention_mask)
-        output.logits[output.logits[:, 1] == 2] = torch.inf
-        return output
-
-
 def test_outputs_that_are_not_finite_raise_with_the_rows(accelerator: Accelerator) -> None:
-    split = split_of(20)
+    split, model = split_of(20), Echo()
+
+    def diverge(*call: Any) -> None:
+        call[-1].logits[call[-1].logits[:, 1] == 2] = torch.inf  # of samples of two tokens
+
+    model.register_forward_hook(diverge)
     rows = ", ".join(str(row + 1) for row in split.rows[split.lengths == 2])
-    refusal(predict, accelerator, Diverged(), split, TOKENIZER, 4, match=f"rows {rows}:")
+    refusal(predict, accelerator, model, split, TOKENIZER, 4, match=f"rows {rows}:")
 
 
 def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> None:

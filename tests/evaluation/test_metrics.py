@@ -110,9 +110,9 @@ def test_a_metric_of_the_recipe_selects_the_best_model() -> None:
 
 
 @pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
-def test_numpy_and_torch_metrics_become_numbers(score: Any, tmp_path: Path) -> None:
+def test_metrics_become_json(score: Any, tmp_path: Path) -> None:
     metrics = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
-               "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
+               "by": {np.int64(7): [torch.ones(2)]}, "worst": [{"f1": -math.inf}], "path": Path("a")}  # fmt: skip
     for name in ("score", "right"):
         settings = TrainingSettings(metric_for_best_model=name)
         best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: metrics)
@@ -124,6 +124,7 @@ def test_numpy_and_torch_metrics_become_numbers(score: Any, tmp_path: Path) -> N
     line = json.loads((tmp_path / "eval.jsonl").read_text())
     assert {key: line[key] for key in metrics} == {
         "score": 0.25, "right": 3, "bad": None, "each": [[0, 1], [2, 3]], "by": {"7": [[1, 1]]},
+        "worst": [{"f1": None}], "path": "a",
     }  # fmt: skip
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.faults import refusal
 from tests.training.test_optimizer import tiny
 from toolkit.config import TaskSettings, build
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError
 from toolkit.objective import Objective, make_objective
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import sample_losses
@@ -129,7 +129,5 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
     torch.testing.assert_close(objective(batch, outputs), expected + outputs[:, 0])
     torch.testing.assert_close(objective.losses(outputs, batch.labels), expected)
     # and terms that do not fit
-    with pytest.raises(UserError, match="--r_drop_alpha"):
-        objective_of(tiny("bert"), "regression", r_drop_alpha=1)
-    with pytest.raises(UserError, match="Linear has no input embeddings"):
-        Adversarial(Objective(loss_fn), torch.nn.Linear(2, 2), 1)
+    refusal(objective_of, tiny("bert"), "regression", r_drop_alpha=1, match="--r_drop_alpha")
+    refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, match="Linear has no input embeddings")

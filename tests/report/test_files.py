@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import resource
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.features.predict.parts import Parts
 from toolkit.report.card import write_card
-from toolkit.report.files import RunFiles, dumps, latest_per_step, read_lines
+from toolkit.report.files import RunFiles, latest_per_step, read_lines
 from toolkit.report.html import write_report_of_folder
 from toolkit.report.record import last_evaluation
 
@@ -84,11 +83,6 @@ def test_predictions_of_an_evaluation_that_is_done_again_are_removed(tmp_path: P
         RunFiles(MAIN, tmp_path / "run").truncate_to_checkpoint(manifest)
         assert len(lines_of(tmp_path / "run" / "eval.jsonl")) == count
         assert (tmp_path / "run" / "predictions.jsonl").exists() == (count == 4)
-
-
-def test_numbers_that_are_not_finite_are_null() -> None:
-    line = {"loss": 0.5, "grad_norm": math.inf, "per_class": [{"f1": math.nan}], "path": Path("a")}
-    assert dumps(line) == '{"loss": 0.5, "grad_norm": null, "per_class": [{"f1": null}], "path": "a"}'
 
 
 def test_repeated_steps_count_once() -> None:

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from tests.faults import refusal
 from toolkit.config import TrainingSettings
-from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.report.log import TRACKERS, RunLog, _mark_failed, start_trackers
 
 
 class Tracker:
-    """Records its arguments."""
-
     def __init__(self, **options: Any) -> None:
         self.options, self.stored = options, None
 
@@ -71,8 +69,7 @@ def test_the_users_mlflow_store_and_a_tracker_that_cannot_start(started: Any, mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
     options, _, stores = started()
     assert (options["mlflow"]["logging_dir"], stores) == (None, [])
-    with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
-        started(project="refused")
+    refusal(started, project="refused", match=r"^--report_to wandb cannot start \(OperationalError: no login\): ")
 
 
 def test_a_run_continues_without_a_tracker_that_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,6 @@ def test_the_optimizer_and_the_scheduler_are_prepared(no_launcher: None) -> None
     scheduler = make_scheduler(optimizer, SETTINGS, 10)
     check_scheduler(optimizer, scheduler)
     check_scheduler(optimizer, custom_scheduler(optimizer, lambda inner: StepLR(inner, 2)))
-    refusal(check_scheduler, plain, scheduler, says=["a SGD", "toolkit.prepare"])
     refusal(check_scheduler, accelerator.prepare(other), scheduler, says=["LambdaLR", "custom_scheduler"])
     raw = StepLR(optimizer, 2)
     for wrong in (raw, accelerator.prepare(raw)):

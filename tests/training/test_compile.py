@@ -96,9 +96,8 @@ def test_unsuitable_models_and_strategies() -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "ddp x2", "zero2 x2", "fsdp2 x2"])
-def test_runs_resume_with_and_without_it(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    common = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, "--dropout", 0, "--report_to",
-              "none", "--mixed_precision", "no", "--learning_rate", "3e-3", "--lr_scheduler_type", "constant",
+def test_runs_resume_with_and_without_it(way: str, tiny_job: list[str], tmp_path: Path) -> None:
+    common = ["recipes.cls", *tiny_job, "--learning_rate", "3e-3", "--lr_scheduler_type", "constant",
               "--per_device_batch_size", 5, "--global_batch_size", 22, "--eval_every", 4]  # fmt: skip
     half, full = ["--max_steps", 4, "--checkpoint_every", 4], ["--max_steps", 8]
     jobs: list[list[Any]] = [[*common, *full, "--output_dir", tmp_path / "plain"]]

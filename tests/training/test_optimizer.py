@@ -252,14 +252,11 @@ AUTO: dict[str, Any] = {"gradient_clipping": "auto", "gradient_accumulation_step
 SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
 
 
-class Small(torch.nn.Module):
-    """Two linear layers and a config."""
-
+class Small(torch.nn.Sequential):
     config = SimpleNamespace(hidden_size=8)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)
+        super().__init__(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
 
 
 def align(accelerator: Any, settings: TrainingSettings = SETTINGS, model: Any = None, optimizer: Any = None) -> None:

@@ -19,36 +19,6 @@ from toolkit.training.strategy import scaler_state, set_scaler
 TOTAL = 17
 
 
-def make(name: str) -> tuple[Any, Any]:
-    warmup = {} if name == "constant" else {"warmup_steps": 4}
-    one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    optimizer = torch.optim.AdamW([{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=1e-3)
-    settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=name, **warmup)  # type: ignore[arg-type]
-    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
-    return optimizer, make_scheduler(optimizer, settings, TOTAL)
-
-
-def take(optimizer: Any, scheduler: Any) -> list[Any]:
-    """Returns the learning rates and the count of a step, and takes it."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    values = [scheduler.get_last_lr(), rates, scheduler.scheduler.last_epoch]
-    optimizer.step()
-    scheduler.step()
-    return values
-
-
-@pytest.mark.parametrize("name", get_args(SchedulerName))
-def test_setting_a_schedule_is_stepping_it(name: str) -> None:
-    for steps in (0, 1, 4, 9, TOTAL):
-        stepped = make(name)
-        for _ in range(steps):
-            take(*stepped)
-        fresh = make(name)
-        set_schedule(fresh[1], steps)
-        for _ in range(4):
-            assert take(*fresh) == take(*stepped)
-
-
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda plain: lr_scheduler.OneCycleLR(plain, max_lr=1e-3, total_steps=TOTAL + 4),
     "CosineAnnealingLR": lambda plain: lr_scheduler.CosineAnnealingLR(plain, T_max=TOTAL),
@@ -60,29 +30,49 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_setting_a_custom_schedule_is_stepping_it(name: str) -> None:
-    def make_custom(optimizer: Any) -> tuple[Any, Any]:
-        return optimizer, custom_scheduler(optimizer, SCHEDULES[name])
+def make(name: str) -> tuple[Any, Any]:
+    """An optimizer and its schedule; a custom one is made while the rate of another's warm-up is 0."""
+    warmup = {} if name == "constant" else {"warmup_steps": 4}
+    one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=1e-3)
+    kind: Any = "linear" if name in SCHEDULES else name
+    settings = TrainingSettings(learning_rate=1e-3, lr_scheduler_type=kind, **warmup)  # type: ignore[arg-type]
+    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as of a prepared one
+    scheduler = make_scheduler(optimizer, settings, TOTAL)
+    return optimizer, custom_scheduler(optimizer, SCHEDULES[name]) if name in SCHEDULES else scheduler
 
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    alone = torch.optim.AdamW([parameter], lr=1e-3)
-    schedule = SCHEDULES[name](alone)
+
+def take(optimizer: Any, scheduler: Any) -> list[Any]:
+    """Returns the learning rates and the count of a step, and takes it."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    values = [scheduler.get_last_lr(), rates, scheduler.scheduler.last_epoch]
+    optimizer.step()
+    scheduler.step()
+    return values
+
+
+@pytest.mark.parametrize("name", [*get_args(SchedulerName), *SCHEDULES])
+def test_setting_a_schedule_is_stepping_it(name: str) -> None:
     for steps in (0, 1, 4, 9, TOTAL):
-        stepped = make_custom(make("linear")[0])  # in its warm-up, where the rate is 0
+        stepped, fresh = make(name), make(name)
         for _ in range(steps):
             take(*stepped)
-        while schedule.last_epoch < steps:
-            alone.step()
-            schedule.step()
-        fresh = make_custom(make("linear")[0])
         for group in fresh[0].param_groups:
             group["lr"] = 0.3  # a checkpoint's
         set_schedule(fresh[1], steps)
-        for number in range(4):
-            values = take(*fresh)
-            assert values == take(*stepped)
-            assert number or values[0][0] == pytest.approx(schedule.get_last_lr()[0])
+        for _ in range(4):
+            assert take(*fresh) == take(*stepped)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_custom_schedule_has_the_rates_of_torchs(name: str) -> None:
+    alone = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedule, pair = SCHEDULES[name](alone), make(name)
+    set_schedule(pair[1], 0)
+    for _ in range(TOTAL + 4):
+        assert take(*pair)[0][0] == pytest.approx(schedule.get_last_lr()[0])
+        alone.step()
+        schedule.step()
 
 
 def test_a_schedule_that_a_resumed_run_cannot_continue() -> None:
@@ -102,7 +92,7 @@ def torch_scaler(scale: float = 65536.0) -> tuple[Any, Any]:
 def deepspeed_scaler() -> tuple[Any, Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    scaler = DynamicLossScaler(init_scale=2**16, scale_window=3, delayed_shift=2)
+    scaler = DynamicLossScaler(2**16, scale_window=3, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
     return SimpleNamespace(scaler=None), SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
 
 

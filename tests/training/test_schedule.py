@@ -181,7 +181,6 @@ def test_evaluations(options: dict[str, Any], steps: list[int]) -> None:
 
 
 def rates(total: int, **options: Any) -> list[float]:
-    """The learning rate of each optimizer step."""
     settings = TrainingSettings(learning_rate=1.0, **options)
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))

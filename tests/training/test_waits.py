@@ -27,16 +27,14 @@ from toolkit.training.steps import Steps, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
-SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--mixed_precision", "no", "--report_to", "none",
-            "--dropout", "0", "--global_batch_size", "12", "--per_device_batch_size", "3",
+SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--global_batch_size", "12", "--per_device_batch_size", "3",
             "--learning_rate", "1e-3"]  # fmt: skip
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x2", "zero2 x2"])
-def test_no_synchronization_between_log_lines(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    files = ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews)]
-    finished = recipe(*files, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
+def test_no_synchronization_between_log_lines(way: str, tiny_job: list[str], tmp_path: Path) -> None:
+    finished = recipe(*tiny_job, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
                       script="tests/waits_worker.py", env={"NOTES": str(tmp_path / "notes.json")})  # fmt: skip
     assert finished.code == 0, finished.err[-3000:]
     assert "Warning" not in finished.err
@@ -53,7 +51,7 @@ def test_no_synchronization_between_log_lines(way: str, tiny_model: Path, review
         (collective,) = {name for name in steps[number - 1]["logging"] if name.startswith("c10d")}
         assert steps[number - 1]["logging"].count(collective) == 1
     assert [number for number, step in enumerate(steps, 1) if step["after"]] == [8, 10]
-    run_of([*files, *SETTINGS], tmp_path / "one")
+    run_of([*tiny_job, *SETTINGS], tmp_path / "one")
     assert losses_of(tmp_path / "three") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
     for mine, theirs in zip(*(lines_of(tmp_path / run / "metrics.jsonl") for run in ("three", "one")), strict=True):
         for name in ("step", "epoch", "learning_rate", "samples", "tokens"):
@@ -61,10 +59,9 @@ def test_no_synchronization_between_log_lines(way: str, tiny_model: Path, review
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
-def test_pending_steps_are_logged_before_an_error(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
-    finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, *SETTINGS, "--learning_rate", "1e30",
-                      "--lr_scheduler_type", "constant", "--logging_steps", "9", "--output_dir",
-                      tmp_path / "run")  # fmt: skip
+def test_pending_steps_are_logged_before_an_error(tiny_job: list[str], tmp_path: Path) -> None:
+    finished = recipe(*tiny_job, *SETTINGS, "--learning_rate", "1e30", "--lr_scheduler_type", "constant",
+                      "--logging_steps", "9", "--output_dir", tmp_path / "run")  # fmt: skip
     assert finished.code == 1
     (line,) = finished.error_lines
     lines = lines_of(tmp_path / "run" / "metrics.jsonl")
