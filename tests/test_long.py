@@ -108,6 +108,11 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
     # and what attention reaches matters to it, far more than two runs may differ
     pairs = zip(losses_of(single["full"]), losses_of(single["sparse"])[:STOPPED], strict=True)
     assert max(abs(one - other) / other for one, other in pairs) > 3e-4
+    # and steps of the variant `tokens` have different numbers of micro-batches
+    lengths = lengths_of(settings, most=704)
+    order = [*GlobalBatches(lengths, 12, SEED, epoch=0), *GlobalBatches(lengths, 12, SEED, epoch=1)][:STEPS]
+    for world in (1, 2):
+        assert len({len(micro_batches(of_lengths(lengths), batch, 12, 0, world, 1250)) for batch in order}) > 1
 
 
 @pytest.mark.multiprocess
@@ -118,14 +123,6 @@ def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
     assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
-
-
-def test_as_many_micro_batches_as_the_tokens_want(settings: list[str]) -> None:
-    """In the runs of the variant `tokens`, which are cut otherwise in each world."""
-    lengths = lengths_of(settings, most=704)
-    order = [*GlobalBatches(lengths, 12, SEED, epoch=0), *GlobalBatches(lengths, 12, SEED, epoch=1)][:STEPS]
-    for world in (1, 2):
-        assert len({len(micro_batches(of_lengths(lengths), batch, 12, 0, world, 1250)) for batch in order}) > 1
 
 
 def lengths_of(settings: list[str], most: int) -> np.ndarray:
@@ -228,17 +225,13 @@ def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module")
-def still_losses(single: dict[str, Path], settings: list[str]) -> np.ndarray:
-    """(48,): the loss of each training text in a run whose weights stood still, from the model that it saved."""
+def test_short_texts_before_long_ones(single: dict[str, Path], settings: list[str]) -> None:
+    """Each text alone, short ones before long ones, with weights that stand still: the losses that transformers gives
+    each by itself."""
     table = pd.read_csv(file_of(settings, "train"))
     logits = own_logits(single["alone"] / "model", list(table["text"]), training=True)
     labels = torch.tensor((table["label"] == "pos").to_numpy(), dtype=torch.long)
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
-
-
-def test_short_texts_before_long_ones(single: dict[str, Path], settings: list[str], still_losses: np.ndarray) -> None:
-    """Each text alone, short ones before long ones: the losses that transformers gives each by itself."""
+    still_losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
     lengths = lengths_of(settings, most=4096)
     order = GlobalBatches(lengths, 12, SEED, epoch=0)
     assert any((lengths[batch] <= 704).any() for batch in [*order][:-1])  # and long ones in later steps

@@ -232,11 +232,6 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "momentum=0.9)\n    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
         ("of shape (3,)", "docs/your-own-recipe.md"),
     ),
-    "a schedule that accelerate steps once per process": (
-        "ddp x2", "schedule", "    run = toolkit.Run(",
-        "    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 2))\n    run = toolkit.Run(",
-        ("StepLR", "toolkit.custom_scheduler", "docs/your-own-recipe.md"),
-    ),
     "a scheduler that is not stepped": (
         "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
     ),
