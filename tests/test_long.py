@@ -118,7 +118,10 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     """Three steps on two processes that shard parameters, three more on one."""
-    run, expected = single["resumed"], single["sparse"]
+    assert_continued(single["resumed"], single["sparse"])
+
+
+def assert_continued(run: Path, expected: Path) -> None:
     resumed_from = json.loads((run / "config.json").read_text())["resumed_from"]
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
@@ -264,11 +267,16 @@ def test_the_saved_model_predicts_the_same(single: dict[str, Path], settings: li
 
 @pytest.mark.multiprocess
 def test_a_sharded_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
-    """The one that the stopped run has saved."""
-    run, load = zero3["stopped"], AutoModelForSequenceClassification.from_pretrained
-    start(["toolkit", "convert", run, tmp_path / "out"]).succeeded()
-    model, loading = load(tmp_path / "out", output_loading_info=True)
+    model = converted(zero3["stopped"], tmp_path / "out", AutoModelForSequenceClassification)
+    assert model.config.attention_type == "block_sparse"
+
+
+def converted(run: Path, out: Path, model_class: Any) -> Any:
+    """What a stopped run's checkpoint becomes: the model that the run has saved."""
+    start(["toolkit", "convert", run, out]).succeeded()
+    model, loading = model_class.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STOPPED
-    torch.testing.assert_close(model.state_dict(), load(run / "model").state_dict(), rtol=0, atol=0)
-    assert model.config.attention_type == "block_sparse"
+    saved = model_class.from_pretrained(run / "model").state_dict()
+    torch.testing.assert_close(dict(model.state_dict()), dict(saved), rtol=0, atol=0)
+    return model

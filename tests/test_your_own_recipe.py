@@ -218,11 +218,8 @@ def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[.
         assert losses_of(several) == pytest.approx(losses_of(several.with_name(name.removesuffix(" again"))), rel=1e-6)
 
 
-BACKWARD, CLIP, AFTER = (
-    "accelerator.backward(",
-    "        grad_norm = acc",
-    "        run.after(step, grad_norm, evaluate)",
-)
+BACKWARD, CLIP = "accelerator.backward(", "        grad_norm = acc"
+AFTER = "        run.after(step, grad_norm, evaluate)"
 LOSS, OPTIMIZER = "step.mean(objective(batch, logits))", "    optimizer = toolkit.make"
 SGD = "torch.optim.SGD(model.parameters(), lr=0.1)"
 # a wrong edit -> (a way to start, an edit of the page, text in it, its replacement, parts of the error)

@@ -260,22 +260,17 @@ def test_a_sharded_checkpoint_is_converted(zero3: Runs, tmp_path: Path) -> None:
 CHINESE = [
     ("华为发布新手机", "华为公司今天在北京发布新手机,公司表示新手机的价格没有变化,市场反应很好。"),
     ("北京市场价格上涨", "北京市场的价格今天上涨,专家表示价格上涨的原因是天气变化,市民反应不大。"),
-    ("天气变化影响交通", "今天天气变化很大,上海的交通受到影响,市民表示上班时间比平时增加一个小时。"),
     ("公司增加投资", "公司今天表示增加投资,新的投资在上海市场,专家认为公司的发展很好。"),
     ("专家认为经济发展很好", "专家今天在北京表示,中国经济发展很好,市场没有大的变化,投资增加。"),
-    ("上海发布天气预报", "上海今天发布天气预报,专家表示天气变化不大,交通没有受到影响。"),
     ("新手机价格没有变化", "公司发布的新手机价格没有变化,市场反应不大,市民认为价格很好。"),
-    ("市民反应交通问题", "北京市民今天反应交通问题,专家认为原因是投资不够,公司表示增加投资。"),
 ]
-
-
 WORDS = ["华为", "发布", "手机", "公司", "今天", "北京", "上海", "市场", "价格", "专家", "表示", "认为", "天气", "变化",
          "交通", "投资", "增加", "市民", "反应", "影响"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """16 rows, and a random BERT whose vocabulary has jieba's words and characters."""
+    """10 rows, and a random BERT whose vocabulary has jieba's words and characters."""
     pytest.importorskip("jieba")
     folder = tmp_path_factory.mktemp("chinese")
     rows = [{"正文": text, "标题": title} for title, text in CHINESE]
@@ -290,7 +285,7 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         torch.manual_seed(3)
         BertModel(BertConfig(vocab_size=len(words), hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
                              intermediate_size=32, max_position_embeddings=64)).save_pretrained(model)  # fmt: skip
-    return ["--model_name_or_path", model, "--train_file", folder / "news.jsonl", "--validation_split", 0.25,
+    return ["--model_name_or_path", model, "--train_file", folder / "news.jsonl", "--validation_split", 0.4,
             "--max_steps", 2, "--global_batch_size", 6, "--per_device_batch_size", 4, "--tokenizer", "jieba",
             "--rouge_segmenter", "char", "--max_target_length", 6, "--num_beams", 2, "--no_repeat_ngram_size", 1,
             "--report_to", "none", "--mixed_precision", "no"]  # fmt: skip
@@ -303,8 +298,7 @@ def test_chinese_titles(single: Runs) -> None:
     assert len(lines) == 4
     for line in lines:
         assert line["reference"] in dict(CHINESE)
-        assert line["title"]
-        assert not re.search(r"\s", line["title"])  # no spaces
+        assert re.fullmatch(r"\S+", line["title"])  # no spaces
     facts = json.loads((run / "config.json").read_text())["data"]
     assert facts["title_column"] == "标题"
     tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))  # without --tokenizer jieba
