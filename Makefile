@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 TORCH ?= torch==2.13.0
 
 .PHONY: install demo test test-all test-only test-all-only test-gpu test-faults test-latest test-oldest test-cuda-trace \
-  coverage audit lint lint-workflows benchmarks docs dist release clean
+  coverage audit lint types lint-workflows benchmarks docs dist release clean
 
 install: $(INSTALLED)
 
@@ -38,13 +38,14 @@ demo: install
 
 # mypy computes on one core, beside the tests.
 test test-all: install
-	@$(MAKE) --no-print-directory -j 2 lint $@-only
+	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 types $@-only
 
-test-only:
+test-only: install
 	$(PYTEST)
 
 # With the slow tests.
-test-all-only:
+test-all-only: install
 	$(PYTEST) -m ""
 
 # Tests that need a GPU: every strategy on NCCL, with as many devices as there are. Then: python benchmarks/gpu.py --write
@@ -84,8 +85,10 @@ audit: install
 	$(BIN)/pip install --quiet --disable-pip-version-check 'pip-audit>=2.9,<3'
 	$(BIN)/pip-audit --skip-editable --progress-spinner off
 
-lint: install
+lint: types
 	$(BIN)/ruff check .
+
+types: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

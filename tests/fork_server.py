@@ -58,9 +58,9 @@ def serve(listener: socket.socket) -> None:
                 continue
             try:
                 line = clients[ready].readline()
-            except OSError:  # its process was killed
+            except OSError:
                 line = ""
-            if not line:
+            if not line.endswith("\n"):  # its process was killed, while it wrote perhaps
                 del clients[ready]
                 if not clients:
                     return
@@ -187,7 +187,7 @@ def execute_child(self: Any, args: Any, *others: Any) -> Any:
 
 def warm_up() -> None:
     """What every run would do again."""
-    from deepspeed.utils import numa, nvtx
+    from deepspeed.utils import nvtx
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from toolkit.utils.features import features
@@ -195,12 +195,13 @@ def warm_up() -> None:
     features()
     get_checkpoint_conversion_mapping("bert")
     importlib.metadata.version = functools.cache(importlib.metadata.version)
-    numa.get_numa_cores = functools.cache(numa.get_numa_cores)  # ZeRO-3 starts numactl for each parameter
-    numa.get_numa_cores()
     nvtx.enable_nvtx = False  # names for a profiler, thousands in a step
 
 
 if __name__ == "__main__":
+    unix_socket = socket.socket(socket.AF_UNIX)
+    unix_socket.bind(sys.argv[1])
+    unix_socket.listen()  # before the slow imports: whoever started this waits in the queue, or its end is seen
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if not Path("/proc/driver/nvidia").exists():
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import
@@ -214,7 +215,4 @@ if __name__ == "__main__":
     # for torchrun's log it searches all modules, a second with so many imports
     importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = str
     gc.freeze()  # ZeRO-3 collects garbage at each start
-    with socket.socket(socket.AF_UNIX) as unix_socket:
-        unix_socket.bind(sys.argv[1])
-        unix_socket.listen()
-        serve(unix_socket)
+    serve(unix_socket)

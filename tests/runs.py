@@ -241,7 +241,9 @@ def fork(
             return int((folder / "code").read_text())
         return None
 
-    return Process(folder, int(server.readline()), poll, pipe)
+    answer = server.readline()
+    assert answer, "the fork server has ended"
+    return Process(folder, int(answer), poll, pipe)
 
 
 @functools.cache
@@ -343,14 +345,16 @@ def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
 
 
-def assert_same_run(run: Path, expected: Path, rel: float = 1e-5, probabilities: float | None = None) -> None:
+def assert_same_run(
+    run: Path, expected: Path, rel: float = 1e-5, probabilities: float | None = None, evaluations: float | None = None
+) -> None:
     """Each step and each evaluation once, with the same numbers; the same predictions, with probabilities that differ
-    by at most `probabilities` where it is given."""
-    for name in ("metrics.jsonl", "eval.jsonl"):
+    by at most `probabilities` where it is given. `evaluations`: for their losses, in place of `rel`."""
+    for name, differs in (("metrics.jsonl", rel), ("eval.jsonl", evaluations or rel)):
         lines, wanted = lines_of(run / name), lines_of(expected / name)
-        assert [line["step"] for line in lines] == [line["step"] for line in wanted]
-        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in wanted], rel=rel)
-        assert [line.get("confusion_matrix") for line in lines] == [line.get("confusion_matrix") for line in wanted]
+        for key in ("step", "split", "confusion_matrix"):
+            assert [line.get(key) for line in lines] == [line.get(key) for line in wanted]
+        assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in wanted], rel=differs)
     lines, wanted = lines_of(run / "predictions.jsonl"), lines_of(expected / "predictions.jsonl")
     for line, other in zip(lines, wanted, strict=True):
         assert (line["id"], line["prediction"]) == (other["id"], other["prediction"])

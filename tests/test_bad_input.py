@@ -80,8 +80,7 @@ def test_one_process(name: str, tmp_path: Path, tiny_model: Path, fault: Fault) 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("name", "file"),
-    [("unseen label", "ddp"), pytest.param("several faults at once", "zero2", marks=pytest.mark.slow)],
+    ("name", "file"), [("unseen label", "ddp"), pytest.param("several faults at once", "zero2", marks=pytest.mark.slow)]
 )
 def test_two_processes_say_it_once(name: str, file: str, tmp_path: Path, tiny_model: Path) -> None:
     way = ["--config_file", f"accelerate_configs/{file}.yaml"]

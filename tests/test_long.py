@@ -94,7 +94,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, settings: list[str], zero3:
 
 
 # Promise 1: the losses, the evaluations and every probability
-assert_same = functools.partial(assert_same_run, probabilities=3e-6)
+assert_same = functools.partial(assert_same_run, probabilities=3e-6, evaluations=1e-6)
 
 
 def test_the_references_could_differ(single: dict[str, Path], settings: list[str]) -> None:

@@ -13,19 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import runs
 from tests.faults import Fault
-from tests.runs import (
-    ROOT,
-    assert_same_run,
-    fork,
-    losses_of,
-    port_of,
-    recipe,
-    slow_but,
-    train,
-    wait_for_steps,
-    wait_until_stopped,
-)
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -61,9 +50,9 @@ def settings(tiny_job: list[str]) -> list[str]:
 def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
     """(exit code, standard error, seconds from the signal to the end)."""
     program = [] if command[0] == sys.executable else [str(Path(sys.executable).with_name(command[0]))]
-    with port_of(command), fork([*program, *command[1:]]) as process:
+    with runs.port_of(command), runs.fork([*program, *command[1:]]) as process:
         stands = "stands still" in command
-        wait_until_stopped(process) if stands else wait_for_steps(folder)
+        runs.wait_until_stopped(process) if stands else runs.wait_for_steps(folder)
         below = psutil.Process(process.pid).children(recursive=True)
         (os.killpg if group else os.kill)(process.pid, number)
         if stands:
@@ -83,7 +72,7 @@ def stop_line(error: str) -> str:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
+@pytest.mark.parametrize("name", runs.slow_but(CASES, *QUICK))
 def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> None:
     before, behind, number, group, code = CASES[name]
     folder = tmp_path / "run"
@@ -95,7 +84,7 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
     assert is_printed <= error.count(": stopping after this step, with a checkpoint") <= 1, error[-3000:]
     assert ": stopping after this step" not in error.partition("stopped by ")[2]
     line = stop_line(error)
-    done = len(losses_of(folder))
+    done = len(runs.losses_of(folder))
     assert f"after step {done} of {STEPS}" in line
     assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
     assert 0 < done < STEPS
@@ -110,16 +99,16 @@ def test_same_command_resumes(settings: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "tests/failing_worker.py", "stands still", "0", *words]
     returned, error, _ = interrupt(command, folder, signal.SIGTERM, False)
     assert returned == 143, error[-3000:]
-    done = len(losses_of(folder))
+    done = len(runs.losses_of(folder))
     assert done == 7
     again = stop_line(error).split("to continue: ")[1]
     assert shlex.split(again)[1:] == [command[1], *words]
     report = unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert f"Stopped by SIGTERM after step {done} of 84" in report
     assert f"<pre>{again}</pre>" in report
-    assert f"step {done} of 84" in train(*settings, "--max_steps", "84", "--output_dir", folder, pages=True)
-    train(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
-    assert_same_run(folder, tmp_path / "whole", rel=1e-6)
+    assert f"step {done} of 84" in runs.train(*settings, "--max_steps", "84", "--output_dir", folder, pages=True)
+    runs.train(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
+    runs.assert_same_run(folder, tmp_path / "whole", rel=1e-6)
     assert "Stopped by" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -144,13 +133,13 @@ launch.run(cls.main)
 def test_stop_during_an_evaluation(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """At once, with a checkpoint; the evaluations are those of a run that was not stopped."""
     words = [*settings[:-1], "4", "--max_steps", "8", "--per_device_batch_size", "3"]
-    worker = tmp_path / "worker.py"
+    worker, env = tmp_path / "worker.py", {"PYTHONPATH": str(runs.ROOT)}
     worker.write_text(STOPPED_IN_EVALUATION)
-    stopped = recipe(*words, "--output_dir", tmp_path / "run", script=str(worker), env={"PYTHONPATH": str(ROOT)})
+    stopped = runs.recipe(*words, "--output_dir", tmp_path / "run", script=str(worker), env=env)
     assert "stopped by SIGTERM after step 4 of 8" in stopped.err, stopped.err[-3000:]
     assert not (tmp_path / "run" / "eval.jsonl").exists()
     assert (tmp_path / "run" / "checkpoints" / "last").readlink() == Path("step-00000004")
-    train(*words, "--output_dir", tmp_path / "run")
-    train(*words, "--output_dir", tmp_path / "whole")
-    assert_same_run(tmp_path / "run", tmp_path / "whole", rel=1e-6)
+    runs.train(*words, "--output_dir", tmp_path / "run")
+    runs.train(*words, "--output_dir", tmp_path / "whole")
+    runs.assert_same_run(tmp_path / "run", tmp_path / "whole", rel=1e-6)
     fault("a stop signal within an evaluation", stopped.err, "nothing: it is evaluated when the run goes on")

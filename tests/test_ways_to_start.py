@@ -50,7 +50,7 @@ def assert_run(finished: Finished, folder: Path, reference: Path, processes: int
 def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
     words, processes, kind = COMMANDS[name]
     command = [*words, *settings, "--output_dir", tmp_path / "run"]
-    fresh = name == "deepspeed"  # as typed, once
+    fresh = name == "deepspeed x2, another config"  # as typed: two interpreters share no state
     finished = start(command, fresh=fresh) if words[0] != "recipes/cls.py" else recipe(*command[1:])
     assert_run(finished, tmp_path / "run", reference, processes, kind)
     if "deepspeed" in name:

@@ -219,14 +219,13 @@ def _is_model(path: Path) -> bool:
 def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str]:
     """Yields the model's name for `from_pretrained`: `demo:` names become paths. Turns a library's error while loading
     it into a one-line UserError."""
-    is_demo = name.startswith(PREFIX)
-    if not is_demo:
+    if not name.startswith(PREFIX):
         _refuse_wrong_folder(name)
         if not Path(name).exists():
             check_reachable(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it logs many retries
     try:
-        yield model_path(name) if is_demo else name
+        yield model_path(name)
     except UserError:
         raise
     except Exception as error:

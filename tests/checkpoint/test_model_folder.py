@@ -10,9 +10,11 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.checkpoint.handmade import assert_same
 from tests.faults import refusal
+from toolkit.checkpoint.live import persistent_buffers
 from toolkit.checkpoint.model_folder import DTYPES, load_weights, save_model
 
 
@@ -29,6 +31,11 @@ class Own(nn.Module):
 
     def save(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
         (folder / "own.txt").write_text(" ".join(f"{name}={state_dict[name].numel()}" for name in sorted(state_dict)))
+
+
+def test_buffers_of_a_checkpointed_layer_are_saved() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.BatchNorm1d(3)))
+    assert len([*persistent_buffers(model)]) == len(model.state_dict()) - 2
 
 
 class Bare(nn.Linear):

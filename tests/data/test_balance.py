@@ -74,8 +74,7 @@ def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "shares"),
-    [("balanced", {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}), ("sqrt", {0: 0.5715, 1: 0.1429, 3: 0.2857})],
+    ("sampling", "shares"), [("balanced", {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}), ("sqrt", {0: 0.5715, 1: 0.1429, 3: 0.2857})]
 )
 def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]) -> None:
     train = balanced(sampling=sampling)["train"]
@@ -104,7 +103,8 @@ def test_positive_weights_are_negatives_over_positives() -> None:
     every = replace(flags(), labels=np.ones((200, 4), np.float32))
     balanced = [50 / 150, 192 / 8, 1, 1]
     for train, setting, expected in (
-        (flags(), "balanced", balanced), (every, "balanced", [1] * 4), (flags(), "rare=9", [1, 9, 1, 1])
+        (flags(), "balanced", balanced), (every, "balanced", [1] * 4), (flags(), "rare=9", [1, 9, 1, 1]),
+        (flags(), None, None),
     ):  # fmt: skip
         objective = ObjectiveSettings(pos_weight=setting)
         weight = weigh_classes({"train": train}, labels_of("multi_label_classification"), objective)[1]

@@ -16,8 +16,10 @@ import pytest
 
 from tests.faults import refusal
 from tests.runs import ROOT
+from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_jieba, load_words_first, words_first
 from toolkit.data.read import read_demo
+from toolkit.data.tokens import load_tokenizer
 from toolkit.features.titles.readable import HAN, readable, without_token_spaces
 
 pytest.importorskip("jieba")
@@ -157,8 +159,11 @@ def test_another_jieba_and_other_vocabularies_are_refused(ours: Any, tmp_path: P
 
     ours.save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"
-    path.write_text(path.read_text(encoding="utf-8").replace(ours.backend_tokenizer.segmenter, "jieba 0.39 01234567"))
-    refusal(load_words_first, str(tmp_path), match=r"saved with jieba 0\.39 .* pip install jieba==0\.39")
+    saved, settings = path.read_text(encoding="utf-8"), PretrainedSettings(model_name_or_path=str(tmp_path))
+    for mark, error in (("jieba 0.39 01234567", r"saved with jieba 0\.39 .* pip install jieba==0\.39"),
+                        ("pkuseg", "words_first: 'pkuseg', and only jieba")):  # fmt: skip
+        path.write_text(saved.replace(ours.backend_tokenizer.segmenter, mark))
+        refusal(load_tokenizer, settings, match=error)
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0}, merges=[])))
     refusal(words_first, other, match="needs a model with a WordPiece vocabulary")
 

@@ -103,8 +103,7 @@ def test_classes_that_sort_alike_have_one_order(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "other"),
-    [([1, 2], [1.0, 2.0]), ([1, 2], ["1", "2"]), ([1.0, 2.0], [1, 2]), (["1", "2", "1"], [1, 2])],
+    ("training", "other"), [([1, 2], [1.0, 2.0]), ([1, 2], ["1", "2"]), ([1.0, 2.0], [1, 2]), (["1", "2", "1"], [1, 2])]
 )
 def test_the_same_labels_in_another_type_are_the_same(training: list[Any], other: list[Any]) -> None:
     assert encoded(found(training), other) == [0, 1]

@@ -137,7 +137,7 @@ def test_the_way_of_the_data_is_short(reviews: Path, tiny_model: Path, accelerat
     names = {name.removeprefix(f"{ROOT}/toolkit/") for name in functions if name.startswith(f"{ROOT}/toolkit/")}
     helpers = {name for name in names if name.startswith("utils/")}
     assert helpers == {f"utils/{name}.py" for name in ("cache", "features", "files", "progress")}
-    assert len(names - helpers) <= 10, names
+    assert len(names - helpers - {"demo.py", "errors.py"}) <= 10, names
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:

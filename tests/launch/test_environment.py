@@ -199,10 +199,7 @@ ONE = {"OMP_NUM_THREADS": "1"}
     ],
 )
 def test_user_threads(
-    env: dict[str, str],
-    above: list[tuple[str, dict[str, str]]],
-    expected: int | None,
-    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str], above: list[tuple[str, dict[str, str]]], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parents = [SimpleNamespace(cmdline=line.split, environ=lambda env=env: env) for line, env in above]
     monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))

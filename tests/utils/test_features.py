@@ -19,10 +19,15 @@ class Misspelt(Feature):
         """No hook."""
 
 
+class Switched(Feature):
+    switches = "word_of_mine"
+
+
 @pytest.mark.parametrize(
     ("feature", "says"),
-    [(Misspelt(), ["Misspelt.result", "did you mean results"]), (Misspelt, ["instance"]), (None, ["FEATURE"])],
-)
+    [(Misspelt(), ["Misspelt.result", "did you mean results"]), (Misspelt, ["instance"]), (None, ["FEATURE"]),
+     (Switched(), ["Switched.switches", "('word_of_mine',)"])],
+)  # fmt: skip
 def test_invalid_feature(feature: Any, says: list[str]) -> None:
     refusal(features.register, feature, says=says)
 
@@ -61,6 +66,8 @@ def test_a_section_of_a_feature(part: type, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         # they may change in a finished run
         assert "word_of_mine" in config.settings_of_features(config.build(config.TaskSettings, {}))
+        monkeypatch.setattr(Added, "switches", ("word_of_mind",))
+        refusal(config.build, config.TaskSettings, {}, says=["Added.switches", "word_of_mind"])
 
 
 def test_duplicate_command(monkeypatch: pytest.MonkeyPatch) -> None:

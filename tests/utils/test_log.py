@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.runs import start
 
 LINE = "import toolkit.launch, logging; logging.getLogger('toolkit').info('a line')"
@@ -27,3 +29,9 @@ def test_applications_logging_is_kept(tmp_path: Path) -> None:
     assert shown == "INFO toolkit a line\n"
     assert stderr_of(f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}", tmp_path) == ""
     assert "a line" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", "a line\n"), ("warning", "")])
+def test_log_level(level: str, lines: str, tmp_path: Path) -> None:
+    parse = f"from toolkit import config; config.parse(config.TaskSettings, ['--log_level', '{level}'])"
+    assert stderr_of(f"import toolkit.launch; {parse}; {LINE}", tmp_path) == lines

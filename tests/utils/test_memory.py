@@ -135,7 +135,8 @@ LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLE
 SMALL = ["--global_batch_size", "2", "--per_device_batch_size", "2", "--per_device_eval_batch_size", str(SAMPLES)]
 TRAINING = [
     f"out of memory in a training step, with a micro-batch of {SAMPLES} x 131 tokens",
-    f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2} ",
+    f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2} "
+    "(the global batch and the losses stay the same)",
     "--gradient_checkpointing true",
     "--max_length 65",
 ]

@@ -306,9 +306,12 @@ class Stage3State(ZeroState):
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are in the state_dict, shared ones once."""
-    saved = module.state_dict().keys()
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+    """The buffers that a state_dict has, shared ones once. Its keys may be others: activation checkpointing strips a
+    prefix there."""
+    for name, buffer in module.named_buffers():
+        owner, _, short = name.rpartition(".")
+        if short not in module.get_submodule(owner)._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:

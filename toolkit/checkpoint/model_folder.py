@@ -191,7 +191,7 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
         # on exit DeepSpeed broadcasts what the main process wrote
         with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
             if accelerator.is_main_process:
-                copy_elements(targets[name].data.view(-1), tensors[name], 0)
+                targets[name].copy_(_read(tensors[name]))
         if not hasattr(targets[name], "ds_id"):  # a buffer
             torch.distributed.broadcast(targets[name].data, 0)
     accelerator.wait_for_everyone()
@@ -202,13 +202,17 @@ def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> N
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     reshard(model)
-    state: dict[str, Any] = {}
-    for name, tensor in (_tensors_for(model, folder) if is_reader else {}).items():
-        state[name] = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
-        copy_elements(state[name].view(-1), tensor, 0)
+    tensors = _tensors_for(model, folder) if is_reader else {}
+    state: dict[str, Any] = {name: _read(tensor) for name, tensor in tensors.items()}
     distributed = torch.distributed.is_initialized()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
     set_model_state_dict(model, state, options=options)
+
+
+def _read(tensor: TensorIndex) -> torch.Tensor:
+    whole = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+    copy_elements(whole.view(-1), tensor, 0)
+    return whole
 
 
 def _tensors_for(model: torch.nn.Module, folder: Path) -> dict[str, TensorIndex]:

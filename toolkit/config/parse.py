@@ -246,7 +246,12 @@ def _add_feature_sections(settings_class: type[Settings]) -> type[Settings]:
     """The class with the features' sections as further fields."""
     added = (part for feature in features() for part in feature.sections(settings_class).items())
     declared, base = _declared_sections(settings_class), cast(Hashable, settings_class)
-    return _extend_class(base, tuple(part for part in added if part[0] not in declared))
+    extended = _extend_class(base, tuple(part for part in added if part[0] not in declared))
+    known = {name for section in _declared_sections(extended).values() for name in fields_of(section)}
+    for feature in features():
+        if feature.switches and known.isdisjoint(feature.switches) and feature.sections(settings_class):
+            raise UserError(f"{type(feature).__name__}.switches: there is no setting {' or '.join(feature.switches)}")
+    return cast(type[Settings], extended)
 
 
 @functools.cache  # so that equal settings have the same class

@@ -68,8 +68,7 @@ def _check_objective(labels: Labels, objective: ObjectiveSettings) -> None:
     for name, why in unsupported.items():
         if value := getattr(objective, name):
             faults.add(f"--{name} {value} does not fit {kind}: {why}")
-    if faults:
-        faults.raise_if_any()
+    faults.raise_if_any()
 
 
 def _class_counts(labels: Labels, split: Split) -> np.ndarray:

@@ -78,10 +78,13 @@ def words_first(tokenizer: Any) -> Any:
             "has another: leave it out"
         )
     installed, saved = load_jieba().name, tokenizer.init_kwargs.get(MARK)
-    if saved not in (None, "jieba", installed):
+    segmenter, *version = str(saved or "jieba").split()
+    if segmenter != "jieba":
+        raise UserError(f"tokenizer_config.json has {MARK}: {saved!r}, and only jieba is supported: remove that key")
+    if version and saved != installed:
         raise UserError(
             f"this tokenizer was saved with {saved}, and {installed} is installed, which segments words differently: "
-            f"pip install jieba=={str(saved).split()[1]}"
+            f"pip install jieba=={version[0]}"
         )
     require(PreTrainedTokenizerFast, "_tokenizer", "transformers")
     segmenting = copy.deepcopy(tokenizer)
@@ -114,7 +117,7 @@ def _is_wordpiece(tokenizer: Any) -> bool:
 def is_jieba(folder: Path) -> bool:
     """Whether the tokenizer in a model's folder has the key `words_first`."""
     path = folder / "tokenizer_config.json"
-    return path.is_file() and MARK in json.loads(path.read_text(encoding="utf-8"))
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get(MARK))
 
 
 class WordBackend:

@@ -271,7 +271,7 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = load_plain_tokenizer(name)
-        return words_first(tokenizer) if MARK in getattr(tokenizer, "init_kwargs", ()) else tokenizer
+        return words_first(tokenizer) if getattr(tokenizer, "init_kwargs", {}).get(MARK) else tokenizer
     with explain_load_errors(name) as path:
         tokenizer = load_words_first(path)
     refuse_unusable(tokenizer, name)

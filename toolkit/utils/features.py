@@ -173,6 +173,8 @@ def _checked(feature: Any, where: str) -> Feature:
     """Raises UserError for a misspelt hook, or anything but an instance of `Feature`."""
     if not isinstance(feature, Feature):
         raise UserError(f"{where}: FEATURE must be an instance of a subclass of Feature, not {feature!r}")
+    if isinstance(feature.switches, str):
+        raise UserError(f"{where}: {type(feature).__name__}.switches is a string: write ({feature.switches!r},)")
     hooks = {*dir(Feature), "commands"}
     names = {name for name in dir(type(feature)) if not name.startswith("_")}
     if unknown := sorted(names - hooks):
@@ -185,11 +187,11 @@ def hooks(name: str, settings: Any) -> Iterator[Callable[..., Any]]:
     """The hook of each feature that has one and is on for these settings."""
     for feature in features():
         tasks = tuple(feature.tasks.values())
-        if getattr(type(feature), name) is getattr(Feature, name) or (tasks and not isinstance(settings, tasks)):
+        hook, switches = getattr(feature, name), feature.switches
+        if getattr(hook, "__func__", None) is getattr(Feature, name) or (tasks and not isinstance(settings, tasks)):
             continue
-        switches = feature.switches
         if not switches or any(getattr(part, each, None) for part in vars(settings).values() for each in switches):
-            yield getattr(feature, name)
+            yield hook
 
 
 def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:

@@ -218,6 +218,7 @@ def test_the_quoting_of_the_training_file_is_used(predicted: Predict, model: Pat
 def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None:
     whole = rows_of(predicted("whole.csv"))
     path = predicted(f"out.{kind}", "--probabilities", "top-2")
+    assert kind != "json" or len(json.loads(path.read_text())) == len(whole)
     frame = read.read_file(str(path), TextSettings()).rows.to_pandas()
     for name in ("id", "text", "prediction"):
         assert list(frame[name]) == [row[name] for row in whole]

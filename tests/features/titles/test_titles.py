@@ -150,7 +150,7 @@ def test_strategies_agree(ddp: Runs, zero3: Runs, single: Runs) -> None:
 def test_the_literal_command(jobs: Jobs, single: Runs, tmp_path: Path) -> None:
     words = ["accelerate", "launch", "recipes/title.py", "--config_file", "accelerate_configs/zero2.yaml"]
     words += [*map(str, jobs["uneven"]), "--output_dir", tmp_path / "run"]
-    start(words, env={"TESTS_WITHOUT_PAGES": "1"}).succeeded()
+    start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (2, "DEEPSPEED")
     assert_same(tmp_path / "run", single["uneven"])

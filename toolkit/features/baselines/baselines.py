@@ -93,7 +93,7 @@ def describe(content: dict[str, Any]) -> list[str]:
     values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []
-    texts = [f"{name} {{value:.4f}} ({{low:.4f}} to {{high:.4f}})".format(**value) for name, value in values.items()]
+    texts = ["{} {value:.4f} ({low:.4f} to {high:.4f})".format(name, **value) for name, value in values.items()]
     lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
     if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
         lines.append(f"  the model is not clearly better than {LINEAR}: check its settings")

@@ -56,6 +56,8 @@ def export(options: Any) -> None:
         raise UserError("toolkit export runs in one process: start it without a launcher")
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
+    if options.calibration_file and not options.int8:
+        raise UserError("--calibration_file has no effect without --int8")
     require_extra(options.to, options.to, *_packages(options))
     saved, answers = _open_model(options.model)
     max_length = saved.choose_max_length(options.max_length, bool(options.text_pair))
