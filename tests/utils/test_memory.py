@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.runs import Finished, recipe
 from tests.splits import of_lengths
 from toolkit.data.batches import micro_batches
 from toolkit.utils import memory
+from toolkit.utils.timeouts import call_with_timeout
 
 ABSURD = 1 << 50
 
@@ -163,6 +165,11 @@ def test_too_large_a_batch(
     assert finished.error_lines[0].startswith("error: ")
     assert ("step 2/2" in finished.err) == (when == "an evaluation")
     fault(f"memory runs out in {when}", finished.err)
+
+
+def test_calls_with_a_timeout_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threading.Thread.start", Mock(side_effect=RuntimeError("can't start new thread")))
+    assert call_with_timeout(1.0, lambda: 5) == 5
 
 
 @LIMITED

@@ -11,7 +11,10 @@ Result = TypeVar("Result")
 
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
-    """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left running."""
+    """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left running.
+
+    Where no thread can be started, as after an out-of-memory error, it waits for `work` without a timeout.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -20,7 +23,10 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="call_with_timeout").start()  # an executor's would block the exit
+    try:
+        threading.Thread(target=run, daemon=True, name="call_with_timeout").start()  # an executor blocks the exit
+    except RuntimeError:  # no memory is left for a thread
+        return work()
     if not wait([future], seconds).done:
         raise TimeoutError(f"no answer in {seconds:.0f} s")
     return future.result()
