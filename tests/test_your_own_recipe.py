@@ -306,6 +306,21 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
         ("bert.embeddings.word_embeddings.weight", "--unfreeze_every"),
     ),
+    "gradients changed under ZeRO": (
+        "zero2 x2", "metric", CLIP,
+        f"        [each.grad.mul_(0.5) for each in model.parameters() if each.grad is not None]\n{CLIP}",
+        ("bert.embeddings.word_embeddings.weight", "ddp"),
+    ),
+    **{f"weights {what} under {way}": (
+        f"{way} x2", "metric", AFTER, f"        {change}\n{AFTER}", ("classifier.weight", "--ema_decay"),
+    ) for way in ("zero2", "zero3") for what, change in (
+        ("clamped", "toolkit.unwrapped(model).classifier.weight.data.clamp_(-1, 1)"),
+        ("set", "torch.nn.init.zeros_(toolkit.unwrapped(model).classifier.weight)"),
+    )},
+    "an average of weights under ZeRO-3": (
+        "zero3 x2", "metric", AFTER, f"        mean = [each.detach() * 0.1 for each in model.parameters()]\n{AFTER}",
+        ("bert.embeddings.word_embeddings.weight", "--ema_decay"),
+    ),
     "a sharded parameter in the loop": (
         "zero3 x2", "learned", LOSS,
         "step.mean(objective(batch, logits) + toolkit.unwrapped(model).loss.bias.sum())",

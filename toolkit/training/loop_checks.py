@@ -20,6 +20,12 @@ from toolkit.errors import UserError, listing
 from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_model
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
+IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
+IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}
+
 
 class LoopChecks:
     """The checks of one run. Methods raise UserError where the loop has not called what it must."""
@@ -43,6 +49,10 @@ class LoopChecks:
         """An item for each call of the model in the first micro-batch."""
         self._in_first = contextlib.ExitStack()
         """Checks that end with the forward pass of the first micro-batch."""
+        self._after_backward = contextlib.ExitStack()
+        """Checks from the last backward pass of the first step to its end."""
+        self._model: torch.nn.Module | None = None
+        """In the first step."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -54,6 +64,9 @@ class LoopChecks:
         def checked_backward(loss: torch.Tensor, **options: Any) -> None:
             self._check_backward(loss)
             backward(loss, **options)
+            if self._model is not None and accelerator.state.deepspeed_plugin and accelerator.sync_gradients:
+                self._after_backward.enter_context(refuse_shards(self._model, IN_OPTIMIZER))
+                self._after_backward.enter_context(_RefuseChanges(self._model))
 
         def unscale_once(optimizer: Any = None) -> None:
             if not self._unscaled:
@@ -75,6 +88,7 @@ class LoopChecks:
         try:
             yield
         finally:
+            self._after_backward.close()
             vars(accelerator).update(backward=backward, unscale_gradients=unscale, gather=gather)
 
     def begin_step(self, number: int, model: torch.nn.Module, accumulates: bool) -> None:
@@ -98,7 +112,7 @@ class LoopChecks:
         self._micro_batches += 1
         with self._in_first:
             if self._first is None:
-                self._first, self._unchecked = self._step, model
+                self._first, self._unchecked, self._model = self._step, model, model
                 self._in_first.enter_context(refuse_shards(model))
                 hook = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
                 self._in_first.callback(hook.remove)
@@ -137,6 +151,8 @@ class LoopChecks:
 
     def end_step(self, number: int, micro_batches: int) -> None:
         """Before the metrics of a step with `micro_batches` are gathered."""
+        self._after_backward.close()
+        self._model = None
         if number != self._step:  # none of them was computed
             self._step, self._means = number, 0
         self._refuse_means(micro_batches)
@@ -162,14 +178,6 @@ class LoopChecks:
             raise UserError(
                 f"step {self._step}: `accelerator.backward` was called {self._backwards} times in {expected} "
                 "micro-batches: call it in each, not `.backward()`, since it scales the gradients"
-            )
-
-    def check_norm(self, number: int, norm: float, loss: float) -> None:
-        """Of a step's gradient."""
-        if number == self._first and self.accelerator.state.deepspeed_plugin and loss and not norm:
-            raise UserError(
-                "the gradient's norm is 0: use `accelerator.clip_grad_norm_`, since DeepSpeed keeps the gradients, and "
-                "clips them at --max_grad_norm"
             )
 
 
@@ -199,15 +207,16 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def refuse_shards(model: Any) -> Iterator[None]:
+def refuse_shards(model: Any, remedy: str = IN_FORWARD) -> Iterator[None]:
     """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
-    UserError. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations fail on its shape."""
+    UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
+    fail on its shape."""
     parameters = unwrapped(model).named_parameters()
     names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
     if not names:
         yield
         return
-    mode = _RefuseShards(names)
+    mode = _RefuseShards(names, remedy)
     hooks = [model.register_forward_pre_hook(mode.suspend), model.register_forward_hook(mode.resume, always_call=True)]
     try:
         with mode:
@@ -218,9 +227,9 @@ def refuse_shards(model: Any) -> Iterator[None]:
 
 
 class _RefuseShards(TorchFunctionMode):
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], remedy: str) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.remedy = names, remedy
 
     def suspend(self, *_: Any) -> None:
         self.__exit__(None, None, None)
@@ -240,8 +249,40 @@ class _RefuseShards(TorchFunctionMode):
             pass
         raise UserError(
             f"{listing([self.names[id(each)] for each in sharded], 4)}: sharded parameters are available only in the "
-            f"forward of their module: compute with them there ({LOSS_PARAMETERS})"
+            f"forward of their module: {self.remedy}"
         )
+
+
+class _RefuseChanges(TorchFunctionMode):
+    """Refuses the recipe's changes of weights and uses of `grad` under DeepSpeed, which computes both from copies of
+    its own: a change of a weight is overwritten in the next step, and `grad` is None."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        trained = [(name, each) for name, each in unwrapped(model).named_parameters() if each.requires_grad]
+        self.names = {id(each): name for name, each in trained}
+        self.weights = {each.untyped_storage().data_ptr(): name for name, each in trained if each.numel()}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, called, fault = "", function.__name__, ""
+        if function in (_GRAD.__get__, _GRAD.__set__):
+            name = self.names.get(id(args[0]), "")
+            fault = (
+                "grad is empty: DeepSpeed has stepped when `accelerator.backward` returns, with gradients clipped at "
+                "--max_grad_norm, whose norm is the result of `accelerator.clip_grad_norm_`. To change gradients"
+            )
+        elif (
+            function == _DATA.__set__
+            or called == "__setitem__"
+            or (called[-1] == "_" != called[-2] and called not in _NO_CHANGE)
+        ):
+            tensors = filter(torch.is_tensor, tree_leaves(args[:1]))
+            names = (self.weights.get(each.untyped_storage().data_ptr()) for each in tensors)
+            name = next(filter(None, names), "")
+            fault = "DeepSpeed overwrites weights that the loop changes with copies of its own. To change them"
+        if not name or _called_by_strategy():
+            return function(*args, **(kwargs or {}))
+        raise UserError(f"{name}: {fault}, {IN_OPTIMIZER}")
 
 
 def _called_by_strategy() -> bool:

@@ -185,7 +185,6 @@ class Step:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
         with such gradients: there only too many in a row raise."""
         metrics, steps = self.metrics, self.steps
-        steps.checks.check_norm(self.number, metrics.grad_norm, metrics.loss)
         steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
         allowed = _MAX_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
         if math.isfinite(metrics.loss) and steps.skipped <= allowed:
