@@ -33,6 +33,9 @@ class Average:
             live = self._live()
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
         tensors, optimizer = self._trained
+        # AdamW initializes an empty state: the average of a weight without any gradient so far is the weight
+        if any(optimizer.state.get(tensor) for tensor in tensors):
+            tensors = [tensor for tensor in tensors if optimizer.state.get(tensor)]
         for tensor in tensors:
             if _KEY not in (state := optimizer.state[tensor]):
                 state[_KEY] = tensor.detach().clone()
