@@ -53,10 +53,9 @@ def main() -> None:
         model.eval()
         writer, outputs = Writer(accelerator, model), toolkit.Outputs(accelerator, split)  # each sample exactly once
         for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
-            with accelerator.autocast():
-                encoded, mask = writer.encode(batch)  # encodes the texts once, for the loss and the search
-                losses = loss_fn(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
-                titles = writer.write(encoded, mask)  # (B, T)
+            encoded, mask = writer.encode(batch)  # encodes the texts once, for the loss and the search
+            losses = loss_fn(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
+            titles = writer.write(encoded, mask)  # (B, T)
             outputs.add(accelerator.gather_for_metrics(batch.padded(losses, titles)))
         return title_evaluation(outputs, tokenizer, compute_metrics)
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.checkpoint.model_folder import DTYPES
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.evaluation.answers import Answers
@@ -68,8 +69,7 @@ class TitleAnswers(Answers):
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> list[str] | None:
         writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
         for batch in batches_of(accelerator, split, tokenizer, *sizes):
-            with accelerator.autocast():
-                titles = writer.write(*writer.encode(batch))  # (B, T)
+            titles = writer.write(*writer.encode(batch))  # (B, T)
             outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
         arrays = outputs.in_order()
         return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
@@ -90,6 +90,9 @@ class Writer:
         config = self.module.generation_config
         self.max_new_tokens = config.max_new_tokens or (config.max_length or _DEFAULT_MAX_LENGTH) - 1
         self.pad_token_id = config.pad_token_id or 0
+        dtype = DTYPES.get(accelerator.mixed_precision)
+        # not `accelerator.autocast()`, which does nothing under DeepSpeed; the whole model's forward has its own
+        self.autocast = torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None)
         plugin = accelerator.state.deepspeed_plugin
         sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
         # each forward gathers parameters: a rank whose titles have all ended must continue until the others' have
@@ -103,7 +106,8 @@ class Writer:
         input_ids = batch.inputs["input_ids"]  # (B, S)
         mask = batch.inputs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
-        return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
+        with self.autocast:
+            return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
 
     def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, T, V): logits of the reference titles (teacher forcing)."""
