@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from kubeflow_trainer_api import models
 
 from tests.launch.test_nodes import pretend_network
 from tests.runs import ROOT
@@ -51,6 +52,13 @@ esac
 
 def text_of(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_kubernetes_has_every_field() -> None:
+    job = yaml.safe_load(text_of("trainjob.yaml"))
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job  # unknown fields are left out
+    for replica in yaml.safe_load(text_of("pytorchjob.yaml"))["spec"]["pytorchReplicaSpecs"].values():
+        assert models.IoK8sApiCoreV1PodTemplateSpec.from_dict(replica["template"]).to_dict() == replica["template"]
 
 
 @pytest.mark.parametrize("name", BATCH_FILES)

@@ -96,7 +96,7 @@ def plan_launch(
     if uses_deepspeed:
         require_extra(str(options.config_file), "deepspeed")
     nodes = find_nodes(vars(options), config, path, env)
-    processes = _processes(options, config, path, nodes.count)
+    processes = count_processes(options, config, path, nodes.count)
     # no port: each launcher starts the processes of its node, which then join the rendezvous
     arguments = ["--config_file", str(path), "--num_processes", str(processes), "--main_process_port", "0"]
     if nodes.count > 1:
@@ -127,7 +127,7 @@ def plan_launch(
     return [*arguments, module or script[0], *script[1:]], requested
 
 
-def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
+def count_processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
     """Processes over all machines; with several machines the default is this one's number of devices on each."""
     number = options.num_processes or config.get("num_processes")
     if number is None:

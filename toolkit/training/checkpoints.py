@@ -220,7 +220,7 @@ class Checkpoints:
         )
         frozen = 0 if lora_config(state.module) else frozen
         size = existing[0] if existing else 12 * trained + 4 * frozen  # the weights, and AdamW's two moments
-        if not existing and state.file_format == "deepspeed":  # also saves the weights in the dtype of computation
+        if not existing and state.strategy in ("zero1", "zero2"):  # the weights in the dtype of computation, too
             size += next(state.module.parameters()).element_size() * (trained + frozen)
         # the newest ones, the best one, and the next before the oldest is removed
         most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2

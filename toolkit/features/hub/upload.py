@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub import HfApi, auth_check, constants, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from toolkit import __version__
 from toolkit.errors import UserError, first_line
@@ -19,7 +21,10 @@ def create_repository(name: str, private: bool | None) -> str:
     if not get_token():
         raise UserError("--push_to_hub needs a token with write access: export HF_TOKEN=..., or `hf auth login`")
     try:
-        return str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
+        repository = str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
+        with contextlib.suppress(RepositoryNotFoundError):  # an endpoint that has no such check
+            auth_check(repository, write=True)  # `create_repo` accepts a token that cannot write to an existing one
+        return repository
     except Exception as error:  # of the library, of its checks and of the network below it
         why = f"cannot create {name} on {constants.ENDPOINT} [{first_line(error)}]"
         mend = "check --hub_model_id, HF_TOKEN (it needs write access) and HF_ENDPOINT"

@@ -88,7 +88,8 @@ def _output_folder(options: Any) -> Path:
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} exists: name another folder with --output_dir, or pass --overwrite")
     files = _FILES.union(*(feature.files for feature in features()))
-    if out.exists() and (not out.is_dir() or not {path.name for path in out.iterdir()} <= files):
+    existing = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if out.exists() and (not out.is_dir() or not existing <= files or existing == {"config.json"}):
         raise UserError(f"{out} has other files, which --overwrite would remove: name another folder")
     return out
 

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from subprocess import run as run_child
@@ -25,7 +26,7 @@ from toolkit.errors import UserError, last_error
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.relaunch import find_file, read_config, split_arguments
+from toolkit.launch.relaunch import count_processes, find_file, read_config, split_arguments
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 
@@ -111,8 +112,10 @@ class Verification:
         self.options, self.configs = options, options.config_file or CONFIGS
         self.folder = Path(options.output_dir or f"runs/verify-{Path(options.recipe).stem}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        configs = [read_config(find_file(name, options.recipe, "accelerate_configs")) for name in self.configs]
-        world = max(int(launch.num_processes or config.get("num_processes") or 1) for config in configs)
+        paths = [find_file(name, options.recipe, "accelerate_configs") for name in self.configs]
+        configs = {path: read_config(path) for path in paths}
+        machines = [int(config.get("num_machines") or 1) for config in configs.values()]
+        world = max(map(partial(count_processes, launch), configs.values(), configs, machines))
         self.samples = max(_SAMPLES, 4 * world + 1)  # several micro-batches on each process
 
     def run(self) -> list[Trial]:
