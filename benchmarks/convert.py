@@ -228,8 +228,8 @@ def report(timings: dict[str, list[tuple[float, int]]], options: argparse.Namesp
         f"{', cold' if options.cold else ''}\n\n"
         f"A checkpoint of {whole / 1e9:.1f} GB, its files {state}, {options.repeats} repeats in turns, on "
         f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()}) with a virtual disk. Each is a whole "
-        "process, imports included. `toolkit convert` checks every checksum. Only the ways with `sync` wait for the "
-        f"disk.\n\n{table}\n"
+        "process, imports included. `toolkit convert` checks the checksum of every tensor that it copies. Only the "
+        f"ways with `sync` wait for the disk.\n\n{table}\n"
     )
 
 

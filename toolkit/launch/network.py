@@ -50,17 +50,17 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
     try:
         return socket.create_connection((address, port), seconds)
     except OSError as error:
-        raise UnreachableError(address, port, *_classify(error, seconds)) from error
+        raise UnreachableError(address, port, *_classify(error)) from error
 
 
-def _classify(error: OSError, seconds: float) -> tuple[str, str]:
+def _classify(error: OSError) -> tuple[str, str]:
     """(kind, detail) of an UnreachableError."""
     if isinstance(error, socket.gaierror):
         return "name", "this name cannot be resolved here"
     if isinstance(error, ConnectionRefusedError):
         return "refused", "the machine answers, but nothing listens on this port"
     if isinstance(error, TimeoutError):
-        return "silent", f"no answer in {seconds:.0f} s"
+        return "silent", "no answer"
     if isinstance(error, PermissionError):
         return "local", f"a firewall rule of this machine forbids it ({error.strerror})"
     if error.errno == errno.EHOSTUNREACH:
