@@ -102,6 +102,8 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     precision = accelerator.mixed_precision
     section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
     _add_autocast(accelerator, model)
+    # accelerate's does nothing under DeepSpeed; titles are generated in it
+    accelerator.autocast = lambda: torch.autocast(accelerator.device.type, _DTYPES[precision])
     if accelerator.state.deepspeed_plugin.zero_stage == 3:
         from deepspeed.runtime.zero import linear
 
@@ -130,10 +132,10 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
 def _raise_scale_after_step(optimizer: Any) -> None:
     """DeepSpeed 0.19.8 raises fp16's loss scale in the middle of a step, and divides that step's gradients by the new
     one: they are halved."""
-    update, take = require(optimizer, "_update_scale", "deepspeed"), optimizer.step
+    update, original_step = require(optimizer, "_update_scale", "deepspeed"), optimizer.step
 
     def step(*arguments: Any, **options: Any) -> None:
-        take(*arguments, **options)
+        original_step(*arguments, **options)
         if not optimizer.overflow:
             update(False)
 
