@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Ahead, Batch, collator_of, micro_batches
+from toolkit.data.batches import Batch, Prefetcher, collator_of, micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopRequested, stop_requested
@@ -104,14 +104,14 @@ def batches_of(
     Every rank gets the same number of batches, as collectives of sharded parameters need; a rank that runs out of
     samples gets batches of padding samples.
     """
-    ahead, collate = Ahead(accelerator.device), collator_of(split, tokenizer, accelerator.device)
+    prefetcher, collate = Prefetcher(accelerator.device), collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
     ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0)  # samples, tokens
     bar = (bar or Progress(split.name, len(split))) if accelerator.is_main_process else None
     collations = [partial(collate, indices) for indices in batches]
     for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
-        batch = EvaluationBatch(**vars(ahead.batch(collation, following)), gathered_size=per_device + 1)
+        batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device + 1)
         launch.explain_failures(partial(memory.explain, batch, None))
         yield batch
         if accelerator.device.type == "cpu":

@@ -223,7 +223,7 @@ def launch_info() -> dict[str, Any]:
     """For config.json: the launcher's config file, and the command line to start the same run again on this machine, in
     this folder."""
     ours = launch_request()
-    words = ["python", *ours["typed"]] if ours else _command_words(tuple(sys.argv))
+    words = ["python", *ours["argv"]] if ours else _command_words(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words), "folder": str(Path.cwd())}
 
 
