@@ -93,11 +93,11 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
     import torch
 
     on_gpu = accelerator.device.type == "cuda"
-    coarse = on_gpu and accelerator.mixed_precision != "no"
-    torch.set_float32_matmul_precision("high" if coarse else "highest")
+    use_tf32 = on_gpu and accelerator.mixed_precision != "no"
+    torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
     if on_gpu:  # by default convolutions (ConvBERT's) are TF32 in fp32 runs, too
         with warnings.catch_warnings(action="ignore"):  # there is a newer name, which torch's compiler does not accept
-            torch.backends.cudnn.allow_tf32 = coarse
+            torch.backends.cudnn.allow_tf32 = use_tf32
 
 
 # --- the trial on a CPU

@@ -44,7 +44,7 @@ class LoopChecks:
         self._accumulates: torch.nn.Module | None = None
         """The model, where each micro-batch adds to its parameters' `grad`."""
         self._unchecked: torch.nn.Module | None = None
-        """Set until the loss of the first micro-batch is checked."""
+        """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
         """An item for each call of the model in the first micro-batch."""
         self._in_first = contextlib.ExitStack()
@@ -52,7 +52,7 @@ class LoopChecks:
         self._after_backward = contextlib.ExitStack()
         """Checks from the last backward pass of the first step to its end."""
         self._model: torch.nn.Module | None = None
-        """In the first step."""
+        """The model, in the first step."""
 
     @contextlib.contextmanager
     def patch_accelerator(self) -> Iterator[None]:
