@@ -156,7 +156,6 @@ def explain_encoding_errors(path: Path, encoding: str) -> Iterator[None]:
 
 
 def column_names(settings: TextSettings) -> list[str]:
-    """The names in --column_names."""
     return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
 
 

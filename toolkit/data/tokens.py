@@ -200,8 +200,6 @@ def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], Non
 
 @dataclass
 class Counts:
-    """Counts of a split."""
-
     truncated: int = 0
     """Texts longer than `max_length`."""
     unknown: int = 0  # tokens

@@ -128,7 +128,6 @@ def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:
 
 
 def faster_precision(milliseconds: Milliseconds) -> str:
-    """The precision to compute in."""
     return "bf16" if milliseconds["no"] >= MIN_SPEEDUP * milliseconds["bf16"] else "no"
 
 
