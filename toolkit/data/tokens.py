@@ -238,8 +238,9 @@ def _report_truncated_files() -> Any:
 
     def end(_: int) -> None:
         cut = [str(file) for file, size in _mapped.items() if file.is_file() and file.stat().st_size < size]
-        what = f"{cut[0]} was cut" if cut else "a file that is mapped into memory was cut, or its disk failed,"
-        os.write(2, f"error: {what} while the run read it: start it again, and its tokens are made anew\n".encode())
+        why = "bus error: /dev/shm is full (in a container: --shm-size=8g), or the disk of a memory-mapped file failed"
+        why = f"{cut[0]} was cut while the run read it: start it again, and its tokens are made anew" if cut else why
+        os.write(2, f"error: {why}\n".encode())
         os._exit(1)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)

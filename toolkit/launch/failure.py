@@ -31,7 +31,7 @@ _DUPLICATE_REPORT_SECONDS = 25.0
 # A rank that lost a connection waits this long to learn which rank is gone: longer than --peer_timeout on CPUs.
 _PEER_REPORT_SECONDS = 20.0
 _CONNECTION_ERRORS = re.compile(
-    "(?i)connection (closed|reset) by peer|broken pipe|remote process exited|connection was likely closed"
+    "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
     "|timed out waiting"
 )
 _STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
