@@ -35,8 +35,8 @@ class Answers:
         raise NotImplementedError
 
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
-        """The outputs for a whole split, in its order, on the main process, None on the others; a collective. `sizes`:
-        as for `toolkit.evaluation.outputs.predict`."""
+        """The outputs for a whole split, in its order, on the main process, None on the others; a collective, called
+        under autocast. `sizes`: as for `toolkit.evaluation.outputs.predict`."""
         raise NotImplementedError
 
     def answers(self, outputs: Any) -> Iterator[dict[str, Any]]:

@@ -68,8 +68,7 @@ class TitleAnswers(Answers):
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> list[str] | None:
         writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
         for batch in batches_of(accelerator, split, tokenizer, *sizes):
-            with accelerator.autocast():
-                titles = writer.write(*writer.encode(batch))  # (B, T)
+            titles = writer.write(*writer.encode(batch))  # (B, T)
             outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
         arrays = outputs.in_order()
         return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
