@@ -65,7 +65,7 @@ def traced_step_fault(*arguments: Any) -> str:
 
 
 class CollateHere:
-    """`Ahead` without its thread, in which modes are not active."""
+    """`Prefetcher` without its thread, in which modes are not active."""
 
     def __init__(self, device: Any) -> None:
         pass
@@ -98,6 +98,6 @@ if __name__ == "__main__":
     meta_worker.DEVICE, meta_worker.MODE, meta_worker.to_device = DEVICE, FAKE, to_device
     meta_worker.Accelerator.backward = give_gradients
     for name in ("toolkit.training.steps", "toolkit.evaluation.outputs", "toolkit.data.batches"):
-        sys.modules[name].Ahead = CollateHere  # type: ignore[attr-defined]
+        sys.modules[name].Prefetcher = CollateHere  # type: ignore[attr-defined]
     checks.step_fault = traced_step_fault
     meta_worker.main()

@@ -35,7 +35,7 @@ def main() -> None:
         steps = (IN_THE_LOSS,) if accelerator.scaler else (IN_THE_LOSS, IN_A_SHARD)
         overflows = number in steps and accelerator.process_index == accelerator.num_processes - 1
         checks, share = step.steps.checks, step_mean(step, losses) * (math.inf if overflows else 1)
-        checks.share = share
+        checks.mean_loss = share
         return share
 
     def overflowing_clip(accelerator: Accelerator, parameters: Any, *more: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_convert import convert
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, failed, losses_of, slow_but
-from toolkit.training.half_precision import _linear
+from toolkit.training.half_precision import _linear, _prepare_in_fp32
 
 # "ddp x2" shows what DDP reduces, and test_sameness.py three processes
 MANY = slow_but([way for way in WAYS if way != "single"], *(way for way in WAYS if way not in ("single", "ddp x3")))
@@ -106,6 +107,19 @@ def test_a_linear_layer_of_zero3_rounds_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(before[0], expected[0])  # otherwise our patch is no longer needed
     monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
     assert all(map(torch.equal, of(LinearFunctionForZeroStage3.apply), expected))
+
+
+def test_autocast_of_an_accelerator_under_deepspeed() -> None:
+    """A recipe calls parts of a model in it (recipes/title.py)."""
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"bf16": {"enabled": True}})
+    state, device = SimpleNamespace(deepspeed_plugin=plugin), torch.device("cpu")
+    accelerator: Any = SimpleNamespace(mixed_precision="bf16", device=device, state=state)
+    model, states = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with _prepare_in_fp32(accelerator, model):
+        assert not plugin.deepspeed_config["bf16"]["enabled"]
+    with accelerator.autocast():
+        assert torch.nn.functional.linear(states, model.weight).dtype == torch.bfloat16
+    assert model(states).dtype == torch.float32
 
 
 @pytest.mark.multiprocess

@@ -13,7 +13,7 @@ from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
 from toolkit.data.balance import weigh_classes
-from toolkit.data.batches import GlobalBatches, most_micro_batches
+from toolkit.data.batches import GlobalBatches, accumulation_of
 from toolkit.data.labels import Labels, doubtful_names
 from toolkit.data.tokens import Split
 
@@ -88,9 +88,9 @@ def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]
 def test_one_long_text_may_be_drawn_again_and_again() -> None:
     """DeepSpeed is told the most micro-batches of a step before it begins."""
     train = of_lengths(np.array([100, *[8] * 63]))
-    assert most_micro_batches(train, 32, 32, 1, 128) == 3
+    assert accumulation_of(train, 32, 32, 1, 128) == 3
     drawn = replace(train, chances=np.array([1.0, *[0.0] * 63]))
-    assert most_micro_batches(drawn, 32, 32, 1, 128) == 32
+    assert accumulation_of(drawn, 32, 32, 1, 128) == 32
 
 
 def flags() -> Split:

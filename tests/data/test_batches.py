@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.splits import of_lengths
-from toolkit.data.batches import Collator, GlobalBatches, collator_of, even_width, micro_batches, most_micro_batches
+from toolkit.data.batches import Collator, GlobalBatches, accumulation_of, collator_of, even_width, micro_batches
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.features.titles.data import TitleCollator, TitleSplit
 
@@ -118,7 +118,7 @@ def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_to
         generator = np.random.default_rng(seed)
         lengths = lengths_of(int(generator.integers(1, 120)), seed)
         samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
-        most = most_micro_batches(of_lengths(lengths), samples, per_device, world, max_tokens)
+        most = accumulation_of(of_lengths(lengths), samples, per_device, world, max_tokens)
         steps = [batch for grouped in (True, False) for batch in GlobalBatches(lengths, samples, seed, 0, grouped)]
         steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
         counts = [len(micro_batches(of_lengths(lengths), batch, per_device, 0, world, max_tokens)) for batch in steps]
@@ -223,7 +223,7 @@ def test_a_micro_batch_is_read_as_each_of_its_texts_is_alone(world: int, max_tok
         flat = [batch for rank in mine for batch in rank if len(batch)]
         assert sorted(np.concatenate(flat).tolist()) == sorted(batch.tolist())
         assert len({len(rank) for rank in mine}) == 1
-        assert len(mine[0]) <= most_micro_batches(split, size, 4, world, max_tokens)
+        assert len(mine[0]) <= accumulation_of(split, size, 4, world, max_tokens)
         for batch in flat:
             lengths = split.lengths[batch]
             assert lengths.max() <= 100 or len({-(-length // 16) for length in lengths}) == 1

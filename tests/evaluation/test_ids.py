@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import evaluate_classifier, outputs
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
+from toolkit.launch.signals import StopRequested
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,12 @@ from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 )
 def test_ids_fault(ids: list[int], expected: list[int], fault: str) -> None:
     assert ids_fault(np.array(ids, np.int64), np.array(expected, np.int64)) == fault
+
+
+def test_a_stop_signal_of_any_rank_ends_an_evaluation() -> None:
+    gathered = torch.tensor([[0, 0], [-1, 0], [1, signal.SIGTERM], [-1, signal.SIGTERM]])
+    with pytest.raises(StopRequested, match="SIGTERM"):
+        outputs.Outputs(Accelerator(cpu=True), of_lengths(np.ones(2, np.int64))).add([gathered])
 
 
 class Echo(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""toolkit/evaluation/saved_model.py: the tokens that several processes share, and the device."""
+"""toolkit/evaluation/saved_model.py: the tokens that several processes share, the device and the precision."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def test_the_model_is_on_the_device() -> None:
     accelerator = SimpleNamespace(device=torch.device("meta"), prepare_model=lambda model, evaluation_mode: model)
     saved.load(accelerator, 8, 4, None)
     assert saved.model.weight.is_meta
+
+
+def test_precision_under_deepspeed() -> None:
+    """Where `prepare_model` and accelerate's own autocast change nothing."""
+    saved: Any = object.__new__(SavedModel)
+    saved.accelerator = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
+    saved.model = saved.tokenizer = None
+    saved._sizes, saved._shared = (), set()
+    saved.answers = SimpleNamespace(outputs=lambda *_: torch.ones(1, 2) @ torch.ones(2, 1))
+    assert saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16

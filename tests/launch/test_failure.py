@@ -54,6 +54,7 @@ def test_lost_connection_is_torchs_and_needs_another_rank(world: dict[str, int])
     text = described(from_torch)
     assert "lost the connection to another process" in text.splitlines()[-1]
     assert text.startswith("Traceback")
+    assert "lost the connection" in described(RuntimeError("NCCL error: Connection closed by remote peer hostB<4711>"))
 
 
 def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:

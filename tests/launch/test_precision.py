@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from tests.launch.ranks import run_group
 from tests.runs import start
 from toolkit.config import PretrainedSettings
+from toolkit.errors import UserError
 from toolkit.launch import precision
 from toolkit.pretrained import layer_of
 
@@ -64,6 +66,19 @@ def test_precision_of_a_deepspeed_config(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert precision.auto_precision({}, None)[0] == chosen
+
+
+def test_a_deepspeed_config_without_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    for content, fault in (
+        ({"bf16": True}, "ds.json: bf16 is true and should be a section"),
+        ({"fp16": None}, ""),
+        ([], ""),
+    ):
+        (tmp_path / "ds.json").write_text(json.dumps(content))
+        refused = pytest.raises(UserError, match=fault) if fault else contextlib.nullcontext()
+        with refused:
+            assert precision.enabled_in_deepspeed_config() is None
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def test_more_processes_than_gpus(no_launcher: None, monkeypatch: pytest.MonkeyP
         _check_devices(place)
     gpus(1)  # a scheduler shows each process one
     monkeypatch.setenv("LOCAL_RANK", "1")
-    _check_devices(Place("srun", 1, 2, 1, 2))
+    for launcher in ("srun", "mpirun_rsh"):
+        _check_devices(Place(launcher, 1, 2, 1, 2))
     assert world.os.environ["LOCAL_RANK"] == "0"
     _check_devices(Place("srun", 0, 2, 0, 2))  # the first one sees one GPU too, and that is no fault

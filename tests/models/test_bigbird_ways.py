@@ -87,7 +87,7 @@ def test_one_shape_too_many_is_gathered(
     limit: str, compiled: list[Any], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     if limit == "ours":
-        monkeypatch.setattr(ways, "_MOST_SHAPES", 2)
+        monkeypatch.setattr(ways, "_MAX_SHAPES", 2)
     else:
         real, broken = torch.compile, limit != "torch's"
         more = {"backend": lambda *_: 1 / 0} if broken else {"recompile_limit": 2}
@@ -156,7 +156,7 @@ def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) 
     # in evaluation all layers read the same blocks
     assert len(made) == len(set(made)) == draw.call_count == 3 * 53 + 53
     # beyond the limit of bytes the oldest are dropped
-    monkeypatch.setattr(ways, "_MOST_MASK_BYTES", sum(size for _, size in ways._masks.values()) // 2)
+    monkeypatch.setattr(ways, "_MAX_MASK_BYTES", sum(size for _, size in ways._masks.values()) // 2)
     ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
     assert 1 < len(ways._masks) < len(made)
     assert next(reversed(ways._masks))[0].seed == 99

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.bert import modeling_bert
 
@@ -131,6 +133,21 @@ def test_every_position_where_a_call_returns_it() -> None:
         assert width_of_last(model, "roberta", output_hidden_states=False, output_attentions=None) == 1
     model.classifier = Mean()
     assert width_of_last(model, "roberta") == 9
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_model_in_fsdp2(family: str) -> None:
+    """`fully_shard` gives the model a subclass, in a module of torch."""
+    model = make(family, "sdpa")
+    assert read_first_token_only(model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        for part in (*model.base_model.encoder.layer, model):
+            fully_shard(part, mesh=mesh)
+        assert width_of_last(model, family) == 1
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:

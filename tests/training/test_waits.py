@@ -22,7 +22,7 @@ from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
 from tests.splits import of_lengths
 from tests.training.test_schedule import TOKENIZER
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Ahead, _thread
+from toolkit.data.batches import Prefetcher, _thread
 from toolkit.training.steps import Steps, peak_memory_bytes
 
 CPU = torch.device("cpu")
@@ -81,12 +81,12 @@ def test_the_next_batch_is_prefetched() -> None:
             second_is_made.set()
         return SimpleNamespace(of=indices)
 
-    ahead, batches = Ahead(torch.device("cpu")), [np.array([place]) for place in range(3)]
+    prefetcher, batches = Prefetcher(torch.device("cpu")), [np.array([place]) for place in range(3)]
     calls: Any = [partial(collate, indices) for indices in batches]
-    assert ahead.batch(calls[0], calls[1]).of is batches[0]
+    assert prefetcher.batch(calls[0], calls[1]).of is batches[0]
     assert second_is_made.wait(30)  # before it is requested
-    assert ahead.batch(calls[1], None).of is batches[1]
-    assert ahead.batch(calls[2], None).of is batches[2]
+    assert prefetcher.batch(calls[1], None).of is batches[1]
+    assert prefetcher.batch(calls[2], None).of is batches[2]
     assert made == [0, 1, 2]
 
 

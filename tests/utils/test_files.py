@@ -85,11 +85,11 @@ def test_only_own_parents_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_spare(tmp_path: Path) -> None:
-    def spare(old: Path) -> None:
+    def check_old(old: Path) -> None:
         raise UserError(f"it holds {names_in(old)}")
 
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="thesis"), replace_folder(tmp_path / "out", True, spare=spare):
+    with pytest.raises(UserError, match="thesis"), replace_folder(tmp_path / "out", True, check_old=check_old):
         (tmp_path / "out" / "thesis.txt").touch()
     assert (names_in(tmp_path), names_in(tmp_path / "out")) == (["out"], ["thesis.txt"])
 

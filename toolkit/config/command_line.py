@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -28,12 +29,13 @@ def command_line(
 ) -> argparse.ArgumentParser:
     """A parser of `--name value` that returns strings; a boolean may omit its value, as in transformers. `fields`:
     section -> {setting: pydantic's field}. Its help lists the most used settings, or all (`help_all`)."""
+    width = min(shutil.get_terminal_size().columns, 120)
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
         description=description,
         epilog=_LAUNCH if help_all else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n{_LAUNCH}",
-        formatter_class=_formatter,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         add_help=False,
@@ -63,11 +65,6 @@ def join_negative_numbers(arguments: Sequence[str]) -> list[str]:
         else:
             words.append(word)
     return words
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    width = min(shutil.get_terminal_size().columns, 120)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
 
 
 def _help(field: Any) -> str:

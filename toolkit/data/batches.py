@@ -3,7 +3,7 @@
 1. `GlobalBatches`: the samples of each optimizer step, from the seed, the epoch and the lengths of the texts only.
 2. `micro_batches`: a global batch, or the split of an evaluation, divided among ranks. The world size does not change
    the sum of the losses.
-3. `Collator`: a micro-batch as padded tensors on the device; `Ahead` makes the next one while one is computed.
+3. `Collator`: a micro-batch as padded tensors on the device; `Prefetcher` makes the next one while one is computed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def micro_batches(
     return _halve_to_multiple(cut, split.lengths, world)[rank::world]
 
 
-def most_micro_batches(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
+def accumulation_of(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
     """An upper bound of the micro-batches per rank of any `samples` texts of a split."""
     if max_tokens is None and split.buckets is None:
         return max(1, -(-samples // (per_device * world)))
@@ -245,7 +245,7 @@ Collation = partial[Batch]
 """A collator and the samples of one batch."""
 
 
-class Ahead:
+class Prefetcher:
     """Collates the next batch and copies it to the device in a thread while the current one is computed."""
 
     def __init__(self, device: torch.device) -> None:

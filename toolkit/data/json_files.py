@@ -174,7 +174,7 @@ class _Records:
         row = bisect.bisect_left(counts, True, key=lambda count: isinstance(_array(values[:count], before), Exception))
         fault = f"{self.path}, row {self.rows + row}: field {name!r} is {str(values[row - 1])[:40]!r}"
         if isinstance(array, UnicodeError):
-            raise UserError(f"{fault}, which holds half a character (a lone surrogate): mend the text") from array
+            raise UserError(f"{fault}, which holds half a character (a lone surrogate): correct the text") from array
         raise UserError(f"{fault}, unlike the rows before it: make them all numbers, or all in quotes") from array
 
 

@@ -142,7 +142,7 @@ def _encoding_fault(path: Path, encoding: str) -> str:
         return f"{fault}: pass --encoding utf-16"
     other = next((name for name in decoders if name != encoding), None)
     if other != "utf-8" and (bad == 1 or bad < foreign / 2):
-        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: mend those"
+        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
     return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
 
 
@@ -156,7 +156,6 @@ def explain_encoding_errors(path: Path, encoding: str) -> Iterator[None]:
 
 
 def column_names(settings: TextSettings) -> list[str]:
-    """The names in --column_names."""
     return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
 
 
@@ -235,7 +234,7 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
             starts: Sequence[int] = range(lines_read + 1, reader.line_num + 1)
             if len(starts) > len(rows):
                 starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
-                _refuse_swallowed(path, batch_lines, delimiter, rows, starts, rows_read)
+                _refuse_quoted_rows(path, batch_lines, delimiter, rows, starts, rows_read)
             if min(map(len, rows)) < 2:
                 places = [place for place, row in enumerate(rows) if _is_filled(row)]
                 rows, starts = [rows[place] for place in places], [starts[place] for place in places]
@@ -260,11 +259,11 @@ def _height(row: list[str]) -> int:
     return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
 
 
-def _refuse_swallowed(
+def _refuse_quoted_rows(
     path: Path, lines: list[str], delimiter: str, rows: list[list[str]], starts: Sequence[int], rows_read: int
 ) -> None:
-    """Raises UserError where an unclosed quote took in rows up to another row's quote: each line of the cell has as
-    many cells as the header, and in some column a value that other rows have there."""
+    """Raises UserError where an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
+    has as many cells as the header, and in some column a value that other rows have there."""
     heights = list(map(_height, rows))
     width = max(map(len, rows))
     values: list[set[str]] = [set() for _ in range(width)]  # of each column, without the header

@@ -200,12 +200,9 @@ def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], Non
 
 @dataclass
 class Counts:
-    """Counts of a split."""
-
     truncated: int = 0
     """Texts longer than `max_length`."""
-    unknown: int = 0
-    """Unknown tokens."""
+    unknown: int = 0  # tokens
     tokens: int = 0
 
 
@@ -241,8 +238,9 @@ def _report_truncated_files() -> Any:
 
     def end(_: int) -> None:
         cut = [str(file) for file, size in _mapped.items() if file.is_file() and file.stat().st_size < size]
-        what = f"{cut[0]} was cut" if cut else "a file that is mapped into memory was cut, or its disk failed,"
-        os.write(2, f"error: {what} while the run read it: start it again, and its tokens are made anew\n".encode())
+        why = "bus error: /dev/shm is full (in a container: --shm-size=8g), or the disk of a memory-mapped file failed"
+        why = f"{cut[0]} was cut while the run read it: start it again, and its tokens are made anew" if cut else why
+        os.write(2, f"error: {why}\n".encode())
         os._exit(1)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
@@ -315,11 +313,11 @@ def encode_blocks(
 
 
 def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
-    typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
+    has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     if fast:  # transformers' own call takes twice as long
         inputs = texts if pairs is None else list(zip(texts, pairs, strict=True))
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
-        ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if typed else []
+        ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if has_types else []
     else:
         batch = tokenizer(
             texts,
@@ -327,15 +325,15 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
             truncation="longest_first",
             max_length=max_length,
             return_attention_mask=False,
-            return_token_type_ids=typed,
+            return_token_type_ids=has_types,
         )
-        ids, types = batch["input_ids"], batch["token_type_ids"] if typed else []
+        ids, types = batch["input_ids"], batch["token_type_ids"] if has_types else []
         encodings = batch.encodings or ()  # None for tokenizers written in Python
     lengths = np.fromiter(map(len, ids), np.int64, len(texts))
     flat = partial(np.fromiter, count=int(lengths.sum()))
     chain = itertools.chain.from_iterable
     truncated = sum(bool(each.overflowing) for each in encodings)
-    return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if typed else None, truncated)
+    return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if has_types else None, truncated)
 
 
 def encode_texts(

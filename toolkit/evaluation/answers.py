@@ -35,8 +35,8 @@ class Answers:
         raise NotImplementedError
 
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
-        """The outputs for a whole split, in its order, on the main process, None on the others; a collective. `sizes`:
-        as for `toolkit.evaluation.outputs.predict`."""
+        """The outputs for a whole split, in its order, on the main process, None on the others; a collective, called
+        under autocast. `sizes`: as for `toolkit.evaluation.outputs.predict`."""
         raise NotImplementedError
 
     def answers(self, outputs: Any) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,7 @@ class ClassAnswers(Answers):
             return tensor.softmax(dim=-1).numpy()
         return tensor.sigmoid().numpy() if self.labels.problem_type == MULTI else logits
 
-    def adjusted(self, logits: np.ndarray) -> np.ndarray:
+    def adjust_logits(self, logits: np.ndarray) -> np.ndarray:
         """(N, C) logits -> (N, C) scores: the prediction is the argmax, or (multi-label) every class above 0."""
         return logits
 
@@ -88,7 +88,7 @@ class ClassAnswers(Answers):
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
         """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
         labels = self.labels
-        for chances, scores in zip(self.probabilities(outputs), self.adjusted(outputs), strict=True):
+        for chances, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
             rounded = [round(float(chance), 6) for chance in chances]
             if labels.problem_type == "regression":
                 yield {"prediction": rounded[0] if labels.size == 1 else rounded}
@@ -104,7 +104,7 @@ class ClassAnswers(Answers):
 
         table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
         encoded = replace(self.labels, columns=("label",)).encode(table, np.arange(len(truth)))
-        return classification_metrics(self.adjusted(outputs), encoded, self.labels)
+        return classification_metrics(self.adjust_logits(outputs), encoded, self.labels)
 
     def prediction_lines(self, rows: np.ndarray, logits: np.ndarray, truth: np.ndarray) -> Iterator[dict[str, Any]]:
         """The lines of predictions.jsonl: id (row in the file, from 0), label, prediction, probabilities (in the order

@@ -43,7 +43,6 @@ class Best:
         self.value = -math.inf
         self.step = 0
         self.patience_counter = 0
-        """Evaluations since the best one."""
 
     def update(self, evaluation: Evaluation, step: int) -> bool:
         """Records an evaluation, and returns whether it is better than all before it."""

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Ahead, Batch, collator_of, micro_batches
+from toolkit.data.batches import Batch, Prefetcher, collator_of, micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopRequested, stop_requested
@@ -70,15 +70,16 @@ class EvaluationBatch(Batch):
     """A batch whose outputs are to be gathered."""
 
     gathered_size: int
-    """Samples that each rank gathers, the same on all ranks; at least one of them is padding."""
+    """Samples that each rank gathers, the same on all ranks."""
 
     def padded(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(B, ...) outputs -> (ids, *outputs), each padded to `gathered_size` samples, as `gather_for_metrics` needs
-        the same shape from every rank."""
-        filling = [-1 - stop_requested(), *[0] * len(outputs)]  # the id of padding tells all ranks of a stop signal
-        return tuple(map(self._pad, (self.ids, *outputs), filling))
+        """(B, ...) outputs -> (ids and this rank's stop signal (B, 2), *outputs), padded to `gathered_size` samples, as
+        `gather_for_metrics` needs the same shape from every rank."""
+        ids = self._pad(self.ids, -1)
+        signals = torch.full_like(ids, stop_requested())
+        return torch.stack([ids, signals], dim=1), *(self._pad(output, 0) for output in outputs)
 
-    def _pad(self, tensor: torch.Tensor, value: float) -> torch.Tensor:
+    def _pad(self, tensor: torch.Tensor, value: int) -> torch.Tensor:
         missing = self.gathered_size - tensor.shape[0]
         return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
 
@@ -104,14 +105,14 @@ def batches_of(
     Every rank gets the same number of batches, as collectives of sharded parameters need; a rank that runs out of
     samples gets batches of padding samples.
     """
-    ahead, collate = Ahead(accelerator.device), collator_of(split, tokenizer, accelerator.device)
+    prefetcher, collate = Prefetcher(accelerator.device), collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
     ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0)  # samples, tokens
     bar = (bar or Progress(split.name, len(split))) if accelerator.is_main_process else None
     collations = [partial(collate, indices) for indices in batches]
     for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
-        batch = EvaluationBatch(**vars(ahead.batch(collation, following)), gathered_size=per_device + 1)
+        batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
         launch.explain_failures(partial(memory.explain, batch, None))
         yield batch
         if accelerator.device.type == "cpu":
@@ -134,11 +135,11 @@ class Outputs:
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
         ranks where one of them has got a stop signal."""
-        ids = gathered[0].cpu().numpy()
-        if number := -1 - int(ids.min()):
-            raise StopRequested(number)
+        ids, signals = gathered[0].cpu().numpy().T
+        if signals.any():
+            raise StopRequested(int(signals.max()))
         if self.accelerator.is_main_process:
-            self._parts.append([part.cpu().numpy()[ids >= 0] for part in gathered])
+            self._parts.append([ids[ids >= 0], *(part.cpu().numpy()[ids >= 0] for part in gathered[1:])])
 
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.

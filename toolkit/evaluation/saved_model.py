@@ -20,6 +20,7 @@ from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_toke
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.pretrained import load_config
+from toolkit.training.half_precision import autocast
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.progress import PartOfProgress
 
@@ -105,7 +106,8 @@ class SavedModel:
     def compute_outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective. It removes the split's
         tokens from the cache."""
-        outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
+        with autocast(self.accelerator):
+            outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
         folder = split.folder.parent
         if folder in self._shared and self.accelerator.is_local_main_process:
             remove(folder)  # every process has mapped its files by now

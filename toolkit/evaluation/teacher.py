@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
-from toolkit.checkpoint.model_folder import DTYPES
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
@@ -23,6 +22,7 @@ from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config, model_digest
+from toolkit.training.half_precision import autocast
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text, find_damage
 
 _FILE = "logits.npy"
@@ -71,9 +71,7 @@ def _logits(
     per_device = training.per_device_batch_size
     size = training.per_device_eval_batch_size or (32 if per_device == "auto" else 2 * per_device)
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
-    dtype = DTYPES.get(accelerator.mixed_precision)
-    # not `accelerator.autocast()`, which does nothing under DeepSpeed
-    with torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None):
+    with autocast(accelerator):
         outputs = predict(accelerator, teacher, split, tokenizer, size, training.max_tokens_per_batch)
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
     if outputs is not None:

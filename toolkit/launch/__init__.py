@@ -3,25 +3,19 @@
 from toolkit.launch import interrupted  # first: it handles Ctrl-C from here on
 
 # isort: split
-from toolkit.launch.exit_state import close_on_failure
-from toolkit.launch.failure import explain_failures, request_rerun, run, set_exit_signal, start
-from toolkit.launch.rendezvous import list_machines
-from toolkit.launch.world import launch_info, log_on_main, make_accelerator, require_equal, wait_for_all
+from toolkit.launch.exit_state import close_on_failure as close_on_failure
+from toolkit.launch.failure import explain_failures as explain_failures
+from toolkit.launch.failure import request_rerun as request_rerun
+from toolkit.launch.failure import run as run
+from toolkit.launch.failure import set_exit_signal as set_exit_signal
+from toolkit.launch.failure import start as start
+from toolkit.launch.rendezvous import list_machines as list_machines
+from toolkit.launch.world import launch_info as launch_info
+from toolkit.launch.world import log_on_main as log_on_main
+from toolkit.launch.world import make_accelerator as make_accelerator
+from toolkit.launch.world import require_equal as require_equal
+from toolkit.launch.world import wait_for_all as wait_for_all
 from toolkit.utils import log
 
-__all__ = [
-    "close_on_failure",
-    "explain_failures",
-    "launch_info",
-    "list_machines",
-    "log_on_main",
-    "make_accelerator",
-    "request_rerun",
-    "require_equal",
-    "run",
-    "set_exit_signal",
-    "start",
-    "wait_for_all",
-]
 interrupted.restore_sigint()
 log.configure()

@@ -28,10 +28,10 @@ from toolkit.utils import collector
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
-# A rank that lost a connection waits this long for the report of who is gone, longer than a node may not answer.
+# A rank that lost a connection waits this long to learn which rank is gone: longer than --peer_timeout on CPUs.
 _PEER_REPORT_SECONDS = 20.0
 _CONNECTION_ERRORS = re.compile(
-    "(?i)connection (closed|reset) by peer|broken pipe|remote process exited|connection was likely closed"
+    "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
     "|timed out waiting"
 )
 _STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"

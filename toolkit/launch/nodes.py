@@ -133,7 +133,7 @@ def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mappin
     if settings:
         raise UserError(
             f"{path} is for one machine (num_machines: 1), so {settings[0]} would have no effect: use "
-            "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
+            "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2), or leave it out"
         )
 
 

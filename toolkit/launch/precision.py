@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.utils.files import cache_folder, replace_file
+from toolkit.utils.files import Kinds, cache_folder, check_values, replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 # CUDA capabilities: RTX 30, A10 and A100 have bf16; V100, T4 and RTX 20 have fast fp16, older GPUs do not
 _HAS_BF16, _HAS_FAST_FP16 = (8, 0), (7, 0)
+
+# of a DeepSpeed config
+_SECTIONS: Kinds = dict.fromkeys(("bf16", "fp16"), (lambda value: isinstance(value, dict), 'a section with "enabled"'))
 
 Widths = tuple[int, int]
 """(hidden_size, intermediate_size) of a layer."""
@@ -62,12 +65,14 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
 
 
 def enabled_in_deepspeed_config() -> str | None:
-    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None."""
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
+    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None. Raises UserError where
+    one is not a section."""
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     config: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # accelerate raises for a file that it cannot read
-        config = json.loads(Path(file or "").read_text(encoding="utf-8"))
-    return next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), None)
+    with contextlib.suppress(OSError, ValueError, TypeError):  # accelerate raises for a file that it cannot read
+        config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
+    check_values(config, _SECTIONS, file)
+    return next((name for name in _SECTIONS if (config.get(name) or {}).get("enabled") is True), None)
 
 
 def _of_gpu(device: int) -> tuple[str, str]:
@@ -88,11 +93,11 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
     import torch
 
     on_gpu = accelerator.device.type == "cuda"
-    coarse = on_gpu and accelerator.mixed_precision != "no"
-    torch.set_float32_matmul_precision("high" if coarse else "highest")
+    use_tf32 = on_gpu and accelerator.mixed_precision != "no"
+    torch.set_float32_matmul_precision("high" if use_tf32 else "highest")
     if on_gpu:  # by default convolutions (ConvBERT's) are TF32 in fp32 runs, too
         with warnings.catch_warnings(action="ignore"):  # there is a newer name, which torch's compiler does not accept
-            torch.backends.cudnn.allow_tf32 = coarse
+            torch.backends.cudnn.allow_tf32 = use_tf32
 
 
 # --- the trial on a CPU
@@ -123,7 +128,6 @@ def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:
 
 
 def faster_precision(milliseconds: Milliseconds) -> str:
-    """The precision to compute in."""
     return "bf16" if milliseconds["no"] >= MIN_SPEEDUP * milliseconds["bf16"] else "no"
 
 

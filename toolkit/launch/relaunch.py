@@ -80,7 +80,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
         # `-m` would import from the current folder, perhaps a downloaded one, which this process does not
         os.environ["PYTHONSAFEPATH"] = "1"
-    return _become_launcher(arguments, {**requested, "typed": argv})
+    return _become_launcher(arguments, {**requested, "argv": argv})
 
 
 def plan_launch(

@@ -223,7 +223,7 @@ def launch_info() -> dict[str, Any]:
     """For config.json: the launcher's config file, and the command line to start the same run again on this machine, in
     this folder."""
     ours = launch_request()
-    words = ["python", *ours["typed"]] if ours else _command_words(tuple(sys.argv))
+    words = ["python", *ours["argv"]] if ours else _command_words(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words), "folder": str(Path.cwd())}
 
 
@@ -251,7 +251,7 @@ def _check_devices(place: Place) -> None:
     if joined or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
         return
     devices = torch.cuda.device_count()
-    if devices == 1 and place.launcher in ("srun", "mpirun", "mpiexec"):
+    if devices == 1 and place.launcher in ("srun", "mpirun", "mpirun_rsh", "mpiexec"):
         os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
     elif place.local_world_size > devices:
         raise UserError(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
 
@@ -117,11 +118,12 @@ def read_first_token_only(model: Any) -> bool:
 
 def _head_of(model: Any) -> Any:
     """transformers' head, which reads only `hidden_states[:, 0]`; None where it was replaced."""
-    family = type(model).__name__.removesuffix(_CLASSIFIER)
+    model_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP2 subclasses it
+    family = model_class.__name__.removesuffix(_CLASSIFIER)
     name, kind = ("bert.pooler", "BertPooler") if family == "Bert" else ("classifier", f"{family}ClassificationHead")
     head = model.get_submodule(name)
     head = getattr(head, "original_module", head)  # peft wraps it
-    is_original = (type(head).__module__, type(head).__name__) == (type(model).__module__, kind)
+    is_original = (type(head).__module__, type(head).__name__) == (model_class.__module__, kind)
     return head if is_original and "forward" not in vars(head) else None
 
 

@@ -88,7 +88,7 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
     unchanged = partial(_refuse_foreign, output=output)  # it may have changed in the meantime
-    with explain_write_errors(output), replace_folder(output, overwrite, spare=unchanged) as draft:
+    with explain_write_errors(output), replace_folder(output, overwrite, check_old=unchanged) as draft:
         parameters, heads = _write_bigbird(source, config, draft, sizes)
         files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
         meta = {"made_by": _MADE_BY, "source": source, "files": files}
@@ -230,8 +230,8 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
     reloaded = load_plain_tokenizer(str(folder))
     if type(reloaded) is not type(tokenizer) or reloaded(list(_PROBES)).input_ids != ids:
         why = f"becomes a {type(reloaded).__name__} when saved and loaded, and may tokenize differently"
-        mend = "set tokenizer_class in its tokenizer_config.json"
-        raise UserError(f"{name}: its tokenizer, a {type(tokenizer).__name__}, {why}: {mend}")
+        remedy = "set tokenizer_class in its tokenizer_config.json"
+        raise UserError(f"{name}: its tokenizer, a {type(tokenizer).__name__}, {why}: {remedy}")
 
 
 def _check_kind(name: str, config: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Usable part of the free memory: fragmentation is not counted, and a CPU's heap does not reuse all of its pages.
 _USABLE_OF_GPU, _USABLE_OF_CPU = 0.9, 0.5
+_CGROUP = Path("/sys/fs/cgroup")  # version 2: of a container with a memory limit
 
 
 class Memory(NamedTuple):
@@ -150,7 +152,8 @@ def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
     if plugin is None:
         return "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "single", {}
     zero = plugin.deepspeed_config["zero_optimization"]
-    offloads = any(zero.get(f"offload_{what}", {}).get("device", "none") != "none" for what in ("optimizer", "param"))
+    sections = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))  # null: none
+    offloads = any(section.get("device") not in (None, "none") for section in sections)
     numbers = {name: value for name, value in zero.items() if value != "auto"}
     return f"zero{plugin.zero_stage}" + "_offload" * offloads, numbers
 
@@ -199,7 +202,10 @@ def usable_memory(device: str, processes: int) -> float:
         torch.cuda.empty_cache()  # what a teacher has used, say
         return _USABLE_OF_GPU * torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
-        free = min(free, int(most) - int(used.read_text()))
+    files = [_CGROUP / f"memory.{name}" for name in ("max", "current", "stat")]
+    limit, used, stat = (file.read_text().strip() if file.is_file() else "" for file in files)
+    if limit.isdigit():
+        # the page cache counts as used, though the kernel drops it when memory is needed
+        cached = sum(map(int, re.findall(r"(?m)^(?:in)?active_file (\d+)", stat)))
+        free = min(free, int(limit) - int(used) + cached)
     return _USABLE_OF_CPU * max(0, free) / processes

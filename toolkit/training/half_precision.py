@@ -20,13 +20,18 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from toolkit.checkpoint.live import live_state
+from toolkit.checkpoint.model_folder import DTYPES
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
 from toolkit.launch.precision import enabled_in_deepspeed_config
 from toolkit.utils.compat import require
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+def autocast(accelerator: Accelerator) -> torch.autocast:
+    """`accelerator.autocast()`, which does nothing under DeepSpeed."""
+    dtype = DTYPES.get(accelerator.mixed_precision)
+    return torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None)
 
 
 def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
@@ -58,7 +63,7 @@ def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> st
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
-        accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, reduce_dtype=_DTYPES[name])
+        accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, reduce_dtype=DTYPES[name])
     elif accelerator.state.deepspeed_plugin is None:
         options = {**vars(accelerator.ddp_handler), "comm_hook": DDPCommunicationHookType(name)}
         accelerator.ddp_handler = _HalfPrecisionReduction(**options)
@@ -102,6 +107,7 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     precision = accelerator.mixed_precision
     section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
     _add_autocast(accelerator, model)
+    accelerator.autocast = lambda: autocast(accelerator)  # titles are generated in it
     if accelerator.state.deepspeed_plugin.zero_stage == 3:
         from deepspeed.runtime.zero import linear
 
@@ -130,10 +136,10 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
 def _raise_scale_after_step(optimizer: Any) -> None:
     """DeepSpeed 0.19.8 raises fp16's loss scale in the middle of a step, and divides that step's gradients by the new
     one: they are halved."""
-    update, take = require(optimizer, "_update_scale", "deepspeed"), optimizer.step
+    update, original_step = require(optimizer, "_update_scale", "deepspeed"), optimizer.step
 
     def step(*arguments: Any, **options: Any) -> None:
-        take(*arguments, **options)
+        original_step(*arguments, **options)
         if not optimizer.overflow:
             update(False)
 
@@ -148,8 +154,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """As `Accelerator.prepare_model` does. A bound forward stays bound, so a copy of the model calls its own."""
     function: Callable[..., Any] | None = getattr(model.forward, "__func__", None)
-    autocast = torch.autocast(accelerator.device.type, _DTYPES[accelerator.mixed_precision])
-    forward = convert_outputs_to_fp32(autocast(function or model.forward))
+    forward = convert_outputs_to_fp32(autocast(accelerator)(function or model.forward))
     model.forward = MethodType(forward, model) if function else forward
 
 

@@ -20,8 +20,8 @@ from toolkit.errors import UserError, listing
 from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_model
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
-IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
-IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
+REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
+REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}
@@ -37,14 +37,14 @@ class LoopChecks:
         self._step = 0
         self._micro_batches = self._means = self._backwards = 0
         """So far in this step: yielded; calls of `Step.mean` and `accelerator.backward`."""
-        self.share: torch.Tensor | None = None
+        self.mean_loss: torch.Tensor | None = None
         """The last result of `Step.mean`, until it is passed to `accelerator.backward`."""
         self._unscaled = False
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
         self._accumulates: torch.nn.Module | None = None
         """The model, where each micro-batch adds to its parameters' `grad`."""
         self._unchecked: torch.nn.Module | None = None
-        """Set until the loss of the first micro-batch is checked."""
+        """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
         """An item for each call of the model in the first micro-batch."""
         self._in_first = contextlib.ExitStack()
@@ -52,10 +52,10 @@ class LoopChecks:
         self._after_backward = contextlib.ExitStack()
         """Checks from the last backward pass of the first step to its end."""
         self._model: torch.nn.Module | None = None
-        """In the first step."""
+        """The model, in the first step."""
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def patch_accelerator(self) -> Iterator[None]:
         """Within this context `accelerator.backward` and the first step's `accelerator.gather` are checked; clipping
         a step's gradients again does not remove fp16's loss scale again, which torch refuses."""
         accelerator: Any = self.accelerator
@@ -65,7 +65,7 @@ class LoopChecks:
             self._check_backward(loss)
             backward(loss, **options)
             if self._model is not None and accelerator.state.deepspeed_plugin and accelerator.sync_gradients:
-                self._after_backward.enter_context(refuse_shards(self._model, IN_OPTIMIZER))
+                self._after_backward.enter_context(refuse_shards(self._model, REMEDY_IN_OPTIMIZER))
                 self._after_backward.enter_context(_RefuseChanges(self._model))
 
         def unscale_once(optimizer: Any = None) -> None:
@@ -100,7 +100,7 @@ class LoopChecks:
                 "`step.micro_batches`, which can be used once in a step: launch with ddp (accelerate_configs/)"
             )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
-        self.share, self._unscaled, self._accumulates = None, False, None
+        self.mean_loss, self._unscaled, self._accumulates = None, False, None
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
             return
         if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
@@ -141,12 +141,12 @@ class LoopChecks:
 
     def _check_backward(self, loss: torch.Tensor) -> None:
         self._in_first.close()
-        if loss is not self.share:
+        if loss is not self.mean_loss:
             raise UserError(
                 f"step {self._step}: `accelerator.backward` takes what `step.mean` returned, once in each micro-batch; "
                 "add terms to the losses, `step.mean(losses + term)`: to the mean they would add once per micro-batch"
             )
-        self.share = None
+        self.mean_loss = None
         self._backwards += 1
 
     def end_step(self, number: int, micro_batches: int) -> None:
@@ -207,7 +207,7 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def refuse_shards(model: Any, remedy: str = IN_FORWARD) -> Iterator[None]:
+def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]:
     """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
     UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
     fail on its shape."""
@@ -282,7 +282,7 @@ class _RefuseChanges(TorchFunctionMode):
             fault = "DeepSpeed overwrites weights that the loop changes with copies of its own. To change them"
         if not name or _called_by_strategy():
             return function(*args, **(kwargs or {}))
-        raise UserError(f"{name}: {fault}, {IN_OPTIMIZER}")
+        raise UserError(f"{name}: {fault}, {REMEDY_IN_OPTIMIZER}")
 
 
 def _called_by_strategy() -> bool:

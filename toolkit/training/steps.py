@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Ahead, Batch, Collator, GlobalBatches, collator_of, micro_batches, most_micro_batches
+from toolkit.data.batches import Batch, Collator, GlobalBatches, Prefetcher, accumulation_of, collator_of, micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
@@ -65,7 +65,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
     sizes = settings.global_batch_size, settings.micro_batch_size
-    accumulation = most_micro_batches(train, *sizes, processes, max_tokens)
+    accumulation = accumulation_of(train, *sizes, processes, max_tokens)
     largest = -(-settings.global_batch_size // (accumulation * processes))
     return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
 
@@ -148,7 +148,7 @@ class Step:
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
-            self._batch = self.steps.ahead.batch(collation, prefetch)
+            self._batch = self.steps.prefetcher.batch(collation, prefetch)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_explanation, self._batch, model))
             reduces = accelerator.sync_gradients or sync_each_batch
@@ -178,8 +178,8 @@ class Step:
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        checks.share = weighted.sum() * (averaged_over / self.loss_denominator)
-        return checks.share
+        checks.mean_loss = weighted.sum() * (averaged_over / self.loss_denominator)
+        return checks.mean_loss
 
     def refuse_non_finite(self) -> None:
         """Raises UserError, in every process, when the gathered loss or gradient norm is not finite. fp16 skips steps
@@ -249,7 +249,8 @@ class Steps:
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         if accelerator.device.type == "cpu":
             install_fast_dropout()
-        self.ahead, self.collate = Ahead(accelerator.device), collator_of(train, tokenizer, accelerator.device)
+        self.prefetcher = Prefetcher(accelerator.device)
+        self.collate = collator_of(train, tokenizer, accelerator.device)
         self.done = 0
         """Steps taken, with those whose update fp16 skipped."""
         self.skipped = 0
@@ -274,7 +275,7 @@ class Steps:
         self.set_randomness()
         device = self.accelerator.device
         reset_peak_memory(device)  # exclude data, a teacher, and the search for a batch size
-        with self.signals, self.checks.watched():
+        with self.signals, self.checks.patch_accelerator():
             remaining = self._remaining()
             step = next(remaining, None)
             while step is not None:

@@ -150,7 +150,7 @@ _REGISTERED: list[Feature] = []
 
 def register(feature: Feature) -> None:
     """Adds a feature from outside `toolkit/features/` to this process. Raises UserError for an invalid one."""
-    if _checked(feature, "register") not in _REGISTERED:
+    if _validate(feature, "register") not in _REGISTERED:
         _REGISTERED.append(feature)
 
 
@@ -166,10 +166,10 @@ def _installed() -> tuple[Feature, ...]:
     names = sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
     modules = [f"toolkit.features.{name}.feature" for name in names]
     imported = [importlib.import_module(name) for name in modules if importlib.util.find_spec(name)]
-    return tuple(_checked(getattr(module, "FEATURE", None), module.__name__) for module in imported)
+    return tuple(_validate(getattr(module, "FEATURE", None), module.__name__) for module in imported)
 
 
-def _checked(feature: Any, where: str) -> Feature:
+def _validate(feature: Any, where: str) -> Feature:
     """Raises UserError for a misspelt hook, or anything but an instance of `Feature`."""
     if not isinstance(feature, Feature):
         raise UserError(f"{where}: FEATURE must be an instance of a subclass of Feature, not {feature!r}")

@@ -62,13 +62,13 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replace_folder(
-    path: Path, overwrite: bool = False, flush: bool = True, spare: Callable[[Path], object] = lambda old: None
+    path: Path, overwrite: bool = False, flush: bool = True, check_old: Callable[[Path], object] = lambda old: None
 ) -> Iterator[Path]:
     """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
-    With `flush` its content is on the disk before. With `overwrite` it replaces what is at `path`, unless `spare`
-    raises, which gets the old content when it has been moved aside; without, it raises OSError if anything but an empty
-    folder is there. If the block fails (Ctrl-C included), the draft and the parent folders created for it are removed.
+    With `flush` its content is on the disk before. Without `overwrite` it raises OSError if there is anything but an
+    empty folder at `path`; with it, `check_old` gets the old content, moved aside, and may raise to restore it. If the
+    block fails (Ctrl-C included), the draft and the parent folders created for it are removed.
     """
     draft = draft_path(path)
     new_parents: list[Path] = []
@@ -84,7 +84,7 @@ def replace_folder(
             for file in filter(Path.is_file, draft.rglob("*")):
                 flush_path(file)
             flush_folders(draft)
-        _move(draft, path, overwrite, spare)
+        _move(draft, path, overwrite, check_old)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         for parent in new_parents:  # the innermost first, and only when empty
@@ -95,14 +95,14 @@ def replace_folder(
         flush_path(path.parent)
 
 
-def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], object]) -> None:
+def _move(draft: Path, path: Path, overwrite: bool, check_old: Callable[[Path], object]) -> None:
     if not overwrite or not os.path.lexists(path):
         draft.rename(path)  # OSError if anything but an empty folder is there
         return
     old = draft_path(path, "old")
     path.rename(old)
     try:
-        spare(old)
+        check_old(old)
         draft.rename(path)
     except BaseException:
         old.rename(path)

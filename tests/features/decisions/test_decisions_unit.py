@@ -108,7 +108,7 @@ def test_the_error_of_a_few_probabilities_by_hand() -> None:
 def test_answers_follow_the_thresholds() -> None:
     logits = np.random.default_rng(5).normal(0, 2, (500, 2)).astype(np.float32)
     decisions = Decisions(TWO, 1.7, {"pos": 0.3}, 0.6)
-    chances, guess = decisions.probabilities(logits), decisions.adjusted(logits).argmax(axis=1)
+    chances, guess = decisions.probabilities(logits), decisions.adjust_logits(logits).argmax(axis=1)
     assert (guess == (chances[:, 1] > 0.3)).all()
     expected = [TWO.names[c] if row[c] >= 0.6 else None for c, row in zip(guess, chances, strict=True)]
     assert [line["prediction"] for line in decisions.answers(logits)] == expected
@@ -135,7 +135,7 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
     tuned = dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
 
     def f1(thresholds: dict[str, float]) -> float:
-        guess = Decisions(labels, thresholds=thresholds).adjusted(logits.astype(np.float32)).argmax(axis=1)
+        guess = Decisions(labels, thresholds=thresholds).adjust_logits(logits.astype(np.float32)).argmax(axis=1)
         return float(f1_score(truth, guess, average="macro"))
 
     best = f1(tuned)
@@ -144,7 +144,7 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
         for odds in np.geomspace(1e-3, 1e3, 60):
             assert f1(tuned | {name: odds / (1 + odds)}) <= best + 1e-6
     alike = Decisions(labels, thresholds=dict.fromkeys(labels.names, 0.2))
-    assert (alike.adjusted(logits).argmax(axis=1) == logits.argmax(axis=1)).all()
+    assert (alike.adjust_logits(logits).argmax(axis=1) == logits.argmax(axis=1)).all()
     assert (best_thresholds(truth % 3, np.zeros((600, 4))) > 0).all()
 
 

@@ -27,7 +27,7 @@ def test_the_output_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def smi(script: str) -> Devices:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        return devices.look()
+        return devices.query_devices()
 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     hardware = smi("echo '0, NVIDIA L4, 23034, 20000, 550.54.15'; echo '1, NVIDIA L4, 23034, [N/A], 550.54.15'")

@@ -23,7 +23,7 @@ def test_printable_text_has_no_control_characters() -> None:
 
 HOSTILE = "it's; reboot"
 NODES = Nodes(2, 0, "", ("10.0.0.1", HOSTILE), 1)
-JOB = job.read(["--train_file", HOSTILE], {})
+JOB = job.parse(["--train_file", HOSTILE], {})
 FAILED = [{"ok": False, "error": HOSTILE}] * 2
 
 
@@ -35,7 +35,7 @@ FAILED = [{"ok": False, "error": HOSTILE}] * 2
         next(host.check_files({"x": Path(HOSTILE)})).remedy,
         [*host.check_interfaces(NODES)][1].remedy,
         peers._check_backend("gloo", FAILED, ["A", "B"], NODES).remedy,
-        JOB.line_elsewhere(1),
+        JOB.command_for(1),
     ],
 )
 def test_paths_and_host_names_in_remedies_are_quoted(line: str) -> None:
@@ -47,7 +47,7 @@ def test_remedies_contain_nothing_that_another_machine_sent(monkeypatch: pytest.
     error = RendezvousError(HOSTILE, [1])
     for rank in (0, 1):
         nodes = Nodes(2, rank, "", ("10.0.0.1",), 1)
-        unknown = replace(job.read([], {}), nodes=nodes)
+        unknown = replace(job.parse([], {}), nodes=nodes)
         findings = [peers._explain_missing(error, missing, unknown) for missing in (0, 1)]
         findings += [peers._check_backend(backend, FAILED, [HOSTILE] * 2, nodes) for backend in ("gloo", "nccl")]
         assert [finding.remedy for finding in findings if HOSTILE in finding.remedy] == []

@@ -16,7 +16,7 @@ needs_address = pytest.mark.skipif(not OWN, reason="this machine has no address 
 
 
 def read(line: str) -> job.Job:
-    return job.read(shlex.split(line), {})
+    return job.parse(shlex.split(line), {})
 
 
 def test_the_command_line_of_a_run(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_machines_from_peers_and_from_a_config_file() -> None:
     assert (line.nodes.count, line.nodes.rank, line.nodes.addresses) == (2, 0, (OWN,))
     line = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --timeout 5")
     elsewhere = f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 1 --timeout 5"
-    assert line.line_elsewhere(1) == elsewhere
+    assert line.command_for(1) == elsewhere
 
 
 def test_one_machine() -> None:

@@ -130,6 +130,23 @@ def test_auto_keeps_the_global_batch(model: Any, tokenizer: Any, monkeypatch: py
         fit(model, tokenizer, 10**5, monkeypatch)
 
 
+def test_the_page_cache_of_a_container_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"max": 1000, "current": 900, "stat": "anon 100\ninactive_file 500\nactive_file 200\ninactive_anon 50"}
+    for name, content in files.items():
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
+    monkeypatch.setattr(estimate, "_CGROUP", tmp_path)
+    assert estimate.usable_memory("cpu", 2) == (1000 - 900 + 700) / 2 / 2
+
+
+@pytest.mark.parametrize("section", [None, {}, {"device": None}, {"device": "none"}, {"device": "cpu"}])
+def test_strategy_of_an_offload_section(section: dict[str, Any] | None) -> None:
+    zero = {"stage": 2, "offload_optimizer": section}
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"zero_optimization": zero})
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    name = "zero2_offload" if section == {"device": "cpu"} else "zero2"
+    assert estimate.strategy_of(accelerator) == (name, zero)
+
+
 def test_a_number_is_kept_and_an_unresolved_auto_is_an_error(tokenizer: Any) -> None:
     settings = TrainingSettings(per_device_batch_size=3)
     assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings

@@ -75,11 +75,11 @@ def test_pieces_of_words_are_joined_and_chinese_characters_are_not(tokenizer: An
               if word is not None]  # fmt: skip
     words = explain.join_tokens(text, tokens)
     assert "".join(word.text for word in words) == f"{text} "
-    assert [word.text for word in words if word.adds] == ["unpaid", "房", "间", "<", "b", ">"]
-    assert next(word.adds for word in words if word.text == "unpaid") == 6.0  # the sum of its pieces
+    assert [word.text for word in words if word.attribution] == ["unpaid", "房", "间", "<", "b", ">"]
+    assert next(word.attribution for word in words if word.text == "unpaid") == 6.0  # the sum of its pieces
     # a tokenizer that takes a Chinese sentence for one word, and one whose tokens are bytes of characters
     words = explain.join_tokens("a 很好", [(0, 1, 0, 1.0), (2, 3, 1, 2.0), (2, 3, 1, 3.0), (3, 4, 1, 4.0)])
-    assert [word for word in words if word.adds] == [Word("a", 1.0), Word("很", 5.0), Word("好", 4.0)]
+    assert [word for word in words if word.attribution] == [Word("a", 1.0), Word("很", 5.0), Word("好", 4.0)]
 
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
@@ -93,7 +93,7 @@ def test_the_words_of_every_kind_of_tokenizer_are_the_text(name: str, tmp_path: 
     AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "model")
     explanation = explain.explain(tmp_path, DATA, [MISTAKE], [text])[0]
     assert "".join(word.text for word in explanation.words).rstrip() == text
-    words = [word.text for word in explanation.words if word.adds]
+    words = [word.text for word in explanation.words if word.attribution]
     if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # for which unknown characters are one token
         assert {"服", "务", "很", "好"} <= set(words)
     assert "unbelievably" in " ".join(words)
@@ -153,8 +153,8 @@ def test_texts_are_truncated_as_in_training(sharp_model: Path, tmp_path: Path) -
     make_run(run, AB, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, run / "model", AB)
     explanation = explain.explain(run, DATA | {"max_length": 20}, [read_sample(0, line, AB)], ["good film " * 50])[0]
-    assert [word.text for word in explanation.words if word.adds] == ["good", "film"] * 9
-    assert explanation.difference == sum(word.adds for word in explanation.words) != 0
+    assert [word.text for word in explanation.words if word.attribution] == ["good", "film"] * 9
+    assert explanation.difference == sum(word.attribution for word in explanation.words) != 0
     refusal(write_report_of_folder, run, Namespace(explain=5), match="needs the texts of the last evaluation")
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     refusal(build_parser().parse_args, ["report", "x", "--explain=-1"], says=["--explain", "-1"])

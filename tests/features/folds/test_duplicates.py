@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.data.read import read_demo
-from toolkit.features.folds.duplicates import SIMILAR, near_duplicates, normalised, similarity
+from toolkit.features.folds.duplicates import SIMILAR, near_duplicates, normalise, similarity
 
 
 def test_planted_duplicates_are_found() -> None:
@@ -16,7 +16,7 @@ def test_planted_duplicates_are_found() -> None:
     assert [1501, 1505] not in groups  # texts of punctuation only
     assert len(groups) < 10
     for first, *others in groups:
-        assert all(similarity(normalised(texts[first]), normalised(texts[other])) >= SIMILAR for other in others)
+        assert all(similarity(normalise(texts[first]), normalise(texts[other])) >= SIMILAR for other in others)
 
 
 def test_short_and_empty_texts() -> None:

@@ -7,5 +7,5 @@ from toolkit.features.pretraining import model
 
 
 def main() -> None:
-    model.MOST_LOGITS = 2000
+    model.MAX_LOGITS = 2000
     recipes.pretrain.main()

@@ -246,7 +246,7 @@ def test_logits_at_masked_positions_in_parts(
     argmax, widest = torch.Tensor.argmax, []
     monkeypatch.setattr(torch.Tensor, "argmax", lambda rows, dim: widest.append(len(rows)) or argmax(rows, dim))
     for most in (10**9, 4 * masked.get_output_embeddings().out_features):
-        monkeypatch.setattr(masked_model, "MOST_LOGITS", most)
+        monkeypatch.setattr(masked_model, "MAX_LOGITS", most)
         masked.zero_grad()
         output = masked(**inputs).logits
         torch.testing.assert_close(output[..., 0], expected, rtol=1e-5, atol=1e-6)

@@ -76,7 +76,7 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
         if labels.size <= _MAX_CLASSES and len(np.unique(train.labels[rows], axis=0)) > 1:
             trained_on = len(rows)
             guesses[LINEAR] = _linear(train, rows, split, multi)
-    adjusted = answers.adjusted(logits)
+    adjusted = answers.adjust_logits(logits)
     guesses[MODEL] = adjusted > 0 if multi else adjusted.argmax(axis=1)
 
     def one_hot(classes: np.ndarray) -> Any:

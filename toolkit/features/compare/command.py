@@ -23,7 +23,6 @@ _MAX_CURVES = 8
 
 
 def run(options: Any) -> None:
-    """`toolkit compare`."""
     comparison, runs = compare(options.runs)
     if options.output:
         write_page(Path(options.output), comparison, runs)

@@ -49,14 +49,14 @@ class Decisions(ClassAnswers):
     abstain_below: float | None = None
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
-        return super().probabilities(self._scaled(logits))
+        return super().probabilities(self._scale(logits))
 
-    def adjusted(self, logits: np.ndarray) -> np.ndarray:
+    def adjust_logits(self, logits: np.ndarray) -> np.ndarray:
         thresholds = np.array([self.thresholds.get(name, 0.5) for name in self.labels.names])
         offsets = (np.log(thresholds) - np.log1p(-thresholds)).astype(np.float32) if self.thresholds else np.float32(0)
-        return self._scaled(logits) - offsets
+        return self._scale(logits) - offsets
 
-    def _scaled(self, logits: np.ndarray) -> np.ndarray:
+    def _scale(self, logits: np.ndarray) -> np.ndarray:
         return logits if self.temperature == 1 else logits / np.float32(self.temperature)
 
     def abstains(self, probability: float) -> bool:
@@ -76,7 +76,7 @@ class Decisions(ClassAnswers):
         if evaluation.outputs is None:
             return evaluation
         split, logits = evaluation.outputs
-        truth, probabilities, adjusted = split.labels, self.probabilities(logits), self.adjusted(logits)
+        truth, probabilities, adjusted = split.labels, self.probabilities(logits), self.adjust_logits(logits)
         metrics, effect = as_json(compute_metrics(adjusted, truth)), self.as_json()
         plain = {name: value for name, value in evaluation.single_numbers.items() if name in metrics}
         effect["before"] = plain | calibration_error(ClassAnswers(self.labels).probabilities(logits), truth)
@@ -142,17 +142,17 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     if path is None:
         return None
     content = read_table(path, _KINDS)
-    mend = f"repeat the run's command to write a new one, or remove {path} to answer with the likeliest class"
+    remedy = f"repeat the run's command to write a new one, or remove {path} to answer with the likeliest class"
     thresholds, names = content.get("thresholds") or {}, list(labels.names)
     if content.get("labels") != names:
-        raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {mend}")
+        raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {remedy}")
     if unknown := [name for name in thresholds if name not in names]:
-        raise UserError(f"{path}: thresholds of {listing(unknown)}, but the labels are {listing(names)}: {mend}")
+        raise UserError(f"{path}: thresholds of {listing(unknown)}, but the labels are {listing(names)}: {remedy}")
     kind, abstain_below = labels.problem_type, content.get("abstain_below")
     too_many = kind == _SINGLE and labels.size == 2 and len(thresholds) > 1
     if kind == "regression" or too_many or (kind == MULTI and abstain_below is not None):
         why = "regression has no decisions, two classes have one threshold, several labels per text no abstain_below"
-        raise UserError(f"{path}: {why}: {mend}")
+        raise UserError(f"{path}: {why}: {remedy}")
     return Decisions(labels, float(content.get("temperature") or 1), thresholds, abstain_below)
 
 
@@ -214,8 +214,8 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
 def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> tuple[Decisions, list[str]]:
     """(the tuned decisions, warnings). Raises UserError for an evaluation without logits."""
     if validation.outputs is None:
-        mend = "let evaluate return toolkit.evaluation.classification_evaluation(...), or drop these settings"
-        raise UserError(f"--tune_thresholds, --calibrate and --abstain_below need logits: {mend}")
+        remedy = "let evaluate return toolkit.evaluation.classification_evaluation(...), or drop these settings"
+        raise UserError(f"--tune_thresholds, --calibrate and --abstain_below need logits: {remedy}")
     logits, truth = validation.outputs[1], validation.outputs[0].labels
     temperature, thresholds, notes = 1.0, dict[str, float](), []
     if settings.calibrate and _correct(logits, truth, labels).all():

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import UserError, first_line, printable
-from toolkit.features.doctor import devices, host, job, peers
+from toolkit.features.doctor import devices, host, peers
 from toolkit.features.doctor.finding import Areas, Finding, report, summary
-from toolkit.features.doctor.job import Job
+from toolkit.features.doctor.job import Job, parse
 from toolkit.launch.failure import INTERRUPTED
 from toolkit.utils.log import logger
 from toolkit.utils.timeouts import call_with_timeout
@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> NoReturn:
     It prints errors without `launch.run`, which is silent on ranks other than 0: the shell may have a launcher's RANK.
     """
     try:
-        code = _examine(job.read(words, os.environ))
+        code = _check(parse(words, os.environ))
     except UserError as error:
         logger.error(f"error: {error}")
         code = 1
@@ -41,17 +41,17 @@ def run(words: Sequence[str]) -> NoReturn:
     os._exit(code)  # threads may hang in a driver, and destroying a broken process group may hang
 
 
-def _examine(line: Job) -> int:
+def _check(job: Job) -> int:
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
     os.environ["PYTHONSAFEPATH"] = "1"  # so that collect_env's `python -m pip` imports nothing from this folder
-    machine, as_json = printable(socket.gethostname(), 100), line.options.json
-    hardware, areas = look_at_machine(line)
+    machine, as_json = printable(socket.gethostname(), 100), job.options.json
+    hardware, areas = check_machine(job)
     output: dict[str, Any] = {"host": machine, "environment": hardware.environment}
     if not as_json:
         print(f"{machine}\n\n{report(areas)}\n", file=out, flush=True)
-    if line.nodes.count > 1:
-        between, output["allreduce"] = peers.check(line, uses_nccl=bool(hardware.nccl) and not line.use_cpu)
+    if job.nodes.count > 1:
+        between, output["allreduce"] = peers.check(job, uses_nccl=bool(hardware.nccl) and not job.use_cpu)
         if not as_json:
             print(f"between the machines\n\n{report(between)}\n", file=out, flush=True)
         areas |= between
@@ -62,23 +62,23 @@ def _examine(line: Job) -> int:
     return 0 if output["ok"] else 1
 
 
-def look_at_machine(line: Job) -> tuple[devices.Devices, Areas]:
+def check_machine(job: Job) -> tuple[devices.Devices, Areas]:
     """Takes about as long as the import of torch; a check that raises or times out becomes a note."""
     env, install = dict(os.environ), host.install_command("torch")
     hardware = devices.Devices()
     try:
-        hardware = call_with_timeout(_CHECK_SECONDS, devices.look)
+        hardware = call_with_timeout(_CHECK_SECONDS, devices.query_devices)
         areas = {"devices": list(devices.check(hardware, env, install))}
     except Exception as error:
         text = f"torch cannot be imported: {type(error).__name__}: {printable(first_line(error))}"
         areas = {"devices": [Finding("torch", "fail", text, install)]}
     checks: dict[str, Iterator[Finding]] = {
-        "files": host.check_files(line.files),
+        "files": host.check_files(job.files),
         "versions": host.check_versions(),
-        "host": host.check_disk(Path(line.options.output_dir or "runs")),
+        "host": host.check_disk(Path(job.options.output_dir or "runs")),
         "builds": host.check_builds(env),
         "shell": host.check_shell(env),
-        "network": host.check_interfaces(line.nodes),
+        "network": host.check_interfaces(job.nodes),
     }
     for area, check in checks.items():
         try:

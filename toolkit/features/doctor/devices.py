@@ -35,7 +35,7 @@ class Devices:
     """The output of torch.utils.collect_env, for a bug report."""
 
 
-def look() -> Devices:
+def query_devices() -> Devices:
     """Raises any error of importing torch."""
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")

@@ -35,8 +35,8 @@ class Job:
     nodes: Nodes
     use_cpu: bool
 
-    def line_elsewhere(self, rank: int) -> str:
-        """The command for machine `rank`: this one, with its --machine_rank."""
+    def command_for(self, rank: int) -> str:
+        """The command to type on machine `rank`: this one, with its --machine_rank."""
         return "toolkit doctor " + re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(self.words))
 
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
+def parse(words: Sequence[str], env: Mapping[str, str]) -> Job:
     """Raises UserError for a command line that cannot start a run."""
     options, rest = _parser().parse_known_args(list(words))
     if not 1 <= options.timeout <= _LONGEST_TIMEOUT:

@@ -71,7 +71,7 @@ def _explain_missing(error: RendezvousError, rank: int, job: Job) -> Finding:
         except network.UnreachableError as unreachable:
             obstacle = unreachable
     text = f"{nodes.name_of(rank)} did not connect within {job.options.timeout:.0f} s"
-    remedy = f"on it type: {job.line_elsewhere(rank)}"
+    remedy = f"on it type: {job.command_for(rank)}"
     if rank and (obstacle is None or obstacle.kind == "refused"):  # only rank 0 listens
         text += "; the machine answers" if address else ""
         remedy += f"; if it runs there, a firewall here may block it: sudo ufw allow from {_SOMEWHERE}"

@@ -50,8 +50,8 @@ def _require_model_and_texts(page: Any) -> None:
     if not config.is_file():
         raise UserError(f"--explain needs the saved model, and there is no {config}")
     if not page.texts:
-        mend = "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
-        raise UserError(f"--explain needs the texts of the last evaluation, {mend}")
+        remedy = "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
+        raise UserError(f"--explain needs the texts of the last evaluation, {remedy}")
 
 
 FEATURE = ExplainFeature()

@@ -33,8 +33,7 @@ class Word(NamedTuple):
     """A word of a text, or the characters between two words."""
 
     text: str
-    adds: float = 0.0
-    """The attribution."""
+    attribution: float = 0.0
 
 
 class Explanation(NamedTuple):
@@ -47,16 +46,17 @@ class Explanation(NamedTuple):
 
     @property
     def strongest(self) -> list[Word]:
-        return sorted((word for word in self.words if word.adds), key=lambda word: -abs(word.adds))[:_STRONGEST]
+        words = [word for word in self.words if word.attribution]
+        return sorted(words, key=lambda word: -abs(word.attribution))[:_STRONGEST]
 
     @property
     def scale(self) -> float:
-        return max(abs(word.adds) for word in self.words) or 1.0
+        return max(abs(word.attribution) for word in self.words) or 1.0
 
     @property
     def difference(self) -> float:
         """The output for this text minus that for the baseline."""
-        return sum(word.adds for word in self.words)
+        return sum(word.attribution for word in self.words)
 
 
 def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]) -> dict[int, Explanation]:
@@ -81,9 +81,9 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
         if not has_token_types(model.config):  # the tokenizer's would be outside of the table
             encoded.pop("token_type_ids", None)
         towards, against, output_of = _choose_output(labels, sample)
-        adds = attribute(model, encoded, output_of).tolist()
+        attributions = attribute(model, encoded, output_of).tolist()
         spans = encoded["offset_mapping"][0].tolist()
-        tokens = list(zip(encoded.sequence_ids(0), spans, encoded.word_ids(0), adds, strict=True))
+        tokens = list(zip(encoded.sequence_ids(0), spans, encoded.word_ids(0), attributions, strict=True))
         words = []
         for number, text in enumerate(pair):
             words += join_tokens(text, [(*span, word, value) for part, span, word, value in tokens if part == number])
@@ -119,8 +119,8 @@ def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: _Outpu
     baseline = torch.where(special, ids, model.config.get_text_config().pad_token_id or 0)
     rows = max(1, _MAX_TOKENS // ids.shape[1])
     # (1, S, H); a BigBird pads S to a multiple of its block
-    adds = gradients.attribute(ids, baseline, n_steps=_POINTS, method="gausslegendre", internal_batch_size=rows)
-    return adds.sum(dim=-1)[0, : ids.shape[1]].float().cpu()
+    attributions = gradients.attribute(ids, baseline, n_steps=_POINTS, method="gausslegendre", internal_batch_size=rows)
+    return attributions.sum(dim=-1)[0, : ids.shape[1]].float().cpu()
 
 
 def join_tokens(text: str, tokens: Iterable[tuple[int, int, int | None, float]]) -> list[Word]:
@@ -129,12 +129,12 @@ def join_tokens(text: str, tokens: Iterable[tuple[int, int, int | None, float]])
     Pieces of a word are joined, except Chinese characters: some tokenizers take a sentence for one word.
     """
     words, done, last = list[Word](), 0, None
-    for start, end, number, adds in tokens:
+    for start, end, number, attribution in tokens:
         piece = text[max(start, done) : end]
         word = None if _CJK.search(piece) else number
         if words and (not piece or (word is not None and word == last)):  # no piece: another byte of a character
-            words[-1] = Word(words[-1].text + text[done:end], words[-1].adds + adds)
+            words[-1] = Word(words[-1].text + text[done:end], words[-1].attribution + attribution)
         else:
-            words += [Word(text[done:start]), Word(piece, adds)]
+            words += [Word(text[done:start]), Word(piece, attribution)]
         done, last = max(done, end), word if piece else last
     return [*words, Word(" ")]

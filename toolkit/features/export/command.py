@@ -63,7 +63,7 @@ def export(options: Any) -> None:
     max_length = saved.choose_max_length(options.max_length, bool(options.text_pair))
     saved.load(launch.make_accelerator("no"), max_length, *_BATCH)
     calibration, validation, has_labels = _load_texts(options, saved)
-    before = answers.adjusted(saved.compute_outputs(validation))
+    before = answers.adjust_logits(saved.compute_outputs(validation))
     model = saved.model.cpu()
     convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
     with explain_write_errors(out), replace_folder(out) as draft, quiet_transformers():
@@ -79,7 +79,7 @@ def export(options: Any) -> None:
             shutil.copyfile(source / DECISIONS, draft / DECISIONS)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
-        after = answers.adjusted(exported.compute_outputs(validation))
+        after = answers.adjust_logits(exported.compute_outputs(validation))
         result, losses = compare(before, after, validation.labels if has_labels else None, answers.labels)
         result = f"{result}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}

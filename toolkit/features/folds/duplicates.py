@@ -15,16 +15,16 @@ _MULTIPLIERS = 2 * np.random.default_rng(20210714).integers(1, 2**63, _BANDS * _
 _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """In lower case, without punctuation and repeated spaces."""
     return re.sub(r"[\W_]+", " ", text.casefold()).strip() or text
 
 
 def near_duplicates(texts: Sequence[str]) -> list[list[int]]:
-    """Groups of indices whose texts are equal after `normalised`, or similar to a text of the group."""
+    """Groups of indices whose texts are equal after `normalise`, or similar to a text of the group."""
     indices_of: dict[str, list[int]] = defaultdict(list)
     for index, text in enumerate(texts):
-        indices_of[normalised(text)].append(index)
+        indices_of[normalise(text)].append(index)
     unique = list(indices_of)
     leader = list(range(len(unique)))  # the first text similar to each
     bands = [_band_keys(text) for text in unique]

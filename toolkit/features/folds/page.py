@@ -30,7 +30,7 @@ from toolkit.report.templates import render
 ERRORS = "label_errors.jsonl"
 _WEAK = 0.25
 """Below this `balanced_skill`, suspects are rather mistakes of the models than wrong labels."""
-_MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHOICES = 500, 50, 6, 12
+_MAX_SUSPECTS, _MAX_GROUPS, _MAX_OF_GROUP, _MAX_CHOICES = 500, 50, 6, 12
 
 
 def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[str]:
@@ -72,14 +72,14 @@ def write_folds(folder: Path) -> list[str]:
     analysis = _analysis(lines, labels)
     analysis["warnings"] += _differing_settings([record.settings for record in records])
     write_atomically(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)))
-    shown = [_row(lines[suspect.row], suspect, labels) for suspect in analysis["suspects"][:_MOST_SUSPECTS]]
+    shown = [_row(lines[suspect.row], suspect, labels) for suspect in analysis["suspects"][:_MAX_SUSPECTS]]
     of_folds = [record.last.single_numbers for record in records]  # a user's recipe may have other metrics
     names = [name for name, value in analysis["metrics"].items()
              if isinstance(value, float) and all(name in metrics for metrics in of_folds)]  # fmt: skip
     spread = {name: statistics.stdev([metrics[name] for metrics in of_folds]) for name in names}
     context = {**analysis, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
-               "most_groups": _MOST_GROUPS, "most_of_group": _MOST_OF_GROUP}  # fmt: skip
+               "max_groups": _MAX_GROUPS, "max_of_group": _MAX_OF_GROUP}  # fmt: skip
     write_atomically(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
     results = "  ".join(f"{name} {analysis['metrics'][name]:.4f}" for name in names)
     return [
@@ -184,7 +184,7 @@ def _row(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, An
     if labels.problem_type == MULTI:
         names, choices = sorted({*line["label"], *suggested}), [suggested]
     else:
-        names, likely = [line["label"], suggested], sorted(chances, key=lambda name: -chances[name])[:_MOST_CHOICES]
+        names, likely = [line["label"], suggested], sorted(chances, key=lambda name: -chances[name])[:_MAX_CHOICES]
         choices = [suggested, *(name for name in likely if name not in names)]
     written = [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices]
     return {**line, "suggested": suggested, "chances": [(name, chances[name]) for name in names], "choices": written}

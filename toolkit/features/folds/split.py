@@ -131,8 +131,8 @@ def _next(folder: Path, folds: int, digest: str) -> int:
     if (folder / FOLDS).is_file():
         known = read_table(folder / FOLDS, {"folds": _COUNT})
         if known != {"folds": folds, "digest": digest}:
-            mend = f"give the same --folds (here {folds}), data, --data_seed and text settings, or name another folder"
-            raise UserError(f"--output_dir {folder} has {known.get('folds')} folds of another command: {mend}")
+            hint = f"give the same --folds (here {folds}), data, --data_seed and text settings, or name another folder"
+            raise UserError(f"--output_dir {folder} has {known.get('folds')} folds of another command: {hint}")
     else:
         with explain_write_errors(folder), replace_file(folder / FOLDS) as draft:
             draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")

@@ -27,8 +27,8 @@ def create_repository(name: str, private: bool | None) -> str:
         return repository
     except Exception as error:  # of the library, of its checks and of the network below it
         why = f"cannot create {name} on {constants.ENDPOINT} [{first_line(error)}]"
-        mend = "check --hub_model_id, HF_TOKEN (it needs write access) and HF_ENDPOINT"
-        raise UserError(f"--push_to_hub: {why}: {mend}") from error
+        remedy = "check --hub_model_id, HF_TOKEN (it needs write access) and HF_ENDPOINT"
+        raise UserError(f"--push_to_hub: {why}: {remedy}") from error
 
 
 def upload(folder: Path, name: str, private: bool | None) -> str:

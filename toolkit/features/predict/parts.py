@@ -45,8 +45,8 @@ class Parts:
         elif before and (differing := [name for name in facts if facts[name] != before.get(name)]):
             if self.finished() and not overwrite:
                 why = f"holds parts of another prediction (it differs in {listing(differing)})"
-                mend = "repeat its options, name another --output, or pass --overwrite to start over"
-                raise UserError(f"{self.folder} {why}: {mend}")
+                remedy = "repeat its options, name another --output, or pass --overwrite to start over"
+                raise UserError(f"{self.folder} {why}: {remedy}")
             shutil.rmtree(self.folder)
         if not self.manifest.is_file():
             with self._writing(), replace_file(self.manifest) as draft:

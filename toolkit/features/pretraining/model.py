@@ -28,7 +28,7 @@ from toolkit.pretrained import load_config, load_plain_tokenizer, model_digest, 
 from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
-MOST_LOGITS = 1 << 24
+MAX_LOGITS = 1 << 24
 """Logits computed at a time: 64 MiB in fp32. If there are more, backward recomputes them."""
 
 
@@ -80,7 +80,7 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     def decode(hidden: torch.Tensor) -> torch.Tensor:  # one module call for all parts
         if masked.ids is None:
             return F.linear(hidden, decoder.weight, decoder.bias)
-        states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MOST_LOGITS // decoder.out_features)
+        states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MAX_LOGITS // decoder.out_features)
         recompute = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
         compute = recompute if len(truth) > rows and torch.is_grad_enabled() else losses_of
         losses = [compute(*part) for part in zip(states.split(rows), truth.split(rows), strict=True)]

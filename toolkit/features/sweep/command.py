@@ -198,8 +198,8 @@ class Sweep:
             why = f"is not a readable journal ({first_line(error)[:200]})"
             raise UserError(f"{path} {why}: name another --output_dir, or remove it") from error
         if (earlier := study.user_attrs.get("arguments", arguments)) != arguments:
-            mend = f"continue it with `toolkit sweep {shlex.join(earlier)}`, or name another --output_dir"
-            raise UserError(f"{self.folder} holds another sweep: {mend}")
+            remedy = f"continue it with `toolkit sweep {shlex.join(earlier)}`, or name another --output_dir"
+            raise UserError(f"{self.folder} holds another sweep: {remedy}")
         study.set_user_attr("arguments", arguments)
         return study
 

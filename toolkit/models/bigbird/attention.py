@@ -31,10 +31,10 @@ from toolkit.errors import first_line
 from toolkit.models.bigbird.gathered import gathered
 from toolkit.models.bigbird.plan import Pattern, counts, may_repeat
 
-_MOST_SAMPLES = 4
-_MOST_SHAPES = 60
+_MAX_SAMPLES = 4
+_MAX_SHAPES = 60
 """3 widths up to 4096 tokens, 2 numbers of samples; in training with a bias and without, in evaluation with one: 18."""
-_MOST_MASK_BYTES = 640 * 2**20
+_MAX_MASK_BYTES = 640 * 2**20
 """All lengths up to 4096 tokens in 12 layers with 12 heads take 216 MB, in 24 layers with 16 heads 546 MB."""
 # Tiles of the CUDA kernels must divide the mask's blocks, and the defaults for large GPUs do not divide 64
 TILE = 64
@@ -48,8 +48,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern
         return gathered(query, key, value, bias, pattern)
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     missing = mask.seq_lengths[0] - pattern.length
-    whole, rest = divmod(len(query), _MOST_SAMPLES)
-    sizes = [_MOST_SAMPLES] * whole + [1] * rest  # 6 samples -> 4, 1, 1
+    whole, rest = divmod(len(query), _MAX_SAMPLES)
+    sizes = [_MAX_SAMPLES] * whole + [1] * rest  # 6 samples -> 4, 1, 1
     parts = [(F.pad(x, (0, 0, 0, missing)) if missing else x).split(sizes) for x in (query, key, value)]
     if bias is None and may_repeat(pattern):  # one kernel for repeats and for padding
         bias = query.new_zeros(len(query), pattern.length)
@@ -75,12 +75,12 @@ _masks: OrderedDict[tuple[Pattern, torch.device, torch.dtype], tuple[Mask, int]]
 
 
 def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
-    """Cached for all layers, micro-batches and steps, up to `_MOST_MASK_BYTES`. `dtype`: of scores."""
+    """Cached for all layers, micro-batches and steps, up to `_MAX_MASK_BYTES`. `dtype`: of scores."""
     key = (pattern, device, dtype)
     if key not in _masks:
         with torch.inference_mode(False):  # inference tensors would fail in training
             _masks[key] = _make_mask(*key)
-        while len(_masks) > 1 and sum(size for _, size in _masks.values()) > _MOST_MASK_BYTES:
+        while len(_masks) > 1 and sum(size for _, size in _masks.values()) > _MAX_MASK_BYTES:
             _masks.popitem(last=False)
     _masks.move_to_end(key)
     return _masks[key][0]
@@ -152,11 +152,11 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
     try:
         if shape in _compiles:
             return _compiled()(*inputs, score, mask) if _compiles[shape] else None
-        if sum(_compiles.values()) < _MOST_SHAPES:
+        if sum(_compiles.values()) < _MAX_SHAPES:
             context: Tensor = _compile(*inputs, score, mask)
             _compiles[shape] = True
             return context
-        why = f"{_MOST_SHAPES} shapes have been compiled"
+        why = f"{_MAX_SHAPES} shapes have been compiled"
     except (exc.FailOnRecompileLimitHit, exc.TorchDynamoException) as error:
         why = f"{type(error).__name__}: {first_line(getattr(error, 'inner_exception', error))}"
     _compiles[shape] = False
@@ -211,5 +211,5 @@ def _compiled() -> Callable[..., Any]:
         return flex_attention(query, key, value, score_mod=score, block_mask=mask, kernel_options=options)
 
     compile_it: Any = torch.compile  # its type stub lacks recompile_limit
-    compiled: Callable[..., Any] = compile_it(attend, dynamic=False, fullgraph=True, recompile_limit=4 * _MOST_SHAPES)
+    compiled: Callable[..., Any] = compile_it(attend, dynamic=False, fullgraph=True, recompile_limit=4 * _MAX_SHAPES)
     return compiled

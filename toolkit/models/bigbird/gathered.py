@@ -118,7 +118,9 @@ class _Sparse(torch.autograd.Function):
     ) -> Tensor:
         samples, heads, length, _ = query.shape
         context, ctx.block = _like(query), block
-        logs = query.new_empty(samples, heads, length, dtype=_sum_dtype(query))
+        # of logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms
+        sum_dtype = torch.promote_types(query.dtype, torch.float32)
+        logs = query.new_empty(samples, heads, length, dtype=sum_dtype)
         for group in _groups(samples, heads, length // block):
             q, k, v = (_blocked(x[group], block) for x in (query, key, value))
             out, sums = torch.zeros_like(q, dtype=logs.dtype), logs.new_full(q.shape[:3], -torch.inf)
@@ -159,11 +161,6 @@ def _like(query: Tensor) -> Tensor:
     """Empty (B, nh, S, hs) with the memory layout (B, S, nh, hs), for the next projection."""
     samples, heads, length, size = query.shape
     return query.new_empty(samples, length, heads, size).transpose(1, 2)
-
-
-def _sum_dtype(query: Tensor) -> torch.dtype:
-    """For the softmax's logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms."""
-    return torch.promote_types(query.dtype, torch.float32)
 
 
 def _blocked(x: Tensor, block: int) -> Tensor:

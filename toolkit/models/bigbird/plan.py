@@ -83,7 +83,6 @@ def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Te
 # the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
 @functools.lru_cache(maxsize=8192)
 def cached_tables(pattern: Pattern, device: torch.device | str) -> dict[str, Tensor]:
-    """The key blocks of `tables`."""
     blocks, draws = pattern.length // pattern.block, random_blocks(pattern)
     middle = np.arange(2, blocks - 2)
     ends = np.zeros_like(middle)
