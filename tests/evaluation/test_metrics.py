@@ -152,3 +152,4 @@ def test_the_best_evaluation(metric: str, values: list[Any], counters: list[int]
         best = Best(metric, SINGLE)
         best.restore(state)
     assert best.step == best_step
+    refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=[metric, "other"])

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit.config import TrainingSettings
 from toolkit.data.prepare import Prepared
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json
@@ -46,7 +46,10 @@ class Best:
 
     def update(self, evaluation: Evaluation, step: int) -> bool:
         """Records an evaluation, and returns whether it is better than all before it."""
-        number = evaluation.numbers[self.metric]
+        if self.metric not in (numbers := evaluation.numbers):
+            metrics = f"--metric_for_best_model takes one of {listing(numbers, 20)}"
+            raise UserError(f"the evaluation of step {step} has no {self.metric}: {metrics}")
+        number = numbers[self.metric]
         value = -math.inf if number is None or math.isnan(number) else self.sign * number  # null in eval.jsonl
         if value > self.value or not self.step:  # the first counts without a number, too: a run ends with a model
             self.value, self.step, self.patience_counter = value, step, 0

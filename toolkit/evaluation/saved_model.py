@@ -19,8 +19,8 @@ from toolkit.data.table import Table, columns_of, find_columns, pair_column, tex
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
+from toolkit.launch.precision import autocast
 from toolkit.pretrained import load_config
-from toolkit.training.half_precision import autocast
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.progress import PartOfProgress
 

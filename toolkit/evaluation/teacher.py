@@ -20,9 +20,9 @@ from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerp
 from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
+from toolkit.launch.precision import autocast
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config, model_digest
-from toolkit.training.half_precision import autocast
 from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text, find_damage
 
 _FILE = "logits.npy"

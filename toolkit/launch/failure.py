@@ -28,7 +28,7 @@ from toolkit.utils import collector
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
-# A rank that lost a connection waits this long to learn which rank is gone: longer than --peer_timeout on CPUs.
+# A rank that lost a connection waits this long for its launcher to end it.
 _PEER_REPORT_SECONDS = 20.0
 _CONNECTION_ERRORS = re.compile(
     "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
@@ -120,7 +120,7 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
     except Exception as error:
         if _is_connection_error(error):
             if failure_detector.current is not None:
-                failure_detector.current.wait_for_failure(_PEER_REPORT_SECONDS)
+                failure_detector.current.wait_for_failure()
             else:  # its launcher ends this process, if the other one was of this node
                 time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)

@@ -49,6 +49,8 @@ _SILENCE_SECONDS = 15.0
 # Rank 0, which may serve the store, waits this long for ranks that still have to read the failure; on several nodes the
 # others wait too: a launcher stops all ranks of its node, with the one that reports, when the first has exited.
 _LINGER_SECONDS, _READ_SECONDS = 10.0, 3.0
+# The kernel closes the connection of a node that is lost some seconds after --peer_timeout.
+_MARGIN_SECONDS = 6.0
 _BARRIER_SECONDS = 600.0
 _DONE = b"d"
 _MAX_FRAMES = 6
@@ -95,7 +97,7 @@ class FailureDetector:
         """Connections may close: the work is done."""
         self._store = self._main_store = rendezvous.store
         self._connections: dict[int, socket.socket] = {}
-        self._polls, self._logged = 0, -1
+        self._polls, self._logged, self._peer_timeout = 0, -1, 0
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
@@ -104,6 +106,7 @@ class FailureDetector:
 
     def start(self, timeout: int) -> None:
         """A node that does not answer for `timeout` seconds is lost. Raises UserError if rank 0 cannot be reached."""
+        self._peer_timeout = timeout
         # a second client for the threads: a call that waits blocks all other calls of its client
         self._store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         self._connections = {0: self._connect()} if self.me.rank else self._accept()
@@ -170,10 +173,10 @@ class FailureDetector:
             while self._progress[0].polls < polls + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
                 pass
 
-    def wait_for_failure(self, seconds: float) -> None:
-        """Waits for another rank's failure, which ends this process."""
+    def wait_for_failure(self) -> None:
+        """Waits for another rank's failure, which ends this process, for longer than a node may not answer."""
         self._exiting.acquire()
-        self._failed.wait(seconds)
+        self._failed.wait(self._peer_timeout + _MARGIN_SECONDS)
 
     def mark_done(self) -> None:
         """Reports to rank 0 that this rank may exit; from rank 0, that all ranks may."""

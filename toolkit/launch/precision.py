@@ -47,6 +47,14 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _PROBE_TOKENS, _EMULATED_RATIO = 16, 3.0
 
 
+def autocast(accelerator: Accelerator) -> torch.autocast:
+    """`accelerator.autocast()`, which does nothing under DeepSpeed."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None)
+
+
 def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:
     """(no, bf16 or fp16, why) by a config file, or else by this process's GPU. (auto, "") for a CPU (`device` None): it
     needs a trial (`measure_cached`).

@@ -24,14 +24,8 @@ from toolkit.checkpoint.model_folder import DTYPES
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
-from toolkit.launch.precision import enabled_in_deepspeed_config
+from toolkit.launch.precision import autocast, enabled_in_deepspeed_config
 from toolkit.utils.compat import require
-
-
-def autocast(accelerator: Accelerator) -> torch.autocast:
-    """`accelerator.autocast()`, which does nothing under DeepSpeed."""
-    dtype = DTYPES.get(accelerator.mixed_precision)
-    return torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None)
 
 
 def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
@@ -107,7 +101,7 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     precision = accelerator.mixed_precision
     section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
     _add_autocast(accelerator, model)
-    accelerator.autocast = lambda: autocast(accelerator)  # titles are generated in it
+    accelerator.autocast = lambda: autocast(accelerator)  # for evaluations of recipes
     if accelerator.state.deepspeed_plugin.zero_stage == 3:
         from deepspeed.runtime.zero import linear
 

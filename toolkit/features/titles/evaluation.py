@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from toolkit.checkpoint.model_folder import DTYPES
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.evaluation.answers import Answers
@@ -21,6 +20,7 @@ from toolkit.features.titles import rouge
 from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
+from toolkit.launch.precision import autocast
 from toolkit.utils.modules import unwrapped
 
 _DEFAULT_MAX_LENGTH = 33  # where generation_config.json sets none
@@ -90,9 +90,7 @@ class Writer:
         config = self.module.generation_config
         self.max_new_tokens = config.max_new_tokens or (config.max_length or _DEFAULT_MAX_LENGTH) - 1
         self.pad_token_id = config.pad_token_id or 0
-        dtype = DTYPES.get(accelerator.mixed_precision)
-        # not `accelerator.autocast()`, which does nothing under DeepSpeed; the whole model's forward has its own
-        self.autocast = torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None)
+        self.autocast = autocast(accelerator)  # of the encoder; the whole model's forward has its own
         plugin = accelerator.state.deepspeed_plugin
         sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
         # each forward gathers parameters: a rank whose titles have all ended must continue until the others' have
