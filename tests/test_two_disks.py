@@ -28,8 +28,7 @@ FILES = {"ddp": "2node", "zero2": "2node_zero2", "zero3": "2node_zero3"}
 
 @pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "8", "--global_batch_size", "12", "--checkpoint_every", "2",
-            "--eval_every", "100"]  # fmt: skip
+    return [*tiny_job, "--max_steps", "8", "--global_batch_size", "12", "--checkpoint_every", "2", "--eval_every", "99"]
 
 
 @dataclass(frozen=True)

@@ -324,9 +324,7 @@ def test_permanent_failure_is_not_restarted(hosts: TwoHosts, settings: list[str]
 
 
 @pytest.mark.slow
-def test_sigterm_of_accelerate_launch_stops_both_hosts(
-    hosts: TwoHosts, long_settings: list[str], tmp_path: Path
-) -> None:
+def test_sigterm_of_accelerate_launch_stops_both(hosts: TwoHosts, long_settings: list[str], tmp_path: Path) -> None:
     """`accelerate launch` forwards no signal; and the other machine's launcher would wait for this one."""
     folder = tmp_path / "run"
     fresh = dict.fromkeys("ab", True)

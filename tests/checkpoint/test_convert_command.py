@@ -151,9 +151,7 @@ def test_verify_executes_nothing_of_the_folder(run: Path, tmp_path: Path) -> Non
     assert names_in(tmp_path) == ["out", "run"]
 
 
-def test_the_old_folder_stays_when_the_new_one_fails(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_a_failure_keeps_the_old_one(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     out = tmp_path / "out"
     convert(run, out)
     before = (out / "model.safetensors").read_bytes()

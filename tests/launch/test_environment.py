@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -198,9 +199,7 @@ ONE = {"OMP_NUM_THREADS": "1"}
         (ONE, [("deepspeed cls.py", ONE)], 1),  # set for a container, say
     ],
 )
-def test_user_threads(
-    env: dict[str, str], above: list[tuple[str, dict[str, str]]], expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_threads(env: dict[str, str], above: Any, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = [SimpleNamespace(cmdline=line.split, environ=lambda env=env: env) for line, env in above]
     monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
     assert user_threads(env) == expected

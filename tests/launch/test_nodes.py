@@ -122,22 +122,20 @@ def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "config", "env", "first"),
+    ("options", "config", "first"),
     [
-        ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, SLURM, "10.0.1.1"),
-        ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, SLURM, "10.0.1.1"),
-        ({"machines": f"{FIRST},{SECOND}"}, {"main_process_ip": "10.0.2.2"}, SLURM, FIRST),
-        ({"machines": f"{FIRST},{SECOND}"}, {"machines": [THIRD, SECOND]}, SLURM, FIRST),
-        ({}, {"machines": [THIRD, SECOND], "main_process_ip": "10.0.2.2"}, SLURM, THIRD),
-        ({}, {"main_process_ip": "10.0.2.2"}, SLURM, "10.0.2.2"),
-        ({}, {"main_process_ip": PLACEHOLDER}, SLURM, "gpu03"),
-        ({}, {}, SLURM, "gpu03"),
+        ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, "10.0.1.1"),
+        ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, "10.0.1.1"),
+        ({"machines": f"{FIRST},{SECOND}"}, {"main_process_ip": "10.0.2.2"}, FIRST),
+        ({"machines": f"{FIRST},{SECOND}"}, {"machines": [THIRD, SECOND]}, FIRST),
+        ({}, {"machines": [THIRD, SECOND], "main_process_ip": "10.0.2.2"}, THIRD),
+        ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
+        ({}, {"main_process_ip": PLACEHOLDER}, "gpu03"),
+        ({}, {}, "gpu03"),
     ],
 )
-def test_source_of_the_first_address(
-    find: Find, options: dict[str, str], config: dict[str, Any], env: dict[str, str], first: str
-) -> None:
-    assert find(options, env, **config).first == first
+def test_source_of_the_first_address(find: Find, options: dict[str, str], config: dict[str, Any], first: str) -> None:
+    assert find(options, SLURM, **config).first == first
 
 
 @pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])

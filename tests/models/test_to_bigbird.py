@@ -189,9 +189,7 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
         ({}, {"max_length": 4096, "block_size": 128, "num_random_blocks": 5}, "the first 1024 tokens"),
     ],
 )
-def test_unsuitable_models_and_lengths(
-    bert: Bert, out: Path, changed: dict[str, Any], sizes: dict[str, Any], message: str
-) -> None:
+def test_unsuitable_models_and_lengths(bert: Bert, out: Path, changed: Any, sizes: Any, message: str) -> None:
     edit_json(bert() / "config.json", **changed)
     assert message in fault_of(out.with_name("bert"), out, **sizes)
     assert not out.exists()

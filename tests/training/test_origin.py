@@ -47,9 +47,7 @@ def run(tmp_path: Path) -> Path:
         ({"output_dir": "run", "resume": "nothing"}, "auto"),
     ],
 )
-def test_the_precision_of_the_resumed_run(
-    options: dict[str, Any], expected: str, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_runs_precision(options: Any, expected: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
     monkeypatch.chdir(run.parent)
     assert precision_of(TrainingSettings(**options)) == expected

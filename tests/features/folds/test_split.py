@@ -62,9 +62,7 @@ def test_duplicates_of_a_text_are_in_one_fold_and_move_no_other_text(prepared: P
 @pytest.mark.parametrize(
     ("setting", "remedy"), [("teacher", "leave --teacher out"), ("model_name_or_path", "name the model that it was")]
 )
-def test_a_model_that_has_learned_the_labels_is_refused(
-    setting: str, remedy: str, prepared: Prepare, tmp_path: Path
-) -> None:
+def test_a_model_that_knows_the_labels_is_refused(setting: str, remedy: str, prepared: Prepare, tmp_path: Path) -> None:
     settings = {"folds": 3, "output_dir": str(tmp_path / "folds"), setting: str(tmp_path / "run" / "model")}
     (tmp_path / "run" / "model").mkdir(parents=True)
     run = {"data": {"labels": ["a", "b"]}, "settings": {"train_file": str(tmp_path / "x" / ".." / "train_file.jsonl")}}
