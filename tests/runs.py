@@ -129,7 +129,6 @@ class Process:
         return code
 
     def finish(self, seconds: float = 60) -> Finished:
-        """Waits for its end."""
         self.wait(seconds)
         return self.left()
 
@@ -189,7 +188,6 @@ def _new_folder() -> Path:
 
 
 def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
-    """Starts a command."""
     folder = _new_folder()
     process = subprocess.Popen(
         list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,

@@ -150,8 +150,6 @@ def test_more_strategies_agree(way: str, single: Runs, settings: list[str], tmp_
     assert_same(run_all(tmp_path, way, settings, {"run": SPARSE})["run"], single["sparse"])
 
 
-# ---- the commands as they are typed
-
 COMMANDS = {
     # words -> processes
     "deepspeed recipes/bigbird.py": 1,
@@ -203,9 +201,6 @@ def test_the_default_job_as_typed(tmp_path: Path) -> None:
     assert not lost["missing_keys"]
 
 
-# ---- attention
-
-
 def test_transformers_own_attention_gives_the_same(single: Runs) -> None:
     assert losses_of(single["eager"]) == pytest.approx(losses_of(single["sparse"])[:STOPPED], rel=1e-5)
     mine, theirs = (lines_of(single[name] / "eval.jsonl")[0] for name in ("eager", "sparse"))
@@ -244,9 +239,6 @@ def test_short_texts_before_long_ones(single: Runs, settings: list[str]) -> None
 def test_a_text_is_read_alike_in_every_batch(single: Runs) -> None:
     """The same weights, texts and steps, cut into micro-batches of one text or of twelve."""
     assert losses_of(single["together"]) == pytest.approx(losses_of(single["alone"]), rel=1e-5)
-
-
-# ---- what is saved
 
 
 @pytest.mark.multiprocess

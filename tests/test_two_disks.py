@@ -44,7 +44,6 @@ class TwoDisks:
         return self.path / "run"
 
     def start(self, *command: str | Path, **options: Any) -> dict[str, Process]:
-        """Starts the same command on both."""
         binds = {"b": {self.path: self.on_b}}
         return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 

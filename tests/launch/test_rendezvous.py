@@ -156,9 +156,6 @@ def test_taken_port_names_its_process() -> None:
     one.says_in_one_line(f"port {port}", f"process {os.getpid()}", f"kill {os.getpid()}", "--main_process_port")
 
 
-# --- in this process
-
-
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
     number = free_port()
