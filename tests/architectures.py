@@ -22,8 +22,6 @@ QWEN = {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True}
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model to make."""
-
     pretrained: str
     """The class whose weights lie on the hub."""
     tokenizer: str

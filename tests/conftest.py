@@ -18,8 +18,7 @@ import pytest
 from tests.runs import run_of
 from toolkit.utils import log
 
-# Set before any test module imports `datasets`, which reads its folder once; processes started by tests
-# inherit it.
+# Set before any test module imports `datasets`, which reads its folder once; processes started by tests inherit it.
 _OURS = "TOOLKIT_TESTS_FOLDER" not in os.environ  # otherwise a process started by tests, or a second import
 _CACHE = Path(os.environ["TOOLKIT_TESTS_FOLDER"] if not _OURS else tempfile.mkdtemp(prefix="toolkit-tests-"))
 os.environ.update(
@@ -46,8 +45,7 @@ REPOSITORY = Path(__file__).parent.parent
 pytest_plugins = ["tests.faults", "tests.hosts", "tests.prepared"]
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
-_WORDS = ("good", "bad", "film", "book", "very", "the", "and", "not", "room", "price", "service", "story", "dull",
-          "fine")  # fmt: skip
+_WORDS = "good bad film book very the and not room price service story dull fine"
 _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
 
 
@@ -68,8 +66,7 @@ def pytest_unconfigure() -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random BERT (2 layers) and its tokenizer, the same in every session.
 
-    Every size is odd and no parameter's number of elements is divisible by 2: whatever divides
-    parameters among processes has to pad.
+    Every size is odd and no parameter's number of elements is divisible by 2: whatever divides them has to pad.
     """
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
@@ -77,20 +74,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-bert"
     folder.mkdir()
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_CHINESE, *_PIECES, ".", ",", "!", "。", "，"]
-    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS]
+    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
     vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)
     assert len(tokenizer) == 127
-    config = BertConfig(
-        vocab_size=127,
-        hidden_size=33,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=71,
-        max_position_embeddings=131,
-        type_vocab_size=1,
-    )
+    sizes = {"hidden_size": 33, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 71}
+    config = BertConfig(vocab_size=127, max_position_embeddings=131, type_vocab_size=1, **sizes)
     with torch.random.fork_rng():
         torch.manual_seed(20240229)
         model = BertModel(config)

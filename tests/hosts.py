@@ -82,8 +82,6 @@ class TwoHosts:
             self.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
             self.ip(host, "link", "set", INTERFACE, "up")
 
-    # -- programs --------------------------------------------------------------------------------------------------
-
     def start(
         self,
         host: str,
@@ -127,7 +125,6 @@ class TwoHosts:
         return self.finish_both(self.start_both(commands, **options), seconds)
 
     def processes(self, host: str) -> list[psutil.Process]:
-        """The processes on a host."""
         return _processes_in(self._spaces[host])
 
     def shell_on(self, host: str) -> str:
@@ -135,10 +132,7 @@ class TwoHosts:
         prepare = f'echo {NAMES[host]} > /proc/sys/kernel/hostname; exec sh -c "$1"'
         return f"exec ip netns exec {self._spaces[host]} unshare --uts -- sh -c {shlex.quote(prepare)} sh"
 
-    # -- the network -----------------------------------------------------------------------------------------------
-
     def ip(self, host: str, *words: str) -> str:
-        """`ip` on a host."""
         return _ip("-n", self._spaces[host], *words)
 
     def cut(self) -> None:

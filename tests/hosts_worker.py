@@ -29,10 +29,8 @@ def main() -> None:
     names = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT")
     environment = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     accelerator.wait_for_everyone()
-    print(
-        f"rank {accelerator.process_index} of {accelerator.num_processes} on {socket.gethostname()} {environment}",
-        flush=True,
-    )
+    rank = f"rank {accelerator.process_index} of {accelerator.num_processes}"
+    print(f"{rank} on {socket.gethostname()} {environment}", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,21 +36,17 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
+_FILES = {path.stem: ["--config_file", f"accelerate_configs/{path.name}"] for path in CONFIGS.glob("*.yaml")}
+_THREE = ["--num_processes", "3"]
 # The arguments for each strategy.
 WAYS = {
     "single": [],
-    "ddp x2": ["--config_file", "accelerate_configs/ddp.yaml"],
-    "ddp x3": ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"],
-    "zero1 x2": ["--config_file", "accelerate_configs/zero1.yaml"],
-    "zero2 x2": ["--config_file", "accelerate_configs/zero2.yaml"],
-    "zero3 x2": ["--config_file", "accelerate_configs/zero3.yaml"],
-    "fsdp2 x2": ["--config_file", "accelerate_configs/fsdp2.yaml"],
+    **{f"{name} x2": _FILES[name] for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")},
+    "ddp x3": [*_FILES["ddp"], *_THREE],
 }
 MORE_WAYS = {
-    "zero2 offload x2": ["--config_file", "accelerate_configs/zero2_offload.yaml"],
-    "zero3 offload x2": ["--config_file", "accelerate_configs/zero3_offload.yaml"],
-    "zero3 x3": ["--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "3"],
-    "fsdp2 x3": ["--config_file", "accelerate_configs/fsdp2.yaml", "--num_processes", "3"],
+    **{f"{name} offload x2": _FILES[f"{name}_offload"] for name in ("zero2", "zero3")},
+    **{f"{name} x3": [*_FILES[name], *_THREE] for name in ("zero3", "fsdp2")},
 }
 CLASSIFIER = ("sklearn.metrics", "sklearn.linear_model", "toolkit.report.html", "toolkit.report.card", "toolkit.run",
               "toolkit.training.prepare", "toolkit.launch.launcher", "recipes.cls")  # fmt: skip
@@ -133,7 +129,6 @@ class Process:
         return code
 
     def finish(self, seconds: float = 60) -> Finished:
-        """Waits for its end."""
         self.wait(seconds)
         return self.left()
 
@@ -193,7 +188,6 @@ def _new_folder() -> Path:
 
 
 def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
-    """Starts a command."""
     folder = _new_folder()
     process = subprocess.Popen(
         list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,

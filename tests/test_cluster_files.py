@@ -147,9 +147,7 @@ def started_by(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_node_of_a_slurm_job_starts_its_own_part(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_node_of_a_slurm_job_starts_its_part(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_network(monkeypatch, ["10.0.0.9"])
     script, *words = started_by("slurm-accelerate.sbatch", tmp_path)
     options, rest = split_arguments(words)
@@ -184,9 +182,7 @@ def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["pytorchjob.yaml", "trainjob.yaml"])
-def test_pods_share_a_volume_and_start_a_process_for_each_gpu(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pods_share_a_volume_and_use_each_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     container, pod = pod_of(name)
     claim = yaml.safe_load(text_of("volume.yaml"))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

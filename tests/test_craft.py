@@ -118,13 +118,12 @@ def test_uneven_classes_are_logged_and_in_the_pages(runs_of: Runs) -> None:
 
 
 def test_frozen_layers_do_not_change_and_reinitialized_ones_do(runs_of: Runs, tiny_model: Path) -> None:
-    before, after = (
-        load_file(path / "model.safetensors") for path in (tiny_model, runs_of("single") / "layers" / "model")
-    )
+    model = runs_of("single") / "layers" / "model"
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, model))
     same = {name for name in before if torch.equal(before[name], after[f"bert.{name}"])}
     trained = {name for name in before if name.startswith(("encoder.layer.1.", "pooler."))}
     assert same == set(before) - trained
-    assert "RMSprop" in (runs_of("single") / "layers" / "model" / "README.md").read_text(encoding="utf-8")
+    assert "RMSprop" in (model / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("way", "name"), tried(lambda _: ["lion"], "single"))
@@ -145,9 +144,8 @@ def test_the_average_is_evaluated_and_saved(runs_of: Runs) -> None:
     weights = []
     for step in range(1, 4):
         stored = open_checkpoint(run / f"checkpoints/step-{step:08d}").weights.items()
-        weights.append(
-            {name: torch.frombuffer(one.read(), dtype=torch.float32).view(one.shape) for name, one in stored}
-        )
+        tensors = {name: torch.frombuffer(one.read(), dtype=torch.float32).view(one.shape) for name, one in stored}
+        weights.append(tensors)
     saved = load_file(run / "model" / "model.safetensors")
     for name, first in weights[0].items():
         expected = first

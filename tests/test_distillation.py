@@ -91,9 +91,7 @@ def test_each_row_has_the_teachers_logits_matched_by_class_name(add_logits: Any,
         assert logits_of_rows[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
 
 
-def test_the_precision_of_the_teacher_is_the_runs_under_deepspeed_too(
-    add_logits: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_teachers_precision_is_the_runs_under_deepspeed(add_logits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `native_amp` is false, and accelerate's own autocast does nothing. All strategies share the cache."""
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")

@@ -25,9 +25,7 @@ SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
         pytest.param("is killed", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
     ],
 )
-def test_logged_steps_reach_the_trackers(
-    how: str, rank: str, way: str, code: int, tiny_job: list[str], tmp_path: Path
-) -> None:
+def test_steps_reach_the_trackers(how: str, rank: str, way: str, code: int, tiny_job: list, tmp_path: Path) -> None:
     settings = [*tiny_job, *SETTINGS, "--report_to", "tensorboard,trackio", "--project", str(tmp_path / "late"),
                 "--output_dir", str(tmp_path / "run")]  # fmt: skip
     env = {"TOOLKIT_STOP_TIMEOUT": "1" if how == "hangs when it is stopped" else "60"}

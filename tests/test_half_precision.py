@@ -124,9 +124,7 @@ def test_autocast_of_an_accelerator_under_deepspeed() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", slow_but(["zero2 x2", "zero3 x2"], "zero3 x2"))
-def test_a_checkpoint_resumes_with_and_without_half_precision_weights(
-    way: str, tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
+def test_half_precision_weights_change_at_a_resume(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, *CURVE,
                 "--mixed_precision", "bf16", "--per_device_batch_size", 6, "--checkpoint_every", 4]  # fmt: skip
     kinds: dict[str, list[Any]] = {"fp32-weights": [], "half-weights": COARSE}

@@ -165,10 +165,8 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_too_many_columns_are_refused(kind: str, tmp_path: Path, fault: Fault) -> None:
     names = [f"c{number}" for number in range(200_000)]
-    path = tmp_path / f"rows.{kind}"
-    path.write_text(
-        ",".join(names) + "\n" + "1," * 199_999 + "1\n" if kind == "csv" else json.dumps(dict.fromkeys(names, 1))
-    )
+    path, rows = tmp_path / f"rows.{kind}", ",".join(names) + "\n" + "1," * 199_999 + "1\n"
+    path.write_text(rows if kind == "csv" else json.dumps(dict.fromkeys(names, 1)))
     said = refusal(lambda: len(read_file(str(path), TextSettings())), says=[str(path), "200000 columns", "10000"])
     fault(f"a {kind.upper()} file with 200,000 columns", said)
 

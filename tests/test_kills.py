@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -98,9 +99,7 @@ QUICK_KILLS = [("ddp x2", "one rank", 0), ("zero2 x2", "all ranks", 0), ("zero3 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kill", slow_but(KILLS, *QUICK_KILLS), ids=str)
-def test_at_random(
-    kill: tuple[str, str, int], settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault
-) -> None:
+def test_at_random(kill: Any, settings: list[str], baseline: Runs, tmp_path: Path, fault: Fault) -> None:
     way, target, seed = kill
     expected, folder = baseline(way), tmp_path / "run"
     stderr = _start_and_kill(way, target, seed, settings, folder)
@@ -117,9 +116,7 @@ CHANGES = [("zero3 x2", "single"), ("ddp x3", "zero2 x2"), ("zero2 x2", "ddp x2"
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ways", slow_but(CHANGES, CHANGES[0]), ids=" -> ".join)
-def test_killed_under_one_strategy_and_resumed_under_another(
-    ways: tuple[str, str], settings: list[str], tmp_path: Path
-) -> None:
+def test_killed_and_resumed_under_another_strategy(ways: tuple[str, str], settings: list[str], tmp_path: Path) -> None:
     """Without dropout: its masks depend on the rank."""
     way, other = ways
     same = [*settings, "--dropout", "0"]

@@ -25,6 +25,7 @@ from tests.runs import MORE_WAYS, WAYS, assert_same_run, lines_of, losses_of, sl
 from tests.splits import of_lengths
 from toolkit.data.batches import GlobalBatches, micro_batches
 
+Runs = dict[str, Path]
 STEPS, STOPPED, FIRST = 6, 3, 64
 SEED = 42
 COMMON = ["--max_steps", STEPS, "--eval_every", STOPPED, "--dropout", 0, "--mixed_precision", "no", "--report_to",
@@ -56,27 +57,27 @@ def file_of(settings: list[str], name: str) -> Path:
     return Path(settings[settings.index(f"--{name}_file") + 1])
 
 
-def run_all(root: Path, way: str, settings: list[str], jobs: dict[str, list[Any]]) -> dict[str, Path]:
+def run_all(root: Path, way: str, settings: list[str], jobs: dict[str, list[Any]]) -> Runs:
     words = {**WAYS, **MORE_WAYS}[way]
     return run_named_jobs(root, words, {name: ["recipes.bigbird", *settings, *job] for name, job in jobs.items()})
 
 
 @pytest.fixture(scope="module")
-def zero3(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> dict[str, Path]:
+def zero3(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Runs:
     stopped = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
     jobs = {"recomputed": RECOMPUTED, "tokens": TOKENS, "stopped": stopped}
     return run_all(tmp_path_factory.mktemp("zero3"), "zero3 x2", settings, jobs)
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> dict[str, Path]:
+def ddp(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Runs:
     """Nothing passes find_unused_parameters: a parameter without a gradient would end these runs."""
     jobs = {"recomputed": RECOMPUTED, "tokens": TOKENS}
     return run_all(tmp_path_factory.mktemp("ddp"), "ddp x2", settings, jobs)
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory, settings: list[str], zero3: dict[str, Path]) -> dict[str, Path]:
+def single(tmp_path_factory: pytest.TempPathFactory, settings: list[str], zero3: Runs) -> Runs:
     """The references, one process; `resumed` goes on from a copy of what ZeRO-3 left."""
     root = tmp_path_factory.mktemp("single")
     shutil.copytree(zero3["stopped"], root / "resumed", symlinks=True)
@@ -97,7 +98,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, settings: list[str], zero3:
 assert_same = functools.partial(assert_same_run, probabilities=3e-6, evaluations=1e-6)
 
 
-def test_the_references_could_differ(single: dict[str, Path], settings: list[str]) -> None:
+def test_the_references_could_differ(single: Runs, settings: list[str]) -> None:
     """A model that learned nothing, or for which every text is the same, would agree with anything."""
     for name in ("sparse", "tokens"):
         assert len(losses_of(single[name])) == STEPS
@@ -116,7 +117,7 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 
 
 @pytest.mark.multiprocess
-def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
+def test_it_goes_on_under_another_way(single: Runs) -> None:
     """Three steps on two processes that shard parameters, three more on one."""
     assert_continued(single["resumed"], single["sparse"])
 
@@ -137,9 +138,7 @@ def lengths_of(settings: list[str], most: int) -> np.ndarray:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("variant", "expected"), [("recomputed", "sparse"), ("tokens", "tokens")])
-def test_strategies_agree(
-    variant: str, expected: str, ddp: dict[str, Path], zero3: dict[str, Path], single: dict[str, Path]
-) -> None:
+def test_strategies_agree(variant: str, expected: str, ddp: Runs, zero3: Runs, single: Runs) -> None:
     for runs in (ddp, zero3):
         assert_same(runs[variant], single[expected])
 
@@ -147,11 +146,9 @@ def test_strategies_agree(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", "fsdp2 x2", *MORE_WAYS])
-def test_more_strategies_agree(way: str, single: dict[str, Path], settings: list[str], tmp_path: Path) -> None:
+def test_more_strategies_agree(way: str, single: Runs, settings: list[str], tmp_path: Path) -> None:
     assert_same(run_all(tmp_path, way, settings, {"run": SPARSE})["run"], single["sparse"])
 
-
-# ---- the commands as they are typed
 
 COMMANDS = {
     # words -> processes
@@ -163,7 +160,7 @@ COMMANDS = {
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("command", slow_but(COMMANDS, *list(COMMANDS)[:2]))
-def test_command(command: str, settings: list[str], single: dict[str, Path], tmp_path: Path) -> None:
+def test_command(command: str, settings: list[str], single: Runs, tmp_path: Path) -> None:
     finished = start([*command.split(), *settings, *map(str, SPARSE), "--output_dir", tmp_path / "run"]).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (COMMANDS[command], "DEEPSPEED")
@@ -204,10 +201,7 @@ def test_the_default_job_as_typed(tmp_path: Path) -> None:
     assert not lost["missing_keys"]
 
 
-# ---- attention
-
-
-def test_transformers_own_attention_gives_the_same(single: dict[str, Path]) -> None:
+def test_transformers_own_attention_gives_the_same(single: Runs) -> None:
     assert losses_of(single["eager"]) == pytest.approx(losses_of(single["sparse"])[:STOPPED], rel=1e-5)
     mine, theirs = (lines_of(single[name] / "eval.jsonl")[0] for name in ("eager", "sparse"))
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
@@ -228,7 +222,7 @@ def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_short_texts_before_long_ones(single: dict[str, Path], settings: list[str]) -> None:
+def test_short_texts_before_long_ones(single: Runs, settings: list[str]) -> None:
     """Each text alone, short ones before long ones, with weights that stand still: the losses that transformers gives
     each by itself."""
     table = pd.read_csv(file_of(settings, "train"))
@@ -242,16 +236,13 @@ def test_short_texts_before_long_ones(single: dict[str, Path], settings: list[st
     assert losses_of(single["alone"]) == pytest.approx([still_losses[batch].mean() for batch in order], rel=1e-5)
 
 
-def test_a_text_is_read_alike_in_every_batch(single: dict[str, Path]) -> None:
+def test_a_text_is_read_alike_in_every_batch(single: Runs) -> None:
     """The same weights, texts and steps, cut into micro-batches of one text or of twelve."""
     assert losses_of(single["together"]) == pytest.approx(losses_of(single["alone"]), rel=1e-5)
 
 
-# ---- what is saved
-
-
 @pytest.mark.multiprocess
-def test_the_saved_model_predicts_the_same(single: dict[str, Path], settings: list[str], tmp_path: Path) -> None:
+def test_the_saved_model_predicts_the_same(single: Runs, settings: list[str], tmp_path: Path) -> None:
     """By transformers alone, and by `toolkit predict`: a text at a time, as that run evaluated."""
     model, file = single["alone"] / "model", file_of(settings, "validation")
     written = lines_of(single["alone"] / "predictions.jsonl")
@@ -266,7 +257,7 @@ def test_the_saved_model_predicts_the_same(single: dict[str, Path], settings: li
 
 
 @pytest.mark.multiprocess
-def test_a_sharded_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_becomes_the_model(zero3: Runs, tmp_path: Path) -> None:
     model = converted(zero3["stopped"], tmp_path / "out", AutoModelForSequenceClassification)
     assert model.config.attention_type == "block_sparse"
 

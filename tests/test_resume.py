@@ -106,9 +106,7 @@ def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: 
     assert "settings that changed since: mixed_precision was no and is bf16" in message
 
 
-def test_a_torn_last_line_and_a_lost_model_folder_are_written_again(
-    settings: list[Any], whole: Path, tmp_path: Path
-) -> None:
+def test_a_torn_last_line_and_a_lost_model_are_written_again(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # the line of step 15 is missing, too
@@ -156,9 +154,7 @@ def test_a_moved_model_is_no_other_job(settings: list[Any], whole: Path, tmp_pat
     assert "belongs to another job: the model differs: the content of its files has changed" in message
 
 
-def test_without_the_best_checkpoint_the_next_evaluation_counts(
-    settings: list[Any], whole: Path, tmp_path: Path
-) -> None:
+def test_without_a_best_checkpoint_the_next_evaluation_counts(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run, best = rewound(whole, tmp_path / "run", 18), best_step(whole)
     shutil.rmtree(run / "model")
     shutil.rmtree(checkpoint(run, best))
@@ -200,9 +196,7 @@ OTHER: dict[str, list[Any]] = {
 }
 
 
-def test_another_job_is_refused_and_changes_nothing(
-    settings: list[Any], whole: Path, tmp_path: Path, reviews: Path
-) -> None:
+def test_a_refused_job_changes_nothing(settings: list[Any], whole: Path, tmp_path: Path, reviews: Path) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     before = digests(run)
     for message, more in OTHER.items():
@@ -243,9 +237,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", slow_but(DAMAGE, "moments", "the manifest", "a missing file"))
-def test_a_damaged_checkpoint_is_skipped(
-    what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_damaged_one_is_skipped(what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     DAMAGE[what](checkpoint(run, 18))
     message = train(*settings, "--output_dir", run)

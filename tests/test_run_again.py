@@ -73,9 +73,7 @@ def test_a_run_that_failed_before_its_first_step_is_replaced(settings: list[str]
     assert "already contains a run (config.json)" in message
 
 
-def test_a_full_disk_while_the_model_is_written(
-    settings: list[str], finished: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_full_disk_at_the_end(settings: list[str], finished: Path, tmp_path: Path, fault: Fault) -> None:
     run = tmp_path / "run"
     largest = (finished / "model" / "model.safetensors").stat().st_size - 10
     words = [*settings, "--max_steps", "4", "--overwrite_output_dir", "--output_dir", run]

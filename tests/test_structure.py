@@ -152,9 +152,8 @@ def test_every_module_says_what_it_is_and_is_of_a_readable_length() -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    light = ", ".join(
-        f"toolkit.{name}" for name in ("errors", "utils.files", "utils.units", "config", "launch", "cli", "demo")
-    )
+    names = ("errors", "utils.files", "utils.units", "config", "launch", "cli", "demo")
+    light = ", ".join(f"toolkit.{name}" for name in names)
     heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed'} & set(sys.modules)"
     code = (
         f"import sys, {light}; sys.argv = ['toolkit', '--help']\n"

@@ -118,9 +118,8 @@ def test_each_pair_of_terms(way: str, runs_of: Runs) -> None:
 def test_each_term_in_bf16(way: str, runs_of: Runs) -> None:
     """By autocast; within 1 % of fp32."""
     for terms in BF16:
-        losses, expected = (
-            losses_of(runs / "+".join(terms)) for runs in (runs_of(way, "bf16"), runs_of("single", "fp32"))
-        )
+        folders = (runs_of(way, "bf16"), runs_of("single", "fp32"))
+        losses, expected = (losses_of(runs / "+".join(terms)) for runs in folders)
         assert len(losses) == STEPS
         assert all(map(math.isfinite, losses)), terms
         assert losses == pytest.approx(expected, rel=1e-2), terms

@@ -28,8 +28,7 @@ FILES = {"ddp": "2node", "zero2": "2node_zero2", "zero3": "2node_zero3"}
 
 @pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [*tiny_job, "--max_steps", "8", "--global_batch_size", "12", "--checkpoint_every", "2",
-            "--eval_every", "100"]  # fmt: skip
+    return [*tiny_job, "--max_steps", "8", "--global_batch_size", "12", "--checkpoint_every", "2", "--eval_every", "99"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class TwoDisks:
         return self.path / "run"
 
     def start(self, *command: str | Path, **options: Any) -> dict[str, Process]:
-        """Starts the same command on both."""
         binds = {"b": {self.path: self.on_b}}
         return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 

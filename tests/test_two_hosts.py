@@ -32,7 +32,6 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 
 def on_both(*command: str | Path) -> dict[str, list[str]]:
-    """The same command on both."""
     return {host: [str(word) for word in command] for host in ("a", "b")}
 
 
@@ -42,9 +41,6 @@ def assert_run(done: Mapping[str, Finished], folder: Path, reference: Path, proc
     assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == processes
     assert f"machines: hostA (rank{'s' * (processes > 2)} 0" in done["a"].err
     assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
-
-
-# --- the literal command
 
 
 @pytest.mark.parametrize("name", slow_but(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
@@ -80,9 +76,6 @@ def test_rank_of_each_host(way: str, hosts: TwoHosts) -> None:
     for rank, host in enumerate("ba" if "of the other" in way else "ab"):
         output = done[host].succeeded().out
         assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in output
-
-
-# --- the launchers that span machines by themselves
 
 
 LAUNCHERS = ("deepspeed --hostfile --no_ssh", "torchrun c10d", "srun")
@@ -147,32 +140,27 @@ def test_hosts_that_have_ipv6_alone(words: list[str], hosts: TwoHosts) -> None:
         assert "16 MB summed over 2 machines" in doctors[host].succeeded().out
 
 
-# --- hosts that do not join
-
-
 SHORT = ["--rendezvous_timeout", "6"]
 
 
-def error_of(finished: Finished) -> str:
-    """The one error line; `accelerate launch` adds a traceback after it."""
-    (line,) = finished.error_lines
+def error_of(finished: Finished, *says: str) -> str:
+    """The one error line, which has these words; `accelerate launch` adds a traceback after it."""
+    (line,) = (text.partition("error: ")[2] for text in finished.error_lines)
     assert finished.code != 0
-    return line.partition("error: ")[2]
+    assert [words for words in says if words not in line] == [], line
+    return line
 
 
 def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
     """Each host starts a run on another port."""
     command = [*WORKER, *FIRST, *SHORT, "--main_process_port"]
     done = hosts.run_both({"a": [*command, "29600"], "b": [*command, "29700"]}, SECONDS)
-    first, second = error_of(done["a"]), error_of(done["b"])
-    assert "rank 1 (machine 1) of 2 did not connect to 10.77.0.1:29600 within 6 s" in first
-    assert "with the same command" in first
-    assert "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER" in first
-    assert "rank 1 on hostB could not reach rank 0 within 6 s" in second
-    assert "10.77.0.1:29700: the machine answers, but nothing listens on this port" in second
-    assert "toolkit doctor --peers 10.77.0.1,10.77.0.2" in second
-    fault("the other machine does not come", first)
-    fault("the first machine is not there", second)
+    says = ("rank 1 (machine 1) of 2 did not connect to 10.77.0.1:29600 within 6 s", "with the same command",
+            "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER")  # fmt: skip
+    fault("the other machine does not come", error_of(done["a"], *says))
+    says = ("rank 1 on hostB could not reach rank 0 within 6 s", "toolkit doctor --peers 10.77.0.1,10.77.0.2",
+            "10.77.0.1:29700: the machine answers, but nothing listens on this port")  # fmt: skip
+    fault("the first machine is not there", error_of(done["b"], *says))
 
 
 BOTH = ["--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}", "--machine_rank", "0"]
@@ -185,8 +173,7 @@ def test_two_first_machines(words: list[str], late: str, hosts: TwoHosts, fault:
     command = on_both(*WORKER, *words, "--rendezvous_timeout", "600")  # the time of a machine that does not come
     done = hosts.run_both(command, SECONDS, env={late: {"CLAIMS_LATE": "5"}})
     for host in ("a", "b"):
-        assert "two processes have rank 0, on host" in error_of(done[host])
-        assert "--machine_rank to each machine" in error_of(done[host])
+        error_of(done[host], "two processes have rank 0, on host", "--machine_rank to each machine")
     fault("both machines are started as machine 0", error_of(done["b"]))
 
 
@@ -196,16 +183,11 @@ def test_different_data_and_settings(hosts: TwoHosts, settings: list[str], revie
     shorter.write_text("".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]), encoding="utf-8")
     command = _command("2node", settings, tmp_path / "run")
     for finished in hosts.run_both(on_both(*command), SECONDS, binds={"b": {reviews: shorter}}).values():
-        words = error_of(finished)
-        assert "the content of the train data is " in words
-        assert "on hostA and " in words
+        error_of(finished, "the content of the train data is ", "on hostA and ")
     done = hosts.run_both({"a": command, "b": [*command, "--learning_rate", "1e-3"]}, SECONDS)
     for host in ("a", "b"):
-        assert "the settings are not the same everywhere: learning_rate is " in error_of(done[host])
+        error_of(done[host], "the settings are not the same everywhere: learning_rate is ")
     assert not (tmp_path / "run").exists()  # before anything was written
-
-
-# --- failures during a run
 
 
 def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> list[str]:
@@ -262,16 +244,14 @@ def test_failure_of_one_host_ends_both_and_the_command_resumes(
         done = hosts.finish_both(started)
     finally:
         hosts.heal()
-    assert expected in error_of(done["a"])
-    if "killed" in what:
-        assert "rank 1 on hostB was killed by SIGKILL" in error_of(done["b"])
-    else:
-        assert "lost the connection to hostA (rank 0)" in error_of(done["b"])
+    error = error_of(done["a"], expected)
+    killed = "rank 1 on hostB was killed by SIGKILL"
+    error_of(done["b"], killed if "killed" in what else "lost the connection to hostA (rank 0)")
     again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
     assert "resuming from" in again["a"].succeeded().err
     assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
     lost = "the steps since the last checkpoint; the same command goes on exactly"
-    fault(f"two machines: {what}", error_of(done["a"]), lost)
+    fault(f"two machines: {what}", error, lost)
 
 
 @pytest.mark.slow
@@ -280,9 +260,8 @@ def test_late_rank_on_the_other_host(hosts: TwoHosts, long_settings: list[str], 
     started = _training(hosts, _command("2node", long_settings, folder, "--ddp_timeout", "8"), folder, 3)
     stopped = _worker(hosts, "b")
     stopped.send_signal(signal.SIGSTOP)
-    words = error_of(started["a"].finish(60))
-    assert "a collective hangs: the other ranks wait for rank 1 on hostB" in words
-    assert f"process {stopped.pid} there is stopped or stuck" in words
+    hangs = "a collective hangs: the other ranks wait for rank 1 on hostB"
+    words = error_of(started["a"].finish(60), hangs, f"process {stopped.pid} there is stopped or stuck")
     stopped.kill()  # as the message says
     started["b"].finish(60)
     fault("two machines: a rank stands still", words, "the steps since the last checkpoint")
@@ -320,13 +299,11 @@ def test_permanent_failure_is_not_restarted(hosts: TwoHosts, settings: list[str]
     more = ["--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]
     done = hosts.run_both(on_both(*_command("2node", settings, tmp_path / "run", *more)), SECONDS)
     for finished in done.values():
-        assert "nothing" in error_of(finished)
+        error_of(finished, "nothing")
 
 
 @pytest.mark.slow
-def test_sigterm_of_accelerate_launch_stops_both_hosts(
-    hosts: TwoHosts, long_settings: list[str], tmp_path: Path
-) -> None:
+def test_sigterm_of_accelerate_launch_stops_both(hosts: TwoHosts, long_settings: list[str], tmp_path: Path) -> None:
     """`accelerate launch` forwards no signal; and the other machine's launcher would wait for this one."""
     folder = tmp_path / "run"
     fresh = dict.fromkeys("ab", True)

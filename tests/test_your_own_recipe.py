@@ -23,23 +23,15 @@ from tests.runs import ROOT, WAYS, lines_of, losses_of, recipe
 from tests.test_craft import COMMON, HALF, STEPS, assert_agree
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
+AGAIN = ("learned", "sgd", "schedule", "own_model")  # stopped and resumed, too
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
-    "learned": ("learned", []),
-    "learned again": ("learned", []),
     "learned with LoRA": ("learned", ["--lora_r", 4, "--ema_decay", 0.5]),
-    "entropy": ("entropy", []),
-    "contrastive": ("contrastive", []),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
-    "sgd": ("sgd", []),
-    "sgd again": ("sgd", []),
-    "schedule": ("schedule", []),
-    "schedule again": ("schedule", []),
-    "frozen": ("frozen", []),
-    "own_model": ("own_model", []),
-    "own_model again": ("own_model", []),
+    **{edit: (edit, []) for edit in ("entropy", "contrastive", "frozen", *AGAIN)},
+    **{f"{edit} again": (edit, []) for edit in AGAIN},
     "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
 }
 # edits that replace the same lines; a loss whose parameters a frozen model does not have; a model without the layers or
@@ -162,7 +154,7 @@ def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], P
     assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
 
 
-@pytest.mark.parametrize("name", ["sgd", "learned", "own_model", "schedule"])
+@pytest.mark.parametrize("name", AGAIN)
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
                                  pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
 def test_a_resumed_run_continues_the_uninterrupted_one(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
@@ -227,113 +219,89 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a parameter of the loss alone": (
         "single", "sgd", "momentum=0.9)",
         "momentum=0.9)\n    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
-        ("of shape (3,)", "docs/your-own-recipe.md"),
-    ),
+        ("of shape (3,)", "docs/your-own-recipe.md")),
     "a scheduler that is not stepped": (
-        "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()"),
-    ),
+        "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()")),
     "an optimizer that is not stepped": (
-        "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()"),
-    ),
+        "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()")),
     **{f"a plain backward{precision}": (
-        "single", "metric", f"{BACKWARD}{LOSS})", f"{LOSS}.backward()", ("step 1", "accelerator.backward"),
-    ) for precision in ("", " in fp16")},
+        "single", "metric", f"{BACKWARD}{LOSS})", f"{LOSS}.backward()", ("step 1", "accelerator.backward"))
+       for precision in ("", " in fp16")},
     "clipping fp16's scaled gradients": (
         "single", "metric", "accelerator.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(",
-        ("step 1", "accelerator.clip_grad_norm_"),
-    ),
+        ("step 1", "accelerator.clip_grad_norm_")),
     "clipping a part of the model under DeepSpeed": (
         "zero2 x2", "metric", "clip_grad_norm_(model.parameters()", "clip_grad_norm_(model.classifier.parameters()",
-        ("accelerator.clip_grad_norm_", "model.parameters()"),
-    ),
+        ("accelerator.clip_grad_norm_", "model.parameters()")),
     "clipping by value under DeepSpeed": (
         "zero2 x2", "metric", CLIP,
-        f"        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n{CLIP}", ("--max_grad_norm",),
-    ),
+        f"        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n{CLIP}", ("--max_grad_norm",)),
     "a second pass under DeepSpeed": (
-        "zero2 x2", "metric", CLIP, f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "ddp"),
-    ),
+        "zero2 x2", "metric", CLIP, f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "ddp")),
     "a gradient's hook under FSDP2": (
         "fsdp2 x2", "metric", OPTIMIZER,
         f"    model.classifier.weight.register_hook(lambda gradient: gradient * 0)\n{OPTIMIZER}",
-        ("classifier.weight", "ddp"),
-    ),
+        ("classifier.weight", "ddp")),
     "gathering values of micro-batches": (
         "ddp x2", "metric", BACKWARD,
         f"accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index])\n            {BACKWARD}",
-        ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce"),
-    ),
+        ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce")),
     "a gradient penalty under DeepSpeed": (
         "zero2 x2", "metric", LOSS,
         "step.mean(objective(batch, logits) + torch.autograd.grad(logits.sum(), model.classifier.weight, "
         "create_graph=True)[0].square().sum())",
-        ("torch.autograd.grad", "ddp"),
-    ),
+        ("torch.autograd.grad", "ddp")),
     "a part of the model before the model under FSDP2": (
         "fsdp2 x2", "metric", "logits = model(**batch.inputs).logits  # (B, C)\n            accelerator",
         "model.get_input_embeddings()(batch.inputs['input_ids'])\n"
         "            logits = model(**batch.inputs).logits\n            accelerator",
-        ("FSDP2", "ddp"),
-    ),
+        ("FSDP2", "ddp")),
     "a model that torch compiles": (
-        "single", "metric", OPTIMIZER, f"    model = torch.compile(model)\n{OPTIMIZER}", ("--torch_compile true",),
-    ),
+        "single", "metric", OPTIMIZER, f"    model = torch.compile(model)\n{OPTIMIZER}", ("--torch_compile true",)),
     "a step without a closure": (
         "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
-        ("Mine", "positional argument"),
-    ),
+        ("Mine", "positional argument")),
     "a clipping norm that DeepSpeed ignores": (
-        "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm"),
-    ),
+        "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm")),
     "clipping by torch, which DeepSpeed ignores": (
         "zero2 x2", "metric", "accelerator.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_",
-        ("accelerator.clip_grad_norm_", "--max_grad_norm"),
-    ),
+        ("accelerator.clip_grad_norm_", "--max_grad_norm")),
     "parameters that the loss does not use": (
         "ddp x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
-        ("unused.weight", "unused.bias"),
-    ),
+        ("unused.weight", "unused.bias")),
     "an optimizer that was not prepared": (
         "zero2 x2", "metric", "    objective = toolkit.make", f"    optimizer = {SGD}\n    objective = toolkit.make",
-        ("SGD", "toolkit.prepare"),
-    ),
+        ("SGD", "toolkit.prepare")),
     "a loop without a resume": (
-        "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",),
-    ),
+        "single", "metric", "    run.resume(model, optimizer, scheduler, evaluate)", "    ", ("run.resume(",)),
     "a step that is not finished": ("single", "metric", AFTER, "        ", ("step 1", "run.after(")),
     "requires_grad while training": (
         "ddp x2", "metric", "        model.train()\n",
         "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
-        ("bert.embeddings.word_embeddings.weight", "--unfreeze_every"),
-    ),
+        ("bert.embeddings.word_embeddings.weight", "--unfreeze_every")),
     "gradients changed under ZeRO": (
         "zero2 x2", "metric", CLIP,
         f"        [each.grad.mul_(0.5) for each in model.parameters() if each.grad is not None]\n{CLIP}",
-        ("bert.embeddings.word_embeddings.weight", "ddp"),
-    ),
+        ("bert.embeddings.word_embeddings.weight", "ddp")),
     **{f"weights {what} under {way}": (
-        f"{way} x2", "metric", AFTER, f"        {change}\n{AFTER}", ("classifier.weight", "--ema_decay"),
-    ) for way in ("zero2", "zero3") for what, change in (
+        f"{way} x2", "metric", AFTER, f"        {change}\n{AFTER}", ("classifier.weight", "--ema_decay"))
+       for way in ("zero2", "zero3") for what, change in (
         ("clamped", "toolkit.unwrapped(model).classifier.weight.data.clamp_(-1, 1)"),
         ("set", "torch.nn.init.zeros_(toolkit.unwrapped(model).classifier.weight)"),
     )},
     "an average of weights under ZeRO-3": (
         "zero3 x2", "metric", AFTER, f"        mean = [each.detach() * 0.1 for each in model.parameters()]\n{AFTER}",
-        ("bert.embeddings.word_embeddings.weight", "--ema_decay"),
-    ),
+        ("bert.embeddings.word_embeddings.weight", "--ema_decay")),
     "a sharded parameter in the loop": (
         "zero3 x2", "learned", LOSS,
         "step.mean(objective(batch, logits) + toolkit.unwrapped(model).loss.bias.sum())",
-        ("loss.bias", "docs/your-own-recipe.md"),
-    ),
+        ("loss.bias", "docs/your-own-recipe.md")),
 }  # fmt: skip
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_edit_is_an_error_before_a_wrong_step(
-    name: str, tmp_path: Path, tiny_model: Path, reviews: Path
-) -> None:
+def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
     way, edit, before, after, says = WRONG[name]
     text = edited(edits_of(PAGES[0])[edit])
     assert text.count(before) == 1

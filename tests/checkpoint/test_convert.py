@@ -77,9 +77,7 @@ def test_from_pretrained_loads_it(made: Made, most: str, tiny_model: Path, tmp_p
 
 
 @pytest.mark.usefixtures("built_in_a_fork")
-def test_verify_builds_the_model_of_the_config(
-    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_verify_builds_the_model(deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path) -> None:
     """What no rule of ours sees: another width inside the layers. Neither this nor a dry run writes anything."""
     config = bert_config(tiny_model, tmp_path / "config")
     edit_json(config / "config.json", intermediate_size=4)

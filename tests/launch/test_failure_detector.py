@@ -45,7 +45,6 @@ SOON = 30.0
 
 
 def lines_of(ended: list[Finished], ranks: range | list[int]) -> list[str]:
-    """All lines of these ranks."""
     return [line for rank in ranks for line in ended[rank].err.splitlines()]
 
 

@@ -55,27 +55,22 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "a rank does not come": (
         {"hosts": "ABC", "env": [{"SECONDS": "4"}, {}, {}], "before": {0: PATIENT, 2: "sys.exit(0)"}}, [1, 1, 0],
         ["rank 2 of 3 did not connect to", f"{HERE}:PORT within 4 s", "rank 0 on A", "rank 1 on B",
-         "--rendezvous_timeout"],
-    ),
+         "--rendezvous_timeout"]),
     "rank 0 is never there": (
         {"hosts": "B", "seconds": 1, "env": {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}}, [1],
         ["rank 1 on B could not reach rank 0 within 1 s", f"{HERE}:PORT", "nothing listens on this port",
-         "toolkit doctor --peers"],
-    ),
+         "toolkit doctor --peers"]),
     "two processes of one rank": (
         {"hosts": "ABC", "env": [{"WORLD_SIZE": "3"}, TWIN, TWIN]}, [1, 1, 1],
-        ["two processes have rank 1, on ", "--machine_rank"],
-    ),
+        ["two processes have rank 1, on ", "--machine_rank"]),
     "different world sizes": (
         {"hosts": "AB", "env": [{}, {"WORLD_SIZE": "4"}], "before": {0: "rendezvous._FAULT_SECONDS = 3.0"}}, [1, 1],
-        ["world size is 2 for rank 0 on A and 4 for rank 1 on B", "--num_processes"],
-    ),
+        ["world size is 2 for rank 0 on A and 4 for rank 1 on B", "--num_processes"]),
     "another version of a library": (
         {"hosts": "AB", "before": {1: NEWER}}, [1, 1],
         [f"torch is {version('torch')} on A and 0.0.1 on B", "code is 0123456789ab on A and x on B",
          "device is cpu on A and cuda on B", "pip install torch==", "git pull", "toolkit doctor",
-         "nothing was read or trained"],
-    ),
+         "nothing was read or trained"]),
 }  # fmt: skip
 
 
@@ -161,9 +156,6 @@ def test_taken_port_names_its_process() -> None:
     one.says_in_one_line(f"port {port}", f"process {os.getpid()}", f"kill {os.getpid()}", "--main_process_port")
 
 
-# --- in this process
-
-
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
     number = free_port()
@@ -243,9 +235,7 @@ def test_another_programs_port(monkeypatch: pytest.MonkeyPatch, port: int) -> No
         ([], None, "lo"),  # one node
     ],
 )
-def test_choose_interface(
-    monkeypatch: pytest.MonkeyPatch, others: list[str], setting: str | None, chosen: str | None
-) -> None:
+def test_choose_interface(monkeypatch: pytest.MonkeyPatch, others: list[str], setting: Any, chosen: str | None) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
         monkeypatch.setenv(name, setting or "")

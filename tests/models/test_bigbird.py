@@ -186,9 +186,8 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     for lowered in (logits, cast):
         assert lowered.dtype == torch.bfloat16
         assert (lowered - expected).abs().max() <= 2 * theirs + 1e-2
-    assert all(
-        torch.isfinite(each.grad).all() for each in [*lower.parameters(), *model.parameters()] if each.grad is not None
-    )
+    grads = [each.grad for each in [*lower.parameters(), *model.parameters()] if each.grad is not None]
+    assert all(torch.isfinite(grad).all() for grad in grads)
 
 
 def test_copied_and_pickled(tmp_path: Any) -> None:

@@ -58,9 +58,8 @@ def test_same_logits_and_gradients(family: str, attention: str, kind: str) -> No
     if kind == "lora":
         for each in (model, shortened):
             add_lora(each, ModelSettings(lora_r=2, lora_target_modules="all-linear"))
-        shortened.load_state_dict(
-            {name: weight + 0.1 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
-        )
+        moved = {name: weight + 0.1 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
+        shortened.load_state_dict(moved)
         model.load_state_dict(shortened.state_dict())
     if kind != "unpadded":
         inputs["attention_mask"] = (torch.arange(17) < torch.tensor([[17], [3], [9], [1]])).long()

@@ -86,9 +86,7 @@ def test_front_matter_results_and_limits(tmp_path: Path) -> None:
     written_card = card(tmp_path, DEMO | {"learning_rate": 1e-4, "warmup_ratio": 0.1})
     loaded, text = written_card.data, written_card.text
     facts = (loaded.base_model, loaded.library_name, loaded.pipeline_tag, loaded.license, loaded.datasets)
-    assert facts == (
-        "sentence-transformers/all-MiniLM-L6-v2", "transformers", "text-classification", None, None
-    )  # fmt: skip
+    assert facts == ("sentence-transformers/all-MiniLM-L6-v2", "transformers", "text-classification", None, None)
     assert loaded.metrics == ["accuracy", "f1"]
     results = {result.metric_name: result for result in loaded.eval_results}
     assert {name: result.metric_value for name, result in results.items()} == {

@@ -55,9 +55,8 @@ def test_each_tracker_gets_the_run_project_and_folder(settings: dict[str, str], 
     assert options["wandb"] == {"run_name": project, "name": run, "dir": str(tmp_path)}
     assert options["swanlab"] == {"run_name": project, "experiment_name": run, "logdir": f"{tmp_path}/swanlab"}
     assert options["trackio"] == {"run_name": project, "name": run}
-    assert options["mlflow"] == {
-        "experiment_name": project, "run_name": run, "logging_dir": f"file://{tmp_path}/mlflow"
-    }  # fmt: skip
+    folder = f"file://{tmp_path}/mlflow"
+    assert options["mlflow"] == {"experiment_name": project, "run_name": run, "logging_dir": folder}
     assert stores == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
     place = {"run_name": settings.get("run_name", ""), "logging_dir": f"{tmp_path}/tensorboard"}
     assert options["tensorboard"] == {**place, "purge_step": None}

@@ -39,9 +39,8 @@ def test_problems_have_commands_that_solve_them(tmp_path: Path) -> None:
     findings, output = findings_of(done), json.loads(done.out)
     assert (done.code, output["ok"], output["host"]) == (1, False, socket.gethostname())
     assert output["environment"]["python_version"].startswith(f"{sys.version_info.major}.")
-    areas = {"python": "versions", "libraries": "versions", "backend": "devices", "disk": "host",
-             "interfaces": "network"}  # fmt: skip
-    assert {name: findings[name]["area"] for name in areas} == areas
+    names = ("python", "libraries", "backend", "disk", "interfaces")
+    assert [findings[name]["area"] for name in names] == ["versions", "versions", "devices", "host", "network"]
     unset = f"unset {' '.join(sorted(launcher))}"
     assert (findings["launcher"]["level"], findings["launcher"]["remedy"]) == ("warn", unset)
     assert findings["variables"]["text"] == "NCCL_DEBUG=INFO"
@@ -79,9 +78,8 @@ def test_a_wrong_command_line_is_one_line() -> None:
 
 @needs_address
 def test_ctrl_c() -> None:
-    command = [*DOCTOR, "--peers", f"{OWN},192.0.2.77", "--main_process_port", str(network.free_port()),
-               "--timeout", "60"]  # fmt: skip
-    with begin(command) as process:
+    port = str(network.free_port())
+    with begin([*DOCTOR, "--peers", f"{OWN},192.0.2.77", "--main_process_port", port, "--timeout", "60"]) as process:
         assert process.line("err").startswith("waiting for rank 1")
         process.send_signal(signal.SIGINT)
         done = process.finish(20)

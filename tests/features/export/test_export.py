@@ -155,9 +155,7 @@ def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypa
         shutil.rmtree(tmp_path / "out")
 
 
-def test_models_that_cannot_be_exported(
-    model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_exported(model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = exported["openvino", False]
     refusal(export, options(model, folder), match="exists: name another folder")
     refusal(export, options(folder, tmp_path / "out"), match="is already exported to openvino")
@@ -204,9 +202,8 @@ def test_compare() -> None:
     result, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)
     assert result == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
     assert losses == {"max_drop": 0, "max_changed": 50}
-    several = Labels("multi_label_classification", ("a", "b"), ())
-    assert compare(logits - 1.5, other - 1.5, None, several) == (
-        "75.00 % of the answers are the same", {"max_changed": 25})  # fmt: skip
+    result, losses = compare(logits - 1.5, other - 1.5, None, Labels("multi_label_classification", ("a", "b"), ()))
+    assert (result, losses) == ("75.00 % of the answers are the same", {"max_changed": 25})
     numbers = Labels("regression", ("a",), ())
     _, losses = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)
     assert losses == {"max_drop": pytest.approx(100 * 4 * 0.01 / 5)}

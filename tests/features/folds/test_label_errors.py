@@ -86,8 +86,7 @@ def test_skill_is_the_mean_over_the_labels_that_vary() -> None:
 def test_slices_that_are_worse_than_chance() -> None:
     wrong = np.zeros(400, bool)
     wrong[:60:2] = wrong[60::12] = True
-    groups = {"source": ["shop"] * 60 + ["web"] * 340, "all": ["same"] * 400,
-              "tiny": ["a"] * 4 + ["b"] * 396}  # fmt: skip
+    groups = {"source": ["shop"] * 60 + ["web"] * 340, "all": ["same"] * 400, "tiny": ["a"] * 4 + ["b"] * 396}
     (worst,) = worst_slices(wrong, groups)
     assert worst[:4] == ("source", "shop", 60, 0.5)
     assert worst_slices(np.zeros(9, bool), {"x": ["a"] * 9}) == []

@@ -264,8 +264,7 @@ CHINESE = [
     ("专家认为经济发展很好", "专家今天在北京表示,中国经济发展很好,市场没有大的变化,投资增加。"),
     ("新手机价格没有变化", "公司发布的新手机价格没有变化,市场反应不大,市民认为价格很好。"),
 ]
-WORDS = ["华为", "发布", "手机", "公司", "今天", "北京", "上海", "市场", "价格", "专家", "表示", "认为", "天气", "变化",
-         "交通", "投资", "增加", "市民", "反应", "影响"]  # fmt: skip
+WORDS = "华为 发布 手机 公司 今天 北京 上海 市场 价格 专家 表示 认为 天气 变化 交通 投资 增加 市民 反应 影响"
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +275,7 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     rows = [{"正文": text, "标题": title} for title, text in CHINESE]
     rows += [{"正文": text + CHINESE[place - 1][1], "标题": title} for place, (title, text) in enumerate(CHINESE)]
     pd.DataFrame(rows).to_json(folder / "news.jsonl", orient="records", lines=True)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
     words += sorted({letter for row in rows for text in row.values() for letter in text})
     (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     model = folder / "word-bert"
