@@ -49,22 +49,25 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
     assert settings.training.learning_rate == 5e-5  # neither names it
 
 
-@pytest.mark.parametrize(("given", "name", "value"), [
-    (["--seed=7"], "seed", 7),
-    (["--learning_rate", "3e-5"], "learning_rate", 3e-5),
-    (["--num_train_epochs", "0.5"], "num_train_epochs", 0.5),
-    (["--gradient_checkpointing"], "gradient_checkpointing", True),
-    (["--gradient_checkpointing", "false"], "gradient_checkpointing", False),
-    (["--group_by_length=no"], "group_by_length", False),
-    (["--label_column", "a,b,c"], "label_column", "a,b,c"),
-    (["--text_column", "内容"], "text_column", "内容"),
-    (["--seed", "1", "--seed", "2"], "seed", 2),
-    ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
-    ("gradient_checkpointing: yes", "gradient_checkpointing", True),
-    ("max_length: null", "max_length", None),
-    ("text_column: 文本", "text_column", "文本"),
-    ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        (["--seed=7"], "seed", 7),
+        (["--learning_rate", "3e-5"], "learning_rate", 3e-5),
+        (["--num_train_epochs", "0.5"], "num_train_epochs", 0.5),
+        (["--gradient_checkpointing"], "gradient_checkpointing", True),
+        (["--gradient_checkpointing", "false"], "gradient_checkpointing", False),
+        (["--group_by_length=no"], "group_by_length", False),
+        (["--label_column", "a,b,c"], "label_column", "a,b,c"),
+        (["--text_column", "内容"], "text_column", "内容"),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+        ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
+        ("gradient_checkpointing: yes", "gradient_checkpointing", True),
+        ("max_length: null", "max_length", None),
+        ("text_column: 文本", "text_column", "文本"),
+        ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
+    ],
+)
 def test_forms_of_the_command_line_and_of_yaml(
     yaml_file: Callable[..., str], given: list[str] | str, name: str, value: object
 ) -> None:
@@ -90,28 +93,31 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         assert said in fault_of([f"--{name}", "8"], task=TitleSettings)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    *(("seed", value) for value in ("-1", "3.5", "", "2147483648")),
-    *(("learning_rate", value) for value in ("0", "-1e-5", "nan", "inf")),
-    *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
-    *(("validation_split", value) for value in "01"),
-    ("num_train_epochs", "inf"),
-    ("warmup_ratio", "1.1"),
-    ("label_smoothing_factor", "1"),
-    ("dropout", "-0.1"),
-    ("max_grad_norm", "nan"),
-    ("mixed_precision", "fp32"),
-    ("problem_type", "classification"),
-    ("drop_empty_text", "maybe"),
-    # in the file
-    *(("seed", f"seed: {value}") for value in ("x", "[1]", "null")),
-    ("train_file", "train_file: 5"),
-    *(
-        (name, f"{name}: {value}")
-        for name in ("global_batch_size", "per_device_batch_size", "weight_decay", "loss")
-        for value in ("true", "false")
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("seed", value) for value in ("-1", "3.5", "", "2147483648")),
+        *(("learning_rate", value) for value in ("0", "-1e-5", "nan", "inf")),
+        *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
+        *(("validation_split", value) for value in "01"),
+        ("num_train_epochs", "inf"),
+        ("warmup_ratio", "1.1"),
+        ("label_smoothing_factor", "1"),
+        ("dropout", "-0.1"),
+        ("max_grad_norm", "nan"),
+        ("mixed_precision", "fp32"),
+        ("problem_type", "classification"),
+        ("drop_empty_text", "maybe"),
+        # in the file
+        *(("seed", f"seed: {value}") for value in ("x", "[1]", "null")),
+        ("train_file", "train_file: 5"),
+        *(
+            (name, f"{name}: {value}")
+            for name in ("global_batch_size", "per_device_batch_size", "weight_decay", "loss")
+            for value in ("true", "false")
+        ),
+    ],
+)
 def test_wrong_values_name_the_setting(yaml_file: Callable[..., str], name: str, value: str) -> None:
     given = [yaml_file(value)] if ": " in value else [f"--{name}", value]
     message = rf"--{name} '?{re.escape(value.partition(': ')[2].replace('null', 'None'))}"
@@ -124,16 +130,19 @@ def test_characters_that_nothing_can_be_written_with(yaml_file: Callable[..., st
     assert "--train_file" in fault_of(["--train_file", "\udcff.csv"])
 
 
-@pytest.mark.parametrize(("text", "part"), [
-    ("- a\n", "holds a list"),
-    ("seed: 1\nmax_length: 8\nseed: 2\n", "seed is given twice"),
-    ("hello", "holds a str"),
-    ("a: [\n", "not valid YAML"),
-    ("a: b: c\n", "not valid YAML"),
-    ("seed: 1\0\n", "not valid YAML"),
-    ("a: &x [1, 1]\nb: &y [*x, *x]\nc: [*y, *y]\n", "aliases (*x) are not allowed"),
-    ("a: " + 10_000 * "[", "not valid YAML"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- a\n", "holds a list"),
+        ("seed: 1\nmax_length: 8\nseed: 2\n", "seed is given twice"),
+        ("hello", "holds a str"),
+        ("a: [\n", "not valid YAML"),
+        ("a: b: c\n", "not valid YAML"),
+        ("seed: 1\0\n", "not valid YAML"),
+        ("a: &x [1, 1]\nb: &y [*x, *x]\nc: [*y, *y]\n", "aliases (*x) are not allowed"),
+        ("a: " + 10_000 * "[", "not valid YAML"),
+    ],
+)
 def test_files_that_are_not_settings(yaml_file: Callable[..., str], text: str, part: str) -> None:
     path = yaml_file(text)
     refusal(parse, TaskSettings, [path], says=[part, path])

@@ -33,19 +33,22 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", TENSORS)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["convert", "none", "out"], "none does not exist"),
-    (["convert", "run"], "name the folder to create"),
-    (["convert", "--inspect", "run", "out"], "writes nothing: leave OUT out"),
-    (["convert", "run", "out", "--json"], "--json needs --inspect"),
-    (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
-    (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
-    (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
-    (["convert", "run", "run"], "contains the input run"),
-    (["convert", "run", "."], "is not a name for a new folder"),
-    (["convert", "run", "out", "--max_shard_size", "5"], "did you mean 5GB?"),
-    (["convertt", "run"], "did you mean convert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["convert", "none", "out"], "none does not exist"),
+        (["convert", "run"], "name the folder to create"),
+        (["convert", "--inspect", "run", "out"], "writes nothing: leave OUT out"),
+        (["convert", "run", "out", "--json"], "--json needs --inspect"),
+        (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
+        (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
+        (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
+        (["convert", "run", "run"], "contains the input run"),
+        (["convert", "run", "."], "is not a name for a new folder"),
+        (["convert", "run", "out", "--max_shard_size", "5"], "did you mean 5GB?"),
+        (["convertt", "run"], "did you mean convert"),
+    ],
+)
 @pytest.mark.usefixtures("run")
 def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -88,17 +88,20 @@ def by_hand(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Pa
     return run
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ({"use_dora": True}, "use_dora"),
-    ({"r": 4}, "rank 4 for .* and the checkpoint 3"),
-    ({"peft_type": "IA3"}, "peft_type IA3"),
-    *(({"r": value}, "r is .* and should be") for value in (0, True, "3")),
-    *(({"lora_alpha": value}, "lora_alpha is .* and should") for value in (None, True, 0, math.nan, math.inf, "5")),
-    ({"rank_pattern": [3]}, "rank_pattern should be"),
-    ({"rank_pattern": {"x": 0}}, "rank_pattern of x is 0"),
-    ({"rank_pattern": {"(a+)+b": 3}}, "rank_pattern should be"),
-    ({"alpha_pattern": {"x": math.nan}}, "alpha_pattern of x is nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"r": 4}, "rank 4 for .* and the checkpoint 3"),
+        ({"peft_type": "IA3"}, "peft_type IA3"),
+        *(({"r": value}, "r is .* and should be") for value in (0, True, "3")),
+        *(({"lora_alpha": value}, "lora_alpha is .* and should") for value in (None, True, 0, math.nan, math.inf, "5")),
+        ({"rank_pattern": [3]}, "rank_pattern should be"),
+        ({"rank_pattern": {"x": 0}}, "rank_pattern of x is 0"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "rank_pattern should be"),
+        ({"alpha_pattern": {"x": math.nan}}, "alpha_pattern of x is nan"),
+    ],
+)
 def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: Path) -> None:
     factors = {"lora_A.default": torch.ones(3, 5), "lora_B.default": torch.ones(7, 3), "base_layer": torch.ones(7, 5)}
     run = by_hand(tmp_path / "run", factors, **{"r": 3, "lora_alpha": 5, **content})

@@ -68,33 +68,36 @@ def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) 
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-@pytest.mark.parametrize(("table", "message"), [
-    ({"a": entry(), "b": entry()}, "b begins at data byte 0"),
-    ({"a": entry(0, 8, shape=[2]), "b": entry(12, 16, shape=[1])}, "b begins at data byte 12"),
-    ({"a": entry(4, 16, shape=[3])}, "a begins at data byte 4"),
-    ({"a": entry(0, 12, shape=[3])}, "extra bytes"),
-    ({"a": entry(0, 32, shape=[8])}, "truncated"),
-    ({"a": entry(shape=[5])}, "does not fill"),
-    ({"a": entry(dtype="F8")}, "unknown dtype 'F8'"),
-    ({"a": entry(dtype=[])}, "cannot be read"),
-    ({"a": entry(shape=[-4])}, "not integers"),
-    ({"a": entry(shape=[True, 4])}, "not integers"),
-    ({"a": entry(shape="4")}, "not integers"),
-    ({"a": entry(shape=[2**61] * 300_000)}, "too many"),
-    ({"a": entry(dtype="F" * 9_000_000)}, "unknown dtype 'FFFFFFFFFFFFFFFFFFFF';"),
-    (b'{"a\0": 1}', "cannot be read"),
-    (b"[" * 300_000, "cannot be read"),
-    ({"a": {"dtype": "F32"}}, "'shape'"),
-    ({"a": 3}, "cannot be read"),
-    ([], "cannot be read"),
-    (b'{"a": 1, "a": 2}', "a name occurs twice"),
-    (b"{", "cannot be read"),
-    (b"\xff\xfe", "cannot be read"),
-    ({"__metadata__": {"a": 1}, "a": entry()}, "__metadata__"),
-    ({"__metadata__": {"crc32": "no"}, "a": entry()}, "cannot be read"),
-    ({"__metadata__": {"crc32": '{"a": "xyz"}'}, "a": entry()}, "xyz"),
-    ({"__metadata__": {"crc32": "[" * 300_000}, "a": entry()}, "cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"a": entry(), "b": entry()}, "b begins at data byte 0"),
+        ({"a": entry(0, 8, shape=[2]), "b": entry(12, 16, shape=[1])}, "b begins at data byte 12"),
+        ({"a": entry(4, 16, shape=[3])}, "a begins at data byte 4"),
+        ({"a": entry(0, 12, shape=[3])}, "extra bytes"),
+        ({"a": entry(0, 32, shape=[8])}, "truncated"),
+        ({"a": entry(shape=[5])}, "does not fill"),
+        ({"a": entry(dtype="F8")}, "unknown dtype 'F8'"),
+        ({"a": entry(dtype=[])}, "cannot be read"),
+        ({"a": entry(shape=[-4])}, "not integers"),
+        ({"a": entry(shape=[True, 4])}, "not integers"),
+        ({"a": entry(shape="4")}, "not integers"),
+        ({"a": entry(shape=[2**61] * 300_000)}, "too many"),
+        ({"a": entry(dtype="F" * 9_000_000)}, "unknown dtype 'FFFFFFFFFFFFFFFFFFFF';"),
+        (b'{"a\0": 1}', "cannot be read"),
+        (b"[" * 300_000, "cannot be read"),
+        ({"a": {"dtype": "F32"}}, "'shape'"),
+        ({"a": 3}, "cannot be read"),
+        ([], "cannot be read"),
+        (b'{"a": 1, "a": 2}', "a name occurs twice"),
+        (b"{", "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        ({"__metadata__": {"a": 1}, "a": entry()}, "__metadata__"),
+        ({"__metadata__": {"crc32": "no"}, "a": entry()}, "cannot be read"),
+        ({"__metadata__": {"crc32": '{"a": "xyz"}'}, "a": entry()}, "xyz"),
+        ({"__metadata__": {"crc32": "[" * 300_000}, "a": entry()}, "cannot be read"),
+    ],
+)
 def test_an_invalid_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", table)
     refusal(read_header, path, match=message, says=[str(path)])

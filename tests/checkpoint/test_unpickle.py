@@ -142,16 +142,19 @@ def test_what_is_called_copies_nothing() -> None:
         assert first is second
 
 
-@pytest.mark.parametrize(("content", "match"), [
-    ({"a": torch._neg_view(torch.ones(2))}, "a is stored with the bit 'neg'; save it again after"),
-    ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more is a dict of tensors"),
-    ({1: torch.ones(2), "1": torch.zeros(2)}, "a tensor's name is 1, not a string"),
-    ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is not a parameter's name"),
-    (
-        {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)},
-        "needs torch._utils._rebuild_nested_tensor",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ({"a": torch._neg_view(torch.ones(2))}, "a is stored with the bit 'neg'; save it again after"),
+        ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more is a dict of tensors"),
+        ({1: torch.ones(2), "1": torch.zeros(2)}, "a tensor's name is 1, not a string"),
+        ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is not a parameter's name"),
+        (
+            {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)},
+            "needs torch._utils._rebuild_nested_tensor",
+        ),
+    ],
+)
 def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, match: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     message = refusal(open_checkpoint, tmp_path, match=match)

@@ -199,21 +199,24 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize(("decoded", "wanted"), [
-    ("华为 发布 mate 60 pro", "华为发布mate 60 pro"),
-    ("华 为 发 布 mate 60 ， 售 价 3. 5 万 元 ！", "华为发布mate 60，售价3.5万元！"),
-    ("他 说 “ 你 好 ” 。", "他说“你好”。"),
-    ("the film ( 2019 ) is good .", "the film (2019) is good."),
-    ("don ' t panic , it ' s 10 : 30", "don't panic, it's 10:30"),
-    ("$ 7, 500 and 1, 234, 567 in 2019, 200 of them", "$7,500 and 1,234,567 in 2019, 200 of them"),
-    ("up 50 % : see [ 1 ]", "up 50%: see [1]"),
-    ("a five - year plan - - 31 - 32 and c + + / d", "a five-year plan -- 31-32 and c ++ / d"),
-    ("critics ' award", "critics' award"),
-    ("users ' lose patience ' , \" a b \" and it ' s", "users 'lose patience', \"a b\" and it's"),
-    ("你 好 — — 北 京 _ 新 闻 ! _ 网 易 ~ ~", "你好——北京_新闻!_网易~~"),
-    ("ｈｅｌｌｏ ｗｏｒｌｄ", "ｈｅｌｌｏ ｗｏｒｌｄ"),
-    ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("decoded", "wanted"),
+    [
+        ("华为 发布 mate 60 pro", "华为发布mate 60 pro"),
+        ("华 为 发 布 mate 60 ， 售 价 3. 5 万 元 ！", "华为发布mate 60，售价3.5万元！"),
+        ("他 说 “ 你 好 ” 。", "他说“你好”。"),
+        ("the film ( 2019 ) is good .", "the film (2019) is good."),
+        ("don ' t panic , it ' s 10 : 30", "don't panic, it's 10:30"),
+        ("$ 7, 500 and 1, 234, 567 in 2019, 200 of them", "$7,500 and 1,234,567 in 2019, 200 of them"),
+        ("up 50 % : see [ 1 ]", "up 50%: see [1]"),
+        ("a five - year plan - - 31 - 32 and c + + / d", "a five-year plan -- 31-32 and c ++ / d"),
+        ("critics ' award", "critics' award"),
+        ("users ' lose patience ' , \" a b \" and it ' s", "users 'lose patience', \"a b\" and it's"),
+        ("你 好 — — 北 京 _ 新 闻 ! _ 网 易 ~ ~", "你好——北京_新闻!_网易~~"),
+        ("ｈｅｌｌｏ ｗｏｒｌｄ", "ｈｅｌｌｏ ｗｏｒｌｄ"),
+        ("", ""),
+    ],
+)
 def test_spaces_of_decoded_text(decoded: str, wanted: str) -> None:
     assert without_token_spaces(decoded) == wanted
     assert without_token_spaces(wanted) == wanted

@@ -42,34 +42,37 @@ SCORES = [[4.17, 0.3, 2.2], [3, 2.5, 2.0]]
 TEXTS = [f"text {number}" for number in range(490)]
 
 
-@pytest.mark.parametrize(("labels", "problem", "inferred", "names", "targets"), [
-    (["neg", "pos", "neg"], None, ONE, ("neg", "pos"), [0, 1, 0]),
-    (["差", "好"], None, ONE, ("好", "差"), [1, 0]),
-    ([1, 0, 1], None, ONE, ("0", "1"), [1, 0, 1]),
-    ([-1, 1, 0], None, ONE, ("-1", "0", "1"), [0, 2, 1]),
-    ([100, 7, 9], None, ONE, ("7", "9", "100"), [2, 0, 1]),
-    ([1.0, 3.0, 1.0], None, ONE, ("1", "3"), [0, 1, 0]),  # integers that a reader widened
-    ([True, False], None, ONE, ("False", "True"), [1, 0]),
-    (["None", "a"], None, ONE, ("None", "a"), [0, 1]),
-    ([" a", "b "], None, ONE, AB, [0, 1]),
-    (["class 10", "class 2"], None, ONE, ("class 2", "class 10"), [1, 0]),
-    ([["b", "a"], ["b"], []], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-    (['["b", "a"]', '["b"]', "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-    (["['b', 'a']", "['b']", "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),  # as pandas writes lists to CSV
-    (["b|a", "b", ""], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-    (["b, a", "b, ", " "], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-    (["b，a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-    (["b;a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
-    ([[1, 0, 1], [0, 0, 1]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
-    ([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
-    (["[1, 0, 1]", "[0, 0, 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
-    ([[0], [1], [0, 1]], None, MULTI, ("0", "1"), [[1, 0], [0, 1], [1, 1]]),  # class ids, not multi-hot
-    ([[3], [7, 3], [10]], None, MULTI, ("3", "7", "10"), [[1, 0, 0], [1, 1, 0], [0, 0, 1]]),
-    ([0.5, 1.0, -2.25], None, REGRESSION, ("label",), [0.5, 1.0, -2.25]),
-    ([3.5, 2.0, 7.0], None, REGRESSION, ("label",), [3.5, 2.0, 7.0]),
-    ([[1.5], [2]], None, REGRESSION, ("label",), [1.5, 2.0]),
-    (SCORES, None, REGRESSION, ("label_0", "label_1", "label_2"), np.array(SCORES, np.float32).tolist()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "problem", "inferred", "names", "targets"),
+    [
+        (["neg", "pos", "neg"], None, ONE, ("neg", "pos"), [0, 1, 0]),
+        (["差", "好"], None, ONE, ("好", "差"), [1, 0]),
+        ([1, 0, 1], None, ONE, ("0", "1"), [1, 0, 1]),
+        ([-1, 1, 0], None, ONE, ("-1", "0", "1"), [0, 2, 1]),
+        ([100, 7, 9], None, ONE, ("7", "9", "100"), [2, 0, 1]),
+        ([1.0, 3.0, 1.0], None, ONE, ("1", "3"), [0, 1, 0]),  # integers that a reader widened
+        ([True, False], None, ONE, ("False", "True"), [1, 0]),
+        (["None", "a"], None, ONE, ("None", "a"), [0, 1]),
+        ([" a", "b "], None, ONE, AB, [0, 1]),
+        (["class 10", "class 2"], None, ONE, ("class 2", "class 10"), [1, 0]),
+        ([["b", "a"], ["b"], []], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (['["b", "a"]', '["b"]', "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["['b', 'a']", "['b']", "[]"], None, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),  # as pandas writes lists to CSV
+        (["b|a", "b", ""], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["b, a", "b, ", " "], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["b，a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        (["b;a", "b", "[]"], MULTI, MULTI, AB, [[1, 1], [0, 1], [0, 0]]),
+        ([[1, 0, 1], [0, 0, 1]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        ([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        (["[1, 0, 1]", "[0, 0, 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        ([[0], [1], [0, 1]], None, MULTI, ("0", "1"), [[1, 0], [0, 1], [1, 1]]),  # class ids, not multi-hot
+        ([[3], [7, 3], [10]], None, MULTI, ("3", "7", "10"), [[1, 0, 0], [1, 1, 0], [0, 0, 1]]),
+        ([0.5, 1.0, -2.25], None, REGRESSION, ("label",), [0.5, 1.0, -2.25]),
+        ([3.5, 2.0, 7.0], None, REGRESSION, ("label",), [3.5, 2.0, 7.0]),
+        ([[1.5], [2]], None, REGRESSION, ("label",), [1.5, 2.0]),
+        (SCORES, None, REGRESSION, ("label_0", "label_1", "label_2"), np.array(SCORES, np.float32).tolist()),
+    ],
+)
 def test_what_a_column_means(labels: Any, problem: Any, inferred: Any, names: tuple[str, ...], targets: Any) -> None:
     decided = found(labels, problem)
     assert (decided.problem_type, decided.names, encoded(decided, labels)) == (inferred, names, targets)
@@ -178,27 +181,30 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
     refusal(read_class_names, str(tmp_path / file), match=rf"--label_names_file .*{file}.*{said}")
 
 
-@pytest.mark.parametrize(("labels", "problem", "said"), [
-    (["a", "a"], None, r"one class only \(a\)"),
-    ([1, 1, 1], None, r"one class only \(1\)"),
-    ([["a"], ["a"]], None, "one class only"),
-    (["a", "a|a"], MULTI, "one class only"),
-    ([[], []], None, "no class at all"),
-    (["a", None, "b"], None, "no label in column 'label' of rows 2:"),
-    (["a", "", "b", ""], None, "rows 2, 4:"),
-    ([1, None, 2], None, "rows 2:"),
-    ([1.5, float("nan")], None, "rows 2:"),
-    ([["a"], None, ["b"]], None, "rows 2:"),
-    ([f"text {number}" for number in range(2001)], None, "2001 different values.*--label_column"),
-    (TEXTS, None, r"490 different values in 490 rows: is it the label\?.*--problem_type"),
-    # in two ways: grades or numbers of classes; 0 and 1 in one place only
-    (["[1, 5, 3]", "[2, 5, 4]"], None, r"holds \[1, 5, 3\].*numbers to predict.*--problem_type"),
-    (["[1.5, 0]", "[0.5, 1]"], None, r"holds \[1\.5, 0\].*numbers to predict"),
-    (["[1.5, 2.5]", "[3.5]"], None, r"holds \[1\.5, 2\.5\].*numbers to predict"),
-    (["[1.5, 'x']", "['y', 'x']"], None, r"holds \[1\.5, 'x'\].*numbers to predict"),
-    (["4.17|0.3", "2|3.5"], None, r"holds '4\.17\|0\.3'.*numbers to predict"),
-    ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "problem", "said"),
+    [
+        (["a", "a"], None, r"one class only \(a\)"),
+        ([1, 1, 1], None, r"one class only \(1\)"),
+        ([["a"], ["a"]], None, "one class only"),
+        (["a", "a|a"], MULTI, "one class only"),
+        ([[], []], None, "no class at all"),
+        (["a", None, "b"], None, "no label in column 'label' of rows 2:"),
+        (["a", "", "b", ""], None, "rows 2, 4:"),
+        ([1, None, 2], None, "rows 2:"),
+        ([1.5, float("nan")], None, "rows 2:"),
+        ([["a"], None, ["b"]], None, "rows 2:"),
+        ([f"text {number}" for number in range(2001)], None, "2001 different values.*--label_column"),
+        (TEXTS, None, r"490 different values in 490 rows: is it the label\?.*--problem_type"),
+        # in two ways: grades or numbers of classes; 0 and 1 in one place only
+        (["[1, 5, 3]", "[2, 5, 4]"], None, r"holds \[1, 5, 3\].*numbers to predict.*--problem_type"),
+        (["[1.5, 0]", "[0.5, 1]"], None, r"holds \[1\.5, 0\].*numbers to predict"),
+        (["[1.5, 2.5]", "[3.5]"], None, r"holds \[1\.5, 2\.5\].*numbers to predict"),
+        (["[1.5, 'x']", "['y', 'x']"], None, r"holds \[1\.5, 'x'\].*numbers to predict"),
+        (["4.17|0.3", "2|3.5"], None, r"holds '4\.17\|0\.3'.*numbers to predict"),
+        ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
+    ],
+)
 def test_columns_that_are_no_labels_or_ambiguous(labels: list[Any], problem: ProblemType | None, said: str) -> None:
     refusal(found, labels, problem, match=rf"f\.csv: .*{said}")
 
@@ -206,25 +212,28 @@ def test_columns_that_are_no_labels_or_ambiguous(labels: list[Any], problem: Pro
 NO_LABEL = "no label: fill it or remove the row"
 
 
-@pytest.mark.parametrize(("training", "problem", "other", "said"), [
-    (["a", "b"], None, ["a", None], NO_LABEL),
-    (["a", "b"], None, ["a", ""], NO_LABEL),
-    (["a", "None"], None, ["a", None], NO_LABEL),  # the class `None` is not the missing label
-    ([1.0, 2.0], None, [1.0, float("nan")], NO_LABEL),
-    ([["a"], ["b"]], None, [["a"], None], NO_LABEL),
-    ([["a"], ["b"]], None, [["a"], ["b", None]], NO_LABEL),
-    ([["a"], ["b", ""]], None, [["a"], ["b", ""]], NO_LABEL),
-    (["good", "bad"], None, ["good", "god"], r"label 'god' does not .* \(did you mean good\?\).* bad, good"),
-    ([1, 2], None, [1, 3], "label '3' does not occur in training"),
-    ([1, 2], None, [1.0, 1.5], r"label '1\.5' does not occur in training"),
-    ([["a"], ["b"]], None, [["a"], ["b", "c"]], "label 'c' does not occur in training"),
-    ([["a"], ["b"]], None, ['["a"]', '["b"'], "cannot be read as a list"),
-    ([[1, 0, 1], [0, 1, 1]], None, [[1, 0, 1], [1, 0, 1, 1]], "a 0 or 1 for each of 3 classes"),
-    ([1, 2], "regression", ["1", "good"], "'good' is not a number"),
-    ([1, 2], "regression", ["1", ""], "'' is not a number"),
-    ([1, 2], "regression", ["1", "inf"], "'inf' is not a number"),
-    ([1, 2], "regression", ["1", "1e39"], r"'1e39' is more than .* hold \(3\.4e38\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("training", "problem", "other", "said"),
+    [
+        (["a", "b"], None, ["a", None], NO_LABEL),
+        (["a", "b"], None, ["a", ""], NO_LABEL),
+        (["a", "None"], None, ["a", None], NO_LABEL),  # the class `None` is not the missing label
+        ([1.0, 2.0], None, [1.0, float("nan")], NO_LABEL),
+        ([["a"], ["b"]], None, [["a"], None], NO_LABEL),
+        ([["a"], ["b"]], None, [["a"], ["b", None]], NO_LABEL),
+        ([["a"], ["b", ""]], None, [["a"], ["b", ""]], NO_LABEL),
+        (["good", "bad"], None, ["good", "god"], r"label 'god' does not .* \(did you mean good\?\).* bad, good"),
+        ([1, 2], None, [1, 3], "label '3' does not occur in training"),
+        ([1, 2], None, [1.0, 1.5], r"label '1\.5' does not occur in training"),
+        ([["a"], ["b"]], None, [["a"], ["b", "c"]], "label 'c' does not occur in training"),
+        ([["a"], ["b"]], None, ['["a"]', '["b"'], "cannot be read as a list"),
+        ([[1, 0, 1], [0, 1, 1]], None, [[1, 0, 1], [1, 0, 1, 1]], "a 0 or 1 for each of 3 classes"),
+        ([1, 2], "regression", ["1", "good"], "'good' is not a number"),
+        ([1, 2], "regression", ["1", ""], "'' is not a number"),
+        ([1, 2], "regression", ["1", "inf"], "'inf' is not a number"),
+        ([1, 2], "regression", ["1", "1e39"], r"'1e39' is more than .* hold \(3\.4e38\)"),
+    ],
+)
 def test_a_label_that_cannot_be_meant_names_file_and_row(training: Any, problem: Any, other: Any, said: str) -> None:
     refusal(encoded, found(training, problem), other, name="v.csv", match=rf"v\.csv, row 2: .*{said}")
 

@@ -93,16 +93,19 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
     refusal(prepared, [EMPTY[1], EMPTY[3]], drop_empty_text=True, says=["every text in column 'text'", "--text_column"])
 
 
-@pytest.mark.parametrize(("columns", "wanted", "found"), [
-    (["label", "text"], None, "text"),
-    (["label", "评论"], None, "评论"),
-    (["number", "utterance"], None, "utterance"),  # the only column of strings
-    (["title", "text"], "title", "title"),
-    (["id", "text_a", "label"], None, "text_a"),  # where all cells are strings, as in CSV
-    (["title", "body"], None, "Name one of title, body with --text_column"),
-    (["number"], None, "Name one of number with --text_column"),
-    (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "wanted", "found"),
+    [
+        (["label", "text"], None, "text"),
+        (["label", "评论"], None, "评论"),
+        (["number", "utterance"], None, "utterance"),  # the only column of strings
+        (["title", "text"], "title", "title"),
+        (["id", "text_a", "label"], None, "text_a"),  # where all cells are strings, as in CSV
+        (["title", "body"], None, "Name one of title, body with --text_column"),
+        (["number"], None, "Name one of number with --text_column"),
+        (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
+    ],
+)
 def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | None, found: str) -> None:
     row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
     table = read_file(write_rows("a.jsonl", [row]), TextSettings())

@@ -110,39 +110,42 @@ def test_unknown_endings_list_the_known_ones(tmp_path: Path, name: str) -> None:
 DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
-    ("a.csv", "", "is empty"),
-    ("a.csv", "\n", "holds no columns"),
-    ("a.csv", "text,label\n", "has a header and no rows"),
-    ("a.tsv", "text\tlabel\n", "has a header and no rows"),
-    ("a.json", "[]", "has no rows"),
-    ("a.json", "\n", "is empty"),
-    ("a.jsonl", "\n", "has no rows"),
-    ("a.json", "{", "not JSON"),
-    ("a.jsonl", '{"text":"a"}\n{"text":\n', "line 2: not JSON"),
-    ("a.parquet", "abc", "cannot be read as parquet"),
-    ("a.csv.gz", "not gzip", "is not a whole .gz file"),
-    ("a.csv", "text,label\na,1\nb,c,2\nd,3\n", "line 3: 3 cells where the header has 2"),
-    ("a.csv", 'text;label\n"a";1\n', "'text;label' is one cell: pass --delimiter ';'"),
-    ("a.csv", "text\tlabel\na, or b\t1\n", "is one cell: pass --delimiter tab"),
-    ("a.tsv", "text,label\na\tb,1\n", "is one cell: pass --delimiter ','"),
-    # no cell is an index
-    ("a.csv", "text,label\ngood, but dull,1\nbad, but short,0\n", "line 2: 3 cells where the header has 2"),
-    ("a.csv", "text,label,text\na,1,b\n", "more than one column 'text'"),
-    ("a.csv", "te\0xt,label\na,1\n", "the column name 'te\\x00xt' is no text"),
-    ("a.json", '[{"text": "a", "text": "b"}]', "the key 'text' occurs twice"),
-    ("a.jsonl", '{"text": "a"}\n{"text": "b", "label": 1, "label": 0}\n', "line 2: not JSON (the key 'label'"),
-    ("a.jsonl", '{"te\\ud800xt": "a"}\n', "the column name 'te\\ud800xt' is no text"),
-    ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "row 2: field 'text' is 'b\\ud83d', which holds half a"),
-    ("a.jsonl", "{}\n" * 3000 + '{"text": "a"}\n', ": objects without fields"),
-    ("a.jsonl", '{"label": [1]}\n{"label": ["b", 1]}\n', "row 2: field 'label' is"),
-    ("a.jsonl", f'{{"label": 1}}\n{{"label": {10**30}}}\n', "row 2: field 'label' is"),
-    ("a.jsonl", '{"text": ' + "[" * 200 + "]" * 200 + "}", "nested deeper than a table can hold"),
-    ("a.json", DEEP, "not JSON ("),  # Python 3.14 names a stack overflow, earlier ones the recursion limit
-    ("a.jsonl", f"{DEEP}\n", "line 1: not JSON"),
-    # as pandas' `to_json` does by default
-    ("a.json", '{"text": {"0": "good", "1": "bad"}, "label": {"0": "x", "1": "y"}}', "written by columns"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "", "is empty"),
+        ("a.csv", "\n", "holds no columns"),
+        ("a.csv", "text,label\n", "has a header and no rows"),
+        ("a.tsv", "text\tlabel\n", "has a header and no rows"),
+        ("a.json", "[]", "has no rows"),
+        ("a.json", "\n", "is empty"),
+        ("a.jsonl", "\n", "has no rows"),
+        ("a.json", "{", "not JSON"),
+        ("a.jsonl", '{"text":"a"}\n{"text":\n', "line 2: not JSON"),
+        ("a.parquet", "abc", "cannot be read as parquet"),
+        ("a.csv.gz", "not gzip", "is not a whole .gz file"),
+        ("a.csv", "text,label\na,1\nb,c,2\nd,3\n", "line 3: 3 cells where the header has 2"),
+        ("a.csv", 'text;label\n"a";1\n', "'text;label' is one cell: pass --delimiter ';'"),
+        ("a.csv", "text\tlabel\na, or b\t1\n", "is one cell: pass --delimiter tab"),
+        ("a.tsv", "text,label\na\tb,1\n", "is one cell: pass --delimiter ','"),
+        # no cell is an index
+        ("a.csv", "text,label\ngood, but dull,1\nbad, but short,0\n", "line 2: 3 cells where the header has 2"),
+        ("a.csv", "text,label,text\na,1,b\n", "more than one column 'text'"),
+        ("a.csv", "te\0xt,label\na,1\n", "the column name 'te\\x00xt' is no text"),
+        ("a.json", '[{"text": "a", "text": "b"}]', "the key 'text' occurs twice"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b", "label": 1, "label": 0}\n', "line 2: not JSON (the key 'label'"),
+        ("a.jsonl", '{"te\\ud800xt": "a"}\n', "the column name 'te\\ud800xt' is no text"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "row 2: field 'text' is 'b\\ud83d', which holds half a"),
+        ("a.jsonl", "{}\n" * 3000 + '{"text": "a"}\n', ": objects without fields"),
+        ("a.jsonl", '{"label": [1]}\n{"label": ["b", 1]}\n', "row 2: field 'label' is"),
+        ("a.jsonl", f'{{"label": 1}}\n{{"label": {10**30}}}\n', "row 2: field 'label' is"),
+        ("a.jsonl", '{"text": ' + "[" * 200 + "]" * 200 + "}", "nested deeper than a table can hold"),
+        ("a.json", DEEP, "not JSON ("),  # Python 3.14 names a stack overflow, earlier ones the recursion limit
+        ("a.jsonl", f"{DEEP}\n", "line 1: not JSON"),
+        # as pandas' `to_json` does by default
+        ("a.json", '{"text": {"0": "good", "1": "bad"}, "label": {"0": "x", "1": "y"}}', "written by columns"),
+    ],
+)  # fmt: skip
 def test_invalid_files_are_named(tmp_path: Path, name: str, content: str, said: str, fault: Fault) -> None:
     told = fault_of(write(tmp_path / name, content))
     assert said in told
@@ -195,22 +198,25 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
     assert "line 2: 3 cells where the header has 2: pass --quoting csv" in fault_of(commas, quoting="none")
 
 
-@pytest.mark.parametrize(("name", "content", "options", "columns", "said"), [
-    ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}, "with --delimiter |"),
-    ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}, "--delimiter tab"),
-    ("a.csv", "a,1\n\nb,0\n", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}, "--column_names"),
-    ("a.txt", "a, 'b\n\n c\r\n", {}, {"text": ["a, 'b", "", " c"]}, "one text per line"),
-    ("a.json", '[["a", 1], ["b", 0]]', {}, {"text": ["a", "b"], "label": [1, 0]}, "rows [text, label], lists"),
-    ("a.json", '[["x", "a"], ["x", "b"]]', {}, {"label": ["x", "x"], "text": ["a", "b"]}, "rows [label, text]"),
-    ("a.jsonl", '["a", "b", 1]\n', {}, {"1": ["a"], "2": ["b"], "3": [1]}, "rows [1, 2, 3], lists"),
-    ("a.json", '[["a", 1]]', {"column_names": "q,y"}, {"q": ["a"], "y": [1]}, "rows [q, y]"),
-    ("a.csv", "text,label\na,1\n", {}, {"text": ["a"], "label": ["1"]}, ""),
-    # settings of other formats
-    ("a.jsonl", '{"q": "a"}', {"column_names": "b"}, {"q": ["a"]}, "without --column_names b"),
-    ("a.jsonl", '["a", 1]', {"delimiter": ";"}, {"text": ["a"], "label": [1]}, "without --delimiter ;"),
-    ("a.csv", "text\na\n", {"sample_by": "paragraph"}, {"text": ["a"]}, "without --sample_by paragraph"),
-    ("a.txt", "a\n", {"column_names": "b"}, {"text": ["a"]}, "one text per line; without --column_names b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "options", "columns", "said"),
+    [
+        ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}, "with --delimiter |"),
+        ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}, "--delimiter tab"),
+        ("a.csv", "a,1\n\nb,0\n", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}, "--column_names"),
+        ("a.txt", "a, 'b\n\n c\r\n", {}, {"text": ["a, 'b", "", " c"]}, "one text per line"),
+        ("a.json", '[["a", 1], ["b", 0]]', {}, {"text": ["a", "b"], "label": [1, 0]}, "rows [text, label], lists"),
+        ("a.json", '[["x", "a"], ["x", "b"]]', {}, {"label": ["x", "x"], "text": ["a", "b"]}, "rows [label, text]"),
+        ("a.jsonl", '["a", "b", 1]\n', {}, {"1": ["a"], "2": ["b"], "3": [1]}, "rows [1, 2, 3], lists"),
+        ("a.json", '[["a", 1]]', {"column_names": "q,y"}, {"q": ["a"], "y": [1]}, "rows [q, y]"),
+        ("a.csv", "text,label\na,1\n", {}, {"text": ["a"], "label": ["1"]}, ""),
+        # settings of other formats
+        ("a.jsonl", '{"q": "a"}', {"column_names": "b"}, {"q": ["a"]}, "without --column_names b"),
+        ("a.jsonl", '["a", 1]', {"delimiter": ";"}, {"text": ["a"], "label": [1]}, "without --delimiter ;"),
+        ("a.csv", "text\na\n", {"sample_by": "paragraph"}, {"text": ["a"]}, "without --sample_by paragraph"),
+        ("a.txt", "a\n", {"column_names": "b"}, {"text": ["a"]}, "one text per line; without --column_names b"),
+    ],
+)
 def test_files_as_they_come(tmp_path: Path, name: str, content: str, options: Any, columns: Any, said: str) -> None:
     table = read_file(path := write(tmp_path / name, content), **options)
     assert table.rows.to_dict() == columns

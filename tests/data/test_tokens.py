@@ -70,19 +70,22 @@ def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Pa
     assert fresh == tokens.fingerprint(before) != tokens.fingerprint(after)
 
 
-@pytest.mark.parametrize(("wanted", "limit", "model", "chosen"), [
-    (None, 131, config(), 131),
-    (None, 10**30, config(), 512),  # a tokenizer without a limit
-    (None, 10**30, config(positions=None), 512),
-    (None, 512, config("roberta", 514, 1), 512),
-    (None, 10**30, config("roberta", 514, 1), 512),
-    (None, 10**30, config("xlm-roberta", 514, 1), 512),
-    (None, 10**30, config("camembert", 514, 1), 512),
-    (None, 512, config("big_bird", 4096), 512),
-    (64, 131, config(), 64),
-    (512, 131, config(), 512),  # more than the tokenizer's own limit, not more than the model's
-    (5000, 10**30, config(positions=-1), 5000),  # relative positions
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "limit", "model", "chosen"),
+    [
+        (None, 131, config(), 131),
+        (None, 10**30, config(), 512),  # a tokenizer without a limit
+        (None, 10**30, config(positions=None), 512),
+        (None, 512, config("roberta", 514, 1), 512),
+        (None, 10**30, config("roberta", 514, 1), 512),
+        (None, 10**30, config("xlm-roberta", 514, 1), 512),
+        (None, 10**30, config("camembert", 514, 1), 512),
+        (None, 512, config("big_bird", 4096), 512),
+        (64, 131, config(), 64),
+        (512, 131, config(), 512),  # more than the tokenizer's own limit, not more than the model's
+        (5000, 10**30, config(positions=-1), 5000),  # relative positions
+    ],
+)
 def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespace, chosen: int) -> None:
     tokenizer = SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2)
     assert tokens.choose_max_length(wanted, tokenizer, model) == chosen

@@ -23,17 +23,20 @@ from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 from toolkit.launch.signals import StopRequested
 
 
-@pytest.mark.parametrize(("ids", "expected", "fault"), [
-    ([0, 1, 2], [0, 1, 2], ""),
-    ([2, 0, 1], [0, 1, 2], ""),
-    ([], [], ""),
-    ([0, 2], [0, 1, 2], "never predicted: rows 1"),
-    ([0, 1, 1, 2], [0, 1, 2], "more than once: rows 1"),
-    ([0, 1, 2, 5], [0, 1, 2], "unknown: 5"),
-    ([], [4, 7], "never predicted: rows 4, 7"),
-    ([0, 0, 9], [0, 3], "never predicted: rows 3; more than once: rows 0; unknown: 9"),
-    ([-1, 0], [0], "unknown: -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "expected", "fault"),
+    [
+        ([0, 1, 2], [0, 1, 2], ""),
+        ([2, 0, 1], [0, 1, 2], ""),
+        ([], [], ""),
+        ([0, 2], [0, 1, 2], "never predicted: rows 1"),
+        ([0, 1, 1, 2], [0, 1, 2], "more than once: rows 1"),
+        ([0, 1, 2, 5], [0, 1, 2], "unknown: 5"),
+        ([], [4, 7], "never predicted: rows 4, 7"),
+        ([0, 0, 9], [0, 3], "never predicted: rows 3; more than once: rows 0; unknown: 9"),
+        ([-1, 0], [0], "unknown: -1"),
+    ],
+)
 def test_ids_fault(ids: list[int], expected: list[int], fault: str) -> None:
     assert ids_fault(np.array(ids, np.int64), np.array(expected, np.int64)) == fault
 

@@ -78,16 +78,19 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
     assert [numbers[name] for name in ("loss", "mse", "mae", "pearson")] == pytest.approx([mse, mse, mae, pearson])
 
 
-@pytest.mark.parametrize(("metric", "problem", "expected"), [
-    (None, SINGLE, ("f1_macro", True)),
-    (None, MULTI, ("f1_micro", True)),
-    (None, "regression", ("loss", False)),
-    ("accuracy", SINGLE, ("accuracy", True)),
-    ("eval_loss", MULTI, ("loss", False)),
-    ("mae", "regression", ("mae", False)),
-    ("pearson", "regression", ("pearson", True)),
-    ("perplexity", SINGLE, ("perplexity", False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metric", "problem", "expected"),
+    [
+        (None, SINGLE, ("f1_macro", True)),
+        (None, MULTI, ("f1_micro", True)),
+        (None, "regression", ("loss", False)),
+        ("accuracy", SINGLE, ("accuracy", True)),
+        ("eval_loss", MULTI, ("loss", False)),
+        ("mae", "regression", ("mae", False)),
+        ("pearson", "regression", ("pearson", True)),
+        ("perplexity", SINGLE, ("perplexity", False)),
+    ],
+)
 def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
     assert (Best(metric, problem).metric, Best(metric, problem).sign) == (expected[0], 1 if expected[1] else -1)
 

@@ -33,29 +33,32 @@ SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
-@pytest.mark.parametrize(("env", "place"), [
-    ({}, Place("python", 0, 1, 0, 1)),
-    (TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
-    (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 3, 4, 1, 2)),
-    ({"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 0, 1, 0, 1)),
-    (DEEPSPEED, Place("deepspeed", 1, 2, 1, 2)),
-    (OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
-    (HYDRA, Place("mpiexec", 1, 2, 1, 2)),
-    (MVAPICH, Place("mpirun_rsh", 1, 4, 1, 2)),
-    (SRUN, Place("srun", 2, 4, 0, 2)),
-    (BATCH_SCRIPT, Place("python", 0, 1, 0, 1)),  # no srun: one process, whatever was allocated
-    ({"RANK": "1", "WORLD_SIZE": "2"}, Place("environment", 1, 2, 0, 1)),  # Kubernetes: one per host
-    ({"RANK": "0", "WORLD_SIZE": "1"}, Place("environment", 0, 1, 0, 1)),
-    (BY_HAND, Place("environment", 3, 8, 3, 8)),
-    (BY_HAND | {"NODE_RANK": "0"}, Place("environment", 3, 8, 3, 1)),  # Azure ML
-    (BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}, Place("accelerate", 3, 8, 3, 8)),  # a notebook
-    # mpirun and torchrun inside a Slurm step: the inner launcher counts
-    (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
-    (SRUN | HYDRA, Place("mpiexec", 1, 2, 1, 2)),
-    (SRUN | TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
-    # `srun --mpi=pmi2` sets these two, without MPI_LOCALRANKID (mpi_pmi2.c)
-    (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Place("srun", 2, 4, 0, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, Place("python", 0, 1, 0, 1)),
+        (TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
+        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 3, 4, 1, 2)),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 0, 1, 0, 1)),
+        (DEEPSPEED, Place("deepspeed", 1, 2, 1, 2)),
+        (OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
+        (HYDRA, Place("mpiexec", 1, 2, 1, 2)),
+        (MVAPICH, Place("mpirun_rsh", 1, 4, 1, 2)),
+        (SRUN, Place("srun", 2, 4, 0, 2)),
+        (BATCH_SCRIPT, Place("python", 0, 1, 0, 1)),  # no srun: one process, whatever was allocated
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Place("environment", 1, 2, 0, 1)),  # Kubernetes: one per host
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Place("environment", 0, 1, 0, 1)),
+        (BY_HAND, Place("environment", 3, 8, 3, 8)),
+        (BY_HAND | {"NODE_RANK": "0"}, Place("environment", 3, 8, 3, 1)),  # Azure ML
+        (BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}, Place("accelerate", 3, 8, 3, 8)),  # a notebook
+        # mpirun and torchrun inside a Slurm step: the inner launcher counts
+        (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
+        (SRUN | HYDRA, Place("mpiexec", 1, 2, 1, 2)),
+        (SRUN | TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
+        # `srun --mpi=pmi2` sets these two, without MPI_LOCALRANKID (mpi_pmi2.c)
+        (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Place("srun", 2, 4, 0, 2)),
+    ],
+)
 def test_place_of_each_launcher(env: dict[str, str], place: Place) -> None:
     assert place_of(env) == place
 
@@ -178,21 +181,24 @@ ACCELERATE, OURS = {"ACCELERATE_MIXED_PRECISION": "x"}, {MARKER: "x"}
 ONE = {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize(("env", "above", "expected"), [
-    # (environment, (command line, environment) of each ancestor, the user's number)
-    ({}, [], None),
-    ({"OMP_NUM_THREADS": ""}, [], None),
-    ({"OMP_NUM_THREADS": "many"}, [], None),
-    (TORCHRUN | {"OMP_NUM_THREADS": "4,2"}, [("torchrun cls.py", {})], 4),
-    (ONE, [("bash", {})], 1),
-    (ONE | TORCHRUN, [("torchrun cls.py", {})], None),
-    (ONE | TORCHRUN, [("torchrun cls.py", ONE), ("bash", {})], 1),
-    (ONE | OURS, [("python cls.py --config_file ddp.yaml", {})], None),
-    (ONE | OURS, [("python cls.py --config_file ddp.yaml", ONE), ("bash", {})], 1),
-    (ONE | OURS, [("python cls.py", ONE | ACCELERATE), ("/bin/accelerate launch cls.py", {})], None),
-    (ONE | ACCELERATE, [("/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py", {})], 1),
-    (ONE, [("deepspeed cls.py", ONE)], 1),  # set for a container, say
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("env", "above", "expected"),
+    [
+        # (environment, (command line, environment) of each ancestor, the user's number)
+        ({}, [], None),
+        ({"OMP_NUM_THREADS": ""}, [], None),
+        ({"OMP_NUM_THREADS": "many"}, [], None),
+        (TORCHRUN | {"OMP_NUM_THREADS": "4,2"}, [("torchrun cls.py", {})], 4),
+        (ONE, [("bash", {})], 1),
+        (ONE | TORCHRUN, [("torchrun cls.py", {})], None),
+        (ONE | TORCHRUN, [("torchrun cls.py", ONE), ("bash", {})], 1),
+        (ONE | OURS, [("python cls.py --config_file ddp.yaml", {})], None),
+        (ONE | OURS, [("python cls.py --config_file ddp.yaml", ONE), ("bash", {})], 1),
+        (ONE | OURS, [("python cls.py", ONE | ACCELERATE), ("/bin/accelerate launch cls.py", {})], None),
+        (ONE | ACCELERATE, [("/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py", {})], 1),
+        (ONE, [("deepspeed cls.py", ONE)], 1),  # set for a container, say
+    ],
+)
 def test_user_threads(env: dict[str, str], above: Any, expected: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = [SimpleNamespace(cmdline=line.split, environ=lambda env=env: env) for line, env in above]
     monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))

@@ -85,17 +85,20 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
     assert "the name gpu1 cannot be resolved here" in refusal(find, {"main_process_ip": "gpu1"}, own=[SECOND])
 
 
-@pytest.mark.parametrize(("options", "env", "config", "own", "rank", "source"), [
-    ({}, {}, {}, FIRST, 0, FIRST), ({}, {}, {}, SECOND, 1, FIRST), ({}, {}, {}, ELSEWHERE, 1, FIRST),
-    ({"machine_rank": "0"}, {"NODE_RANK": "1"}, {}, SECOND, 0, "--machine_rank"),
-    ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, {}, SECOND, 1, "NODE_RANK"),
-    ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "SLURM_NODEID"),
-    ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "GROUP_RANK"),
-    # one machine's launcher: no rank among nodes
-    ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, {}, SECOND, 1, FIRST),
-    # the first machine's address comes before the rank in the file
-    ({}, {}, {"machine_rank": 1}, FIRST, 0, FIRST), ({}, {}, {"machine_rank": 0}, SECOND, 0, "config file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "env", "config", "own", "rank", "source"),
+    [
+        ({}, {}, {}, FIRST, 0, FIRST), ({}, {}, {}, SECOND, 1, FIRST), ({}, {}, {}, ELSEWHERE, 1, FIRST),
+        ({"machine_rank": "0"}, {"NODE_RANK": "1"}, {}, SECOND, 0, "--machine_rank"),
+        ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, {}, SECOND, 1, "NODE_RANK"),
+        ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "SLURM_NODEID"),
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "GROUP_RANK"),
+        # one machine's launcher: no rank among nodes
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, {}, SECOND, 1, FIRST),
+        # the first machine's address comes before the rank in the file
+        ({}, {}, {"machine_rank": 1}, FIRST, 0, FIRST), ({}, {}, {"machine_rank": 0}, SECOND, 0, "config file"),
+    ],
+)  # fmt: skip
 def test_source_of_the_rank(
     find: Find, options: dict[str, str], env: dict[str, str], config: dict[str, int], own: str, rank: int, source: str
 ) -> None:
@@ -118,16 +121,19 @@ def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
     refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
 
 
-@pytest.mark.parametrize(("options", "config", "first"), [
-    ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, "10.0.1.1"),
-    ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, "10.0.1.1"),
-    ({"machines": f"{FIRST},{SECOND}"}, {"main_process_ip": "10.0.2.2"}, FIRST),
-    ({"machines": f"{FIRST},{SECOND}"}, {"machines": [THIRD, SECOND]}, FIRST),
-    ({}, {"machines": [THIRD, SECOND], "main_process_ip": "10.0.2.2"}, THIRD),
-    ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
-    ({}, {"main_process_ip": PLACEHOLDER}, "gpu03"),
-    ({}, {}, "gpu03"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "config", "first"),
+    [
+        ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, "10.0.1.1"),
+        ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, "10.0.1.1"),
+        ({"machines": f"{FIRST},{SECOND}"}, {"main_process_ip": "10.0.2.2"}, FIRST),
+        ({"machines": f"{FIRST},{SECOND}"}, {"machines": [THIRD, SECOND]}, FIRST),
+        ({}, {"machines": [THIRD, SECOND], "main_process_ip": "10.0.2.2"}, THIRD),
+        ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
+        ({}, {"main_process_ip": PLACEHOLDER}, "gpu03"),
+        ({}, {}, "gpu03"),
+    ],
+)
 def test_source_of_the_first_address(find: Find, options: dict[str, str], config: dict[str, Any], first: str) -> None:
     assert find(options, SLURM, **config).first == first
 

@@ -37,15 +37,18 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
     assert "GPU 1" in why
 
 
-@pytest.mark.parametrize(("launched", "variable", "chosen"), [
-    (None, None, "auto"),
-    (None, "no", "no"),  # the user's own variable
-    ({"distributed_type": "MULTI_GPU"}, "no", "auto"),  # the default of accelerate's launcher
-    ({"mixed_precision": False}, "no", "no"),  # `no` in YAML 1.1
-    ({"mixed_precision": "no"}, "no", "no"),
-    ({"mixed_precision": "bf16"}, "bf16", "bf16"),
-    ({"mixed_precision": "fp16"}, "fp16", "fp16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("launched", "variable", "chosen"),
+    [
+        (None, None, "auto"),
+        (None, "no", "no"),  # the user's own variable
+        ({"distributed_type": "MULTI_GPU"}, "no", "auto"),  # the default of accelerate's launcher
+        ({"mixed_precision": False}, "no", "no"),  # `no` in YAML 1.1
+        ({"mixed_precision": "no"}, "no", "no"),
+        ({"mixed_precision": "bf16"}, "bf16", "bf16"),
+        ({"mixed_precision": "fp16"}, "fp16", "fp16"),
+    ],
+)
 def test_precision_of_a_launch_config(
     launched: dict[str, Any] | None, variable: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

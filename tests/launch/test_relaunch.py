@@ -73,18 +73,21 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.mark.parametrize(("argv", "options", "rest"), [
-    ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
-    ("--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5",
-     {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"}, ""),
-    ("--machines a,b --max-restarts 2 --rendezvous_timeout=9 --ddp-timeout 8 x",
-     {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
-    # deepspeed's launcher adds --local_rank; many of its scripts take the flag --deepspeed
-    ("--local_rank=1 --deepspeed --deepspeed_config z.json --train_file t",
-     {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
-    ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
-    ("--config_file a --config_file b", {"config_file": "b"}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "options", "rest"),
+    [
+        ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
+        ("--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5",
+         {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"}, ""),
+        ("--machines a,b --max-restarts 2 --rendezvous_timeout=9 --ddp-timeout 8 x",
+         {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
+        # deepspeed's launcher adds --local_rank; many of its scripts take the flag --deepspeed
+        ("--local_rank=1 --deepspeed --deepspeed_config z.json --train_file t",
+         {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
+        ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
+        ("--config_file a --config_file b", {"config_file": "b"}, ""),
+    ],
+)  # fmt: skip
 def test_split(argv: str, options: dict[str, str], rest: str) -> None:
     parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
@@ -248,24 +251,27 @@ def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, devi
 TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
 
 
-@pytest.mark.parametrize(("path", "options", "words"), [
-    # each machine would silently train on its own
-    ("ddp", {"machines": f"{FIRST},{SECOND}"}, "(?s)num_machines.*--machines"),
-    ("ddp", {"main_process_ip": FIRST}, "(?s)num_machines.*--main_process_ip"),
-    ("ddp", {"machine_rank": "1"}, "(?s)num_machines.*--machine_rank"),
-    ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
-    ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
-    ("ddp", {"num_processes": "0"}, "num_processes"),
-    ("ddp", {"num_processes": "1.5"}, "num_processes"),
-    ("single", {"num_processes": "2"}, r"ddp\.yaml"),  # accelerate starts one for it
-    ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
-    ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
-    ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
-    ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
-    ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
-    ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
-    ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "options", "words"),
+    [
+        # each machine would silently train on its own
+        ("ddp", {"machines": f"{FIRST},{SECOND}"}, "(?s)num_machines.*--machines"),
+        ("ddp", {"main_process_ip": FIRST}, "(?s)num_machines.*--main_process_ip"),
+        ("ddp", {"machine_rank": "1"}, "(?s)num_machines.*--machine_rank"),
+        ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
+        ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
+        ("ddp", {"num_processes": "0"}, "num_processes"),
+        ("ddp", {"num_processes": "1.5"}, "num_processes"),
+        ("single", {"num_processes": "2"}, r"ddp\.yaml"),  # accelerate starts one for it
+        ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
+        ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
+        ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
+        ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
+        ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
+        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
+        ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
+    ],
+)
 def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:
     refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
 

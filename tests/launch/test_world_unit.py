@@ -27,19 +27,22 @@ ALONE = Place("python", 0, 1, 0, 1)
 OPTION = "accelerate launch --num_processes"
 
 
-@pytest.mark.parametrize(("line", "requested"), [
-    ("python /bin/accelerate launch --num_processes 2 cls.py", (2, OPTION)),
-    ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", (3, OPTION)),
-    (f"python /bin/accelerate launch --config_file {DDP} cls.py", (2, DDP)),
-    (f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", (1, SINGLE)),
-    (f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", (5, OPTION)),
-    # after the script: the script's own
-    (f"python /bin/accelerate launch cls.py --num_processes 2 --config_file {SINGLE}", None),
-    ("python /bin/accelerate launch cls.py", None),
-    ("python /bin/accelerate launch --config_file nowhere.yaml cls.py", None),
-    ("python /bin/accelerate launch --num_processes two cls.py", None),
-    ("python launch --num_processes 2 cls.py", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "requested"),
+    [
+        ("python /bin/accelerate launch --num_processes 2 cls.py", (2, OPTION)),
+        ("python /bin/accelerate launch --num-processes=3 --multi_gpu -m toolkit", (3, OPTION)),
+        (f"python /bin/accelerate launch --config_file {DDP} cls.py", (2, DDP)),
+        (f"python -m accelerate.commands.launch --config_file={SINGLE} cls.py", (1, SINGLE)),
+        (f"/bin/accelerate-launch --config_file {SINGLE} --num_processes 5 cls.py", (5, OPTION)),
+        # after the script: the script's own
+        (f"python /bin/accelerate launch cls.py --num_processes 2 --config_file {SINGLE}", None),
+        ("python /bin/accelerate launch cls.py", None),
+        ("python /bin/accelerate launch --config_file nowhere.yaml cls.py", None),
+        ("python /bin/accelerate launch --num_processes two cls.py", None),
+        ("python launch --num_processes 2 cls.py", None),
+    ],
+)
 @pytest.mark.parametrize("own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"])
 def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_args, "default_config_file", own)

@@ -184,14 +184,17 @@ def test_muon_trains_the_matrices_of_layers() -> None:
     assert all(torch.equal(parameter, copies[id(parameter)]) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("options", "kind", "expected"), [
-    ({}, torch.optim.AdamW, {"fused": True}),
-    ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
-    ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD, {"nesterov": True}),
-    ({"optimizer": "lion"}, Lion, {"betas": (0.9, 0.99)}),
-    ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
-    ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "kind", "expected"),
+    [
+        ({}, torch.optim.AdamW, {"fused": True}),
+        ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
+        ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD, {"nesterov": True}),
+        ({"optimizer": "lion"}, Lion, {"betas": (0.9, 0.99)}),
+        ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
+        ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
+    ],
+)
 def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
     optimizer = make_optimizer(tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **options))
     assert type(optimizer) is kind
@@ -200,20 +203,23 @@ def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"optimizer": "adamm"}, r"--optimizer adamm .*adamw\?.* adamw, adafactor, lion, muon, sgd"),
-    ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
-    ({"optimizer": "no.such.Thing"}, "cannot be imported: No module named 'no'"),
-    ({"optimizer": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
-    ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"}, "momentun'; SGD takes momentum, dampening"),
-    ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters.*--optimizer muon"),
-    ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
-    ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
-    ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
-    ({"optimizer_args": "0.9"}, "each argument needs a name"),
-    ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
-    ({"optimizer_args": "**{}"}, "write momentum=0.9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "adamm"}, r"--optimizer adamm .*adamw\?.* adamw, adafactor, lion, muon, sgd"),
+        ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
+        ({"optimizer": "no.such.Thing"}, "cannot be imported: No module named 'no'"),
+        ({"optimizer": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
+        ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"}, "momentun'; SGD takes momentum, dampening"),
+        ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters.*--optimizer muon"),
+        ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
+        ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
+        ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
+        ({"optimizer_args": "0.9"}, "each argument needs a name"),
+        ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
+        ({"optimizer_args": "**{}"}, "write momentum=0.9"),
+    ],
+)
 def test_an_optimizer_that_cannot_be_made(options: dict[str, Any], message: str) -> None:
     refusal(make_optimizer, tiny("bert"), TrainingSettings(**options), match=message)
 
@@ -286,20 +292,23 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
     }
 
 
-@pytest.mark.parametrize(("key", "value", "setting"), [
-    ("communication_data_type", "fp32", "--half_precision_gradients"),
-    ("gradient_clipping", 1.0, "--max_grad_norm 0.5"),
-    ("train_batch_size", 64, "--global_batch_size 32"),
-    ("train_micro_batch_size_per_gpu", 4, "--per_device_batch_size 8"),
-    ("gradient_accumulation_steps", 4, "settings"),
-    ("optimizer", {"type": "AdamW"}, "remove it"),
-    ("scheduler", {"type": "WarmupLR"}, "remove it"),
-    ("managed_gradient_accumulation", False, "write true"),
-    ("gradient_allreduce_op", "sum", 'write "mean"'),
-    ("checkpoint.writer", {"decoupled": True}, "remove it"),
-    ("zero_optimization.compute_grad_norm", False, "write true"),
-    ("zero_optimization.offload_optimizer.device", "nvme", 'write "cpu"'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "setting"),
+    [
+        ("communication_data_type", "fp32", "--half_precision_gradients"),
+        ("gradient_clipping", 1.0, "--max_grad_norm 0.5"),
+        ("train_batch_size", 64, "--global_batch_size 32"),
+        ("train_micro_batch_size_per_gpu", 4, "--per_device_batch_size 8"),
+        ("gradient_accumulation_steps", 4, "settings"),
+        ("optimizer", {"type": "AdamW"}, "remove it"),
+        ("scheduler", {"type": "WarmupLR"}, "remove it"),
+        ("managed_gradient_accumulation", False, "write true"),
+        ("gradient_allreduce_op", "sum", 'write "mean"'),
+        ("checkpoint.writer", {"decoupled": True}, "remove it"),
+        ("zero_optimization.compute_grad_norm", False, "write true"),
+        ("zero_optimization.offload_optimizer.device", "nvme", 'write "cpu"'),
+    ],
+)
 def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) -> None:
     settings, config = replace(SETTINGS, half_precision_gradients=True), copy.deepcopy(AUTO)
     *sections, name = key.split(".")

@@ -126,20 +126,23 @@ def test_all_optimizers_of_pytorch_are_tested() -> None:
     assert kinds == {*ELEMENTWISE, *WHOLE, *OTHERS}
 
 
-@pytest.mark.parametrize(("make", "refused"), [
-    *((partial(Rule, rule=rule), refused) for rule, refused in RULES.values()),
-    *((partial(getattr(torch.optim, name), lr=5e-5), ()) for name in ELEMENTWISE),
-    (Clipping, SHARDED),
-    (Early, SHARDED),
-    (lambda groups: torch.optim.AdamW(groups, lr=5e-5, fused=True), ()),
-    (lambda groups: torch.optim.AdamW(groups, lr=5e-5, foreach=False, amsgrad=True), ()),
-    (lambda groups: torch.optim.SGD(groups, lr=5e-5, momentum=0.9, nesterov=True), ()),
-    (Lion, ()),
-    (torch.optim.Adafactor, SHARDED),
-    (lambda groups: transformers.Adafactor(groups, lr=1e-4, relative_step=False), SHARDED),
-    (lambda groups: Muon([groups[0] | {HIDDEN: True}, groups[1]]), SHARDED),
-    (lambda groups: torch.optim.Muon(groups[:1]), SHARDED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "refused"),
+    [
+        *((partial(Rule, rule=rule), refused) for rule, refused in RULES.values()),
+        *((partial(getattr(torch.optim, name), lr=5e-5), ()) for name in ELEMENTWISE),
+        (Clipping, SHARDED),
+        (Early, SHARDED),
+        (lambda groups: torch.optim.AdamW(groups, lr=5e-5, fused=True), ()),
+        (lambda groups: torch.optim.AdamW(groups, lr=5e-5, foreach=False, amsgrad=True), ()),
+        (lambda groups: torch.optim.SGD(groups, lr=5e-5, momentum=0.9, nesterov=True), ()),
+        (Lion, ()),
+        (torch.optim.Adafactor, SHARDED),
+        (lambda groups: transformers.Adafactor(groups, lr=1e-4, relative_step=False), SHARDED),
+        (lambda groups: Muon([groups[0] | {HIDDEN: True}, groups[1]]), SHARDED),
+        (lambda groups: torch.optim.Muon(groups[:1]), SHARDED),
+    ],
+)
 def test_optimizers_on_shards(make: Any, refused: tuple[str, ...]) -> None:
     optimizer = make(groups_of(Model()))
     assert step_fault(optimizer, CPU) == ""

@@ -32,18 +32,21 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    ({}, "auto"),  # a new folder
-    ({"output_dir": "new"}, "auto"),
-    ({"output_dir": "run"}, "fp16"),
-    ({"output_dir": "run", "mixed_precision": "no"}, "no"),
-    ({"output_dir": "run", "resume": "no"}, "auto"),
-    ({"output_dir": "run", "overwrite_output_dir": True}, "auto"),
-    ({"output_dir": "new", "resume": "run"}, "fp16"),
-    ({"output_dir": "run", "resume": "step-00000008"}, "fp16"),
-    ({"output_dir": "run", "resume": "step-00000002"}, "auto"),  # saved by a version that did not store it
-    ({"output_dir": "run", "resume": "nothing"}, "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "auto"),  # a new folder
+        ({"output_dir": "new"}, "auto"),
+        ({"output_dir": "run"}, "fp16"),
+        ({"output_dir": "run", "mixed_precision": "no"}, "no"),
+        ({"output_dir": "run", "resume": "no"}, "auto"),
+        ({"output_dir": "run", "overwrite_output_dir": True}, "auto"),
+        ({"output_dir": "new", "resume": "run"}, "fp16"),
+        ({"output_dir": "run", "resume": "step-00000008"}, "fp16"),
+        ({"output_dir": "run", "resume": "step-00000002"}, "auto"),  # saved by a version that did not store it
+        ({"output_dir": "run", "resume": "nothing"}, "auto"),
+    ],
+)
 def test_a_resumed_runs_precision(options: Any, expected: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
     monkeypatch.chdir(run.parent)

@@ -56,14 +56,17 @@ def zero(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize(("damage", "cause"), [
-    (zero, "train/labels.npy"),
-    (lambda path: path.write_bytes(b""), "train/labels.npy"),
-    (lambda path: path.unlink(), "labels.npy is missing"),
-    (lambda path: (path.parents[1] / "files.json").unlink(), "files.json is missing"),
-    (lambda path: (path.parents[1] / "files.json").write_text('{"files": {"train'), "files.json"),
-    (lambda path: (path.parents[1] / "files.json").write_bytes(bytes(20)), "files.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (zero, "train/labels.npy"),
+        (lambda path: path.write_bytes(b""), "train/labels.npy"),
+        (lambda path: path.unlink(), "labels.npy is missing"),
+        (lambda path: (path.parents[1] / "files.json").unlink(), "files.json is missing"),
+        (lambda path: (path.parents[1] / "files.json").write_text('{"files": {"train'), "files.json"),
+        (lambda path: (path.parents[1] / "files.json").write_bytes(bytes(20)), "files.json"),
+    ],
+)
 def test_damaged_folder_is_rebuilt(
     tokens: Tokens, damage: Callable[[Path], object], cause: str, capsys: pytest.CaptureFixture[str], fault: Fault
 ) -> None:

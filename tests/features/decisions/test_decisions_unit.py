@@ -155,19 +155,22 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
     assert saved_decisions("no-such/model-anywhere", TWO) is None  # of the hub, out of reach
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"temperature": 0}, "temperature is 0 and should be a number from 0.05 to 20"),
-    ({"temperature": 1e-300}, "temperature is 1e-300 and"),  # whose answers were nan
-    ({"temperature": 10**400}, "temperature is 1000"),
-    ({"temperature": float("nan")}, "temperature is NaN"),
-    ({"temperature": "hot"}, 'temperature is "hot" and'),
-    ({"thresholds": {"pos": 1.5}}, "thresholds is "),
-    ({"thresholds": [0.5]}, "thresholds is "),
-    ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
-    ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
-    ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
-    ({"abstain_below": True}, "abstain_below is true"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"temperature": 0}, "temperature is 0 and should be a number from 0.05 to 20"),
+        ({"temperature": 1e-300}, "temperature is 1e-300 and"),  # whose answers were nan
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"temperature": float("nan")}, "temperature is NaN"),
+        ({"temperature": "hot"}, 'temperature is "hot" and'),
+        ({"thresholds": {"pos": 1.5}}, "thresholds is "),
+        ({"thresholds": [0.5]}, "thresholds is "),
+        ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
+        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
+        ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
+        ({"abstain_below": True}, "abstain_below is true"),
+    ],
+)
 def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     refusal(saved_decisions, written(tmp_path, **changed), TWO, says=["decisions.json", message])
 
@@ -179,15 +182,18 @@ def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str,
     refusal(saved_decisions, file, labels, says=["decisions.json", "regression has no decisions", "no abstain_below"])
 
 
-@pytest.mark.parametrize(("settings", "labels", "message"), [
-    ({"tune_thresholds": "cost=1:5"}, THREE, "with 3 classes use --tune_thresholds f1"),
-    ({"tune_thresholds": "f1", "positive_class": "a"}, THREE, "name one of two classes"),
-    ({"tune_thresholds": "f1"}, NUMBER, "regression"),
-    ({"tune_thresholds": "f1", "positive_class": "poss"}, TWO, "did you mean pos"),
-    ({"tune_thresholds": "f1", "positive_class": "x"}, SEVERAL, "name one of two classes"),
-    ({"calibrate": True}, NUMBER, "regression"),
-    ({"abstain_below": 0.7}, SEVERAL, "several labels per text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "labels", "message"),
+    [
+        ({"tune_thresholds": "cost=1:5"}, THREE, "with 3 classes use --tune_thresholds f1"),
+        ({"tune_thresholds": "f1", "positive_class": "a"}, THREE, "name one of two classes"),
+        ({"tune_thresholds": "f1"}, NUMBER, "regression"),
+        ({"tune_thresholds": "f1", "positive_class": "poss"}, TWO, "did you mean pos"),
+        ({"tune_thresholds": "f1", "positive_class": "x"}, SEVERAL, "name one of two classes"),
+        ({"calibrate": True}, NUMBER, "regression"),
+        ({"abstain_below": 0.7}, SEVERAL, "several labels per text"),
+    ],
+)
 def test_settings_that_do_not_fit_the_labels(settings: dict[str, Any], labels: Labels, message: str) -> None:
     refusal(check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
 

@@ -46,15 +46,18 @@ def test_settings_of_a_users_recipe(tmp_path: Path) -> None:
     refusal(read, f"{tmp_path}/mine.py --gama 2", match=r"neither an option .* nor a setting of a recipe: --gama")
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("absent.py", "there is no absent.py"),
-    ("absent.yaml", "there is no absent.yaml"),
-    ("--timeout soon", "see toolkit doctor --help"),
-    ("--peers 10.0.0.1", "--machines would have no effect"),
-    ("--peers 192.0.2.77,192.0.2.78", "none of 192.0.2.77, 192.0.2.78 is an address of this machine"),
-    ("--config_file absent.yaml", "there is no config file absent.yaml"),
-    ("--config_file", "--config_file.*expected one argument"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("absent.py", "there is no absent.py"),
+        ("absent.yaml", "there is no absent.yaml"),
+        ("--timeout soon", "see toolkit doctor --help"),
+        ("--peers 10.0.0.1", "--machines would have no effect"),
+        ("--peers 192.0.2.77,192.0.2.78", "none of 192.0.2.77, 192.0.2.78 is an address of this machine"),
+        ("--config_file absent.yaml", "there is no config file absent.yaml"),
+        ("--config_file", "--config_file.*expected one argument"),
+    ],
+)
 def test_wrong_command_lines(line: str, words: str) -> None:
     refusal(read, line, match=words)
 

@@ -141,15 +141,18 @@ def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path:
             assert label.tolist() == ([0, 0] if row == 3 else [1, 1 - row % 2])
 
 
-@pytest.mark.parametrize(("lines", "message"), [
-    ([correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}], "line 2: row 3 of .* has another text"),
-    ([correction(1, "d")], r"line 1: row 2 of .*'d' is no label.*the classes are a, b, c, rare"),
-    ([correction(1, ["a"])], "is no label"),
-    ([correction(1, "b") | {"id": 99}], "row 100 of .* is not among the training rows"),
-    ([correction(1, "b"), correction(1, "c")], "line 2: row 2 has two lines"),
-    ([{"id": 1, "label": "b"}], 'line 1: write {"id": row from 0'),
-    ([correction(1, 3)], "line 1: write"),
-    ([correction(1, "b") | {"id": True}], "line 1: write"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}], "line 2: row 3 of .* has another text"),
+        ([correction(1, "d")], r"line 1: row 2 of .*'d' is no label.*the classes are a, b, c, rare"),
+        ([correction(1, ["a"])], "is no label"),
+        ([correction(1, "b") | {"id": 99}], "row 100 of .* is not among the training rows"),
+        ([correction(1, "b"), correction(1, "c")], "line 2: row 2 has two lines"),
+        ([{"id": 1, "label": "b"}], 'line 1: write {"id": row from 0'),
+        ([correction(1, 3)], "line 1: write"),
+        ([correction(1, "b") | {"id": True}], "line 1: write"),
+    ],
+)
 def test_corrections_that_do_not_fit(lines: list[Any], message: str, prepared: Prepare, tmp_path: Path) -> None:
     refusal(prepared, ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines), match=message)

@@ -31,23 +31,26 @@ def prepared(prepared: Callable[..., Any]) -> Callable[..., Prepared]:
     return partial(prepared, kind=TitleSettings)
 
 
-@pytest.mark.parametrize(("columns", "title_column", "text", "expected"), [
-    (["text", "title"], None, "text", "title"),
-    (["article", "highlights"], None, "article", "highlights"),
-    (["正文", "标题"], None, "正文", "标题"),
-    (["text", "Headline"], None, "text", "Headline"),
-    (["headline", "summary", "title", "text"], None, "text", "title"),  # `title` before `summary`
-    (["text", "title", "lead"], "lead", "text", "lead"),
-    (["lead", "text", "title"], None, "lead,text", "title"),
-    (["title", "text", "lead"], "lead", "title,text", "lead"),
-    (["title,text", "title"], None, "title,text", "title"),  # one column of this name
-    (["text", "lead", "body"], None, "text", ["which column is the title", "lead, body", "--title_column"]),
-    (["text"], None, "text", ["which column is the title", "no other than the text"]),
-    (["text", "title"], "titel", "text", ["no column 'titel'", "did you mean title?", "--title_column"]),
-    (["text", "title"], "text", "text", ["'text' cannot be both text and title", "--title_column"]),
-    (["text", "title"], None, "title", ["'title' cannot be both text and title", "--text_column"]),
-    (["text", "title", "lead"], None, "title,text", ["'title' cannot be both text and title", "--title_column"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "title_column", "text", "expected"),
+    [
+        (["text", "title"], None, "text", "title"),
+        (["article", "highlights"], None, "article", "highlights"),
+        (["正文", "标题"], None, "正文", "标题"),
+        (["text", "Headline"], None, "text", "Headline"),
+        (["headline", "summary", "title", "text"], None, "text", "title"),  # `title` before `summary`
+        (["text", "title", "lead"], "lead", "text", "lead"),
+        (["lead", "text", "title"], None, "lead,text", "title"),
+        (["title", "text", "lead"], "lead", "title,text", "lead"),
+        (["title,text", "title"], None, "title,text", "title"),  # one column of this name
+        (["text", "lead", "body"], None, "text", ["which column is the title", "lead, body", "--title_column"]),
+        (["text"], None, "text", ["which column is the title", "no other than the text"]),
+        (["text", "title"], "titel", "text", ["no column 'titel'", "did you mean title?", "--title_column"]),
+        (["text", "title"], "text", "text", ["'text' cannot be both text and title", "--title_column"]),
+        (["text", "title"], None, "title", ["'title' cannot be both text and title", "--text_column"]),
+        (["text", "title", "lead"], None, "title,text", ["'title' cannot be both text and title", "--title_column"]),
+    ],
+)
 def test_the_column_of_titles(
     write_rows: WriteRows, columns: list[str], title_column: str | None, text: str, expected: str | list[str]
 ) -> None:

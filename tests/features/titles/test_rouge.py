@@ -59,23 +59,26 @@ def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Seg
     assert sum(score["rougeL"] > 0 for score in ours) > 300
 
 
-@pytest.mark.parametrize(("prediction", "reference", "segmenter", "expected"), [
-    # tokens: the cat sat | the cat ran home: 2 of 3 and 4; 1 of 2 and 3 bigrams; LCS the cat
-    ("The cat sat.", "the cat ran home", "word", (4 / 7, 2 / 5, 4 / 7)),
-    # a word that occurs twice on one side counts once
-    ("the the", "the cat", "word", (1 / 2, 0, 1 / 2)),
-    # the order matters to LCS only
-    ("b a", "a b", "word", (1, 0, 1 / 2)),
-    # 华 为 发 布 新 手 机 | 华 为 手 机: 4 of 7 and 4; 华为 手机 of 6 and 3; LCS 4
-    ("华为发布新手机", "华为手机", "char", (8 / 11, 4 / 9, 8 / 11)),
-    # 今天 的 新闻 | 今天 新闻
-    ("今天的新闻", "今天，新闻", "jieba", (4 / 5, 0, 4 / 5)),
-    # mate60 and 3.5 are words
-    ("Mate60 售 3.5", "mate60 3.5", "char", (4 / 5, 0, 4 / 5)),
-    # full-width is the same
-    ("２０２４年！", "2024 年", "char", (1, 1, 1)),
-    ("２０２４年Ｔ恤", "2024年t恤", "jieba", (1, 1, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prediction", "reference", "segmenter", "expected"),
+    [
+        # tokens: the cat sat | the cat ran home: 2 of 3 and 4; 1 of 2 and 3 bigrams; LCS the cat
+        ("The cat sat.", "the cat ran home", "word", (4 / 7, 2 / 5, 4 / 7)),
+        # a word that occurs twice on one side counts once
+        ("the the", "the cat", "word", (1 / 2, 0, 1 / 2)),
+        # the order matters to LCS only
+        ("b a", "a b", "word", (1, 0, 1 / 2)),
+        # 华 为 发 布 新 手 机 | 华 为 手 机: 4 of 7 and 4; 华为 手机 of 6 and 3; LCS 4
+        ("华为发布新手机", "华为手机", "char", (8 / 11, 4 / 9, 8 / 11)),
+        # 今天 的 新闻 | 今天 新闻
+        ("今天的新闻", "今天，新闻", "jieba", (4 / 5, 0, 4 / 5)),
+        # mate60 and 3.5 are words
+        ("Mate60 售 3.5", "mate60 3.5", "char", (4 / 5, 0, 4 / 5)),
+        # full-width is the same
+        ("２０２４年！", "2024 年", "char", (1, 1, 1)),
+        ("２０２４年Ｔ恤", "2024年t恤", "jieba", (1, 1, 1)),
+    ],
+)
 def test_counted_by_hand(prediction: str, reference: str, segmenter: Segmenter, expected: tuple[float, ...]) -> None:
     (scores,) = rouge.scores([prediction], [reference], segmenter)
     assert scores == pytest.approx(dict(zip(rouge.KINDS, expected, strict=True)))
