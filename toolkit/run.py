@@ -218,6 +218,8 @@ class Run:
         resume."""
         if self.stopped:
             return
+        for metrics in self._steps.flush():  # the loop was left between two gathers
+            self._log.log_step(metrics)
         if not self.best.step:  # the loop was left before the first evaluation
             self._evaluate(evaluate, self._steps.done)
         logged = self._last[1] if self._last else None
