@@ -317,9 +317,11 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
     )
 
 
-def test_a_loop_that_ends_early_is_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
-    (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, f"{AFTER}\n        break"), encoding="utf-8")
+def test_a_loop_that_ends_early_is_logged_and_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    leave = f"{AFTER}\n        if step.number == 2:\n            break"
+    (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, leave), encoding="utf-8")
     files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
-    run_jobs(tmp_path, [], [["own_early", *files, *COMMON]])
-    assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [1]
+    run_jobs(tmp_path, [], [["own_early", *files, *COMMON, "--logging_steps", 9]])
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [2]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

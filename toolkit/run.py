@@ -158,8 +158,11 @@ class Run:
         if self._average and updated:
             self._average.update(updates)
         self._gathered: StepMetrics | None = None
+        self._log_steps(self._steps.finish(step, grad_norm))
+
+    def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
         try:
-            for metrics in self._steps.finish(step, grad_norm):
+            for metrics in finished:
                 self._log.log_step(metrics)
                 self._gathered = metrics
         except UserError:
@@ -218,6 +221,7 @@ class Run:
         resume."""
         if self.stopped:
             return
+        self._log_steps(self._steps.flush())  # where the loop was left between two gathers
         if not self.best.step:  # the loop was left before the first evaluation
             self._evaluate(evaluate, self._steps.done)
         logged = self._last[1] if self._last else None

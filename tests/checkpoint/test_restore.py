@@ -209,6 +209,18 @@ def test_random_states_there_and_back() -> None:
     assert draws() == first
 
 
+def test_random_states_of_a_cpu_seed_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for rank in (7, 8):
+        torch.manual_seed(rank)
+        states = random_states(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+        torch.manual_seed(0)
+        set_random_states(json.loads(json.dumps(states)))
+    assert seeds == [7, 8]
+
+
 def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     """Neither one that this rank saves, nor one that another node sends."""
     (tmp_path / "weights.safetensors").symlink_to(tmp_path / "elsewhere")

@@ -151,6 +151,10 @@ def test_an_unknown_attention_names_its_setting(tiny_model: Path, name: str) -> 
     assert "give a folder" not in fault_of(tiny_model, attn_implementation=name, says=says)
 
 
+def test_an_attention_that_cannot_train_on_a_cpu_is_loaded(tiny_model: Path) -> None:
+    assert load(tiny_model, attn_implementation="flex_attention").config._attn_implementation == "flex_attention"
+
+
 @pytest.mark.parametrize("name", ["bert-base-chinese", "./no/such/folder", "user/no-such-model", "tiny-brt"])
 def test_a_name_that_cannot_be_found_offline(name: str, tiny_model: Path) -> None:
     path = str(tiny_model.with_name(name)) if name == "tiny-brt" else name

@@ -301,6 +301,8 @@ class Stage3State(ZeroState):
                 compute.data.copy_(master.data)
             for parameter, shard in zip(group, zero.unflatten(compute, group), strict=True):
                 parameter.data = shard.data
+            if compute.is_cuda:  # DeepSpeed gathers in another stream, which does not wait for these copies
+                torch.cuda.synchronize(compute.device)
         zero.checkpoint_event_epilogue()
         super().after_loading(steps)
 

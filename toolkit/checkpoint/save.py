@@ -194,5 +194,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(tensor(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensor(states["cuda"]))
+    if torch.cuda.is_available():
+        if "cuda" in states:
+            torch.cuda.set_rng_state(tensor(states["cuda"]))
+        else:  # saved on a CPU: from that rank's seed, since all GPUs still have the one of the weights
+            torch.cuda.manual_seed(torch.initial_seed())

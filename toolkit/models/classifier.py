@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
     the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
     """
     training, ones = model.training, torch.ones(1, 8, dtype=torch.long)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _cpu_attention(model):
         logits = model.train()(input_ids=ones, attention_mask=ones, **inputs).logits
     model.train(training)
     leaves = {id(leaf) for leaf in autograd_leaves(logits)}
@@ -169,6 +170,22 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     return unused
+
+
+@contextlib.contextmanager
+def _cpu_attention(model: Any) -> Iterator[None]:
+    """Within this context an attention for GPUs only (`flash_attention_2`), or without a backward pass on a CPU
+    (`flex_attention`), is replaced."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    if name in (None, "sdpa", "eager"):
+        yield
+        return
+    config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = name
 
 
 def load_saved_classifier(settings: ModelSettings) -> Any:

@@ -41,10 +41,12 @@ class RunLog:
         hidden = None if files.writes else True  # None: without a terminal
         self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=hidden)
         self._line: dict[str, Any] | None = None
+        self._step = done
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Logs a step; `write_line` writes it to metrics.jsonl, with the cost of a checkpoint after it."""
         self.write_line()
+        self._step = metrics.step
         self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
         numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
         self._for_trackers(lambda tracker: tracker.log(numbers, step=metrics.step))
@@ -70,7 +72,9 @@ class RunLog:
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
         numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
-        self._for_trackers(lambda tracker: tracker.log(numbers, step=step))
+        # W&B drops what comes at an earlier step than the last: the best model's evaluation of the test rows
+        place = step if evaluation.split == "validation" else max(step, self._step)
+        self._for_trackers(lambda tracker: tracker.log(numbers, step=place))
         line = f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}"
         launch.log_on_main(self.accelerator, line)
 

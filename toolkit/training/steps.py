@@ -314,8 +314,13 @@ class Steps:
         saves = self.settings.checkpoint_every is not None and step.number % self.settings.checkpoint_every == 0
         if len(self._pending) < self._steps_per_gather and not step.evaluates and not saves:
             return
+        yield from self.flush(signal)
+
+    def flush(self, signal: int = 0) -> Iterator[StepMetrics]:
+        """Yields the metrics of the steps since the last gather, as `finish`; all processes call this."""
         finished, self._pending = self._pending, []
-        self._gather(finished, signal)
+        if finished:
+            self._gather(finished, signal)
         for each in finished:
             each.refuse_non_finite()
             yield each.metrics

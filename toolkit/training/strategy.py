@@ -110,11 +110,13 @@ def align_strategy(
             faults.add(f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}')
     faults.raise_if_any()
     config.update({key: value for key, (value, _) in values.items()})
+    zero = {name: value for name, value in config["zero_optimization"].items() if value is not None}
+    config["zero_optimization"] = zero  # accelerate fails on `"offload_optimizer": null`
     config["zero_allow_untested_optimizer"] = True  # allow optimizers outside DeepSpeed's list
     if not hasattr(getattr(model, "config", None), "hidden_size"):
-        _set_bucket_sizes(config["zero_optimization"], model)
+        _set_bucket_sizes(zero, model)
     if plugin.zero_stage == 3:  # needed to gather the final weights
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
 
 
 @contextlib.contextmanager

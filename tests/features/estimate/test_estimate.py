@@ -93,6 +93,8 @@ def test_what_the_strategies_shard(model: Any) -> None:
     assert memory["fsdp2"].weights == total
     assert memory["fsdp2"].gradients == 5 * total  # a shard, and unsharded ones until the last micro-batch
     assert sharded(model, coarse, stage3_max_reuse_distance=total)["zero3"].buffers == 0
+    average = sharded(model, TrainingSettings(ema_decay=0.9))
+    assert (average["ddp"].optimizer, average["zero2"].optimizer) == (12 * total, 4 * total)
 
 
 def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: Any) -> None:
