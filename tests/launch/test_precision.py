@@ -66,6 +66,9 @@ def test_precision_of_a_deepspeed_config(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert precision.auto_precision({}, None)[0] == chosen
+    with pytest.raises(UserError, match=r"ds\.json enables bf16") if enabled is True else contextlib.nullcontext():
+        precision.refuse_other_precision("no")  # accelerate computes in bf16
+    precision.refuse_other_precision(chosen)
 
 
 def test_a_deepspeed_config_without_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,7 @@ def make_accelerator(
     if trial:
         trial = precision.slowest_times(trials)
         mixed_precision, why = precision.faster_precision(trial), precision.describe_trial(trial)
+    precision.refuse_other_precision(mixed_precision)
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
         accelerator = Accelerator(
