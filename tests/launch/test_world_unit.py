@@ -10,7 +10,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.commands.config import config_args
 from accelerate.state import PartialState
 
@@ -97,6 +97,16 @@ def test_deepspeed_config_after_the_script_is_used(
         assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
+
+
+def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate config` writes fsdp_cpu_ram_efficient_loading: true."""
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    world._check_fsdp_config(ALONE)
+    assert not FullyShardedDataParallelPlugin().cpu_ram_efficient_loading
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    refusal(world._check_fsdp_config, ALONE, says=["--gradient_checkpointing true"])
 
 
 SCRIPT = """

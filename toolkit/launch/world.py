@@ -69,8 +69,8 @@ def make_accelerator(
     ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
     failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else environment.GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
-    if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
+    if sharded:
+        _check_fsdp_config(place)
     timeout = timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
         setattr(torch.distributed.distributed_c10d, name, timeout)
@@ -134,6 +134,22 @@ def make_accelerator(
             accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
         )
     return accelerator
+
+
+def _check_fsdp_config(place: Place) -> None:
+    """Turns off FSDP's loading of weights in one process only, which leaves a new head without data in the others.
+    Raises UserError for FSDP version 1 and FSDP's activation checkpointing."""
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
+    if _flag("FSDP_ACTIVATION_CHECKPOINTING"):  # accelerate 1.15: preserve_rng_state=False
+        raise UserError(
+            "fsdp_activation_checkpointing in the config file renames weights, and recomputes layers with another "
+            "dropout than forward: set it to false, and pass --gradient_checkpointing true"
+        )
+    if _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        if place.rank == 0:
+            logger.info("fsdp_cpu_ram_efficient_loading is off: each process loads the weights")
 
 
 def _undo_sharded_type() -> None:
