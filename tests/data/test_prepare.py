@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,8 @@ def test_splits_of_a_data_set(write_rows: WriteRows, tmp_path: Path, dev: str) -
     refusal(read_tables, settings, match="has no train split: it has test")
     for split in ("train", dev):
         write_rows(f"{split}.jsonl", rows_of({"a": 1, "b": 2}, split))
+    for setting, value in {"quoting": "none", "validation_split": 0.2}.items():
+        refusal(read_tables, replace(settings, **{setting: value}), match=f"--{setting} {value} has no effect")
     tables = read_tables(settings)
     assert list(tables) == ["train", "validation", "test"]
     assert tables["validation"].rows["text"][0].startswith(f"{dev} ")
