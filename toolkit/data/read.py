@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import them
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 _LAYOUT = 4  # increase when the files in a cached folder of rows change
-_DEFAULTS = ("csv", "line")  # of --quoting and --sample_by
+_DEFAULTS = ("csv", "line", "utf-8")  # of --quoting, --sample_by and --encoding
 _OF_FILES = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
@@ -204,7 +204,7 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
     most BATCH_ROWS at a time)."""
     kind = format_of(path)
     if kind == ".parquet":
-        note, batches, ignored = "", _read_parquet(path), ["delimiter", "column_names", "quoting", "sample_by"]
+        note, batches, ignored = "", _read_parquet(path), list(_OF_FILES)
     elif kind in (".json", ".jsonl"):
         (note, batches), ignored = read_json(path, settings, kind), ["delimiter", "quoting", "sample_by"]
     elif kind == ".txt" and not settings.delimiter:

@@ -89,7 +89,7 @@ def refuse_other_precision(mixed_precision: str | None) -> None:
     in that one for `no`."""
     if mixed_precision and (enabled := enabled_in_deepspeed_config()) not in (None, mixed_precision):
         raise UserError(
-            f'--mixed_precision {mixed_precision}: {os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]} enables {enabled}: '
+            f"--mixed_precision {mixed_precision}: {os.environ['ACCELERATE_DEEPSPEED_CONFIG_FILE']} enables {enabled}: "
             f'write "enabled": "auto" there, or pass --mixed_precision {enabled}'
         )
 
