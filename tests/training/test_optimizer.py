@@ -305,6 +305,7 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
         ("managed_gradient_accumulation", False, "write true"),
         ("gradient_allreduce_op", "sum", 'write "mean"'),
         ("checkpoint.writer", {"decoupled": True}, "remove it"),
+        ("activation_checkpointing", {"cpu_checkpointing": True}, "--gradient_checkpointing true"),
         ("zero_optimization.compute_grad_norm", False, "write true"),
         ("zero_optimization.offload_optimizer.device", "nvme", 'write "cpu"'),
     ],

@@ -31,6 +31,8 @@ _MAX_GRAPHS = 32
 # part of a DeepSpeed config -> the values with which a run can use it, and why
 _LIMITED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "torch_autocast"), ([], "use the settings instead")),
+    "activation_checkpointing": ([], "it has no effect: pass --gradient_checkpointing true"),
+    "data_efficiency": ([], "it has no effect: the settings choose samples and tokens"),
     **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"),
                     ([], "its files may be written only after the checkpoint counts as complete")),
     **dict.fromkeys(("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
