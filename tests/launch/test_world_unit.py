@@ -107,6 +107,12 @@ def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not FullyShardedDataParallelPlugin().cpu_ram_efficient_loading
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     refusal(world._check_fsdp_config, ALONE, says=["--gradient_checkpointing true"])
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **ZERO3}.items():
+        monkeypatch.setenv(name, value)
+    refusal(world._use_deepspeed, ALONE, says=["--deepspeed_config ds_configs/zero3.json", "FSDP"])
+    for name, value in {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    refusal(world._refuse_split_texts, match="parallelism_config_sp_size 2")
 
 
 SCRIPT = """

@@ -61,6 +61,7 @@ def make_accelerator(
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    _refuse_split_texts()
     _set_threads(place)
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
@@ -134,6 +135,18 @@ def make_accelerator(
             accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
         )
     return accelerator
+
+
+def _refuse_split_texts() -> None:
+    """Raises UserError for an accelerate config in which several processes compute one text: ours take different ones,
+    which sequence parallelism would mix."""
+    sizes = {kind: os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1") for kind in ("tp", "cp", "sp")}
+    kind = next((kind for kind, size in sizes.items() if size != "1"), "")
+    if kind and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise UserError(
+            f"parallelism_config_{kind}_size {sizes[kind]} in the accelerate config: no text is split here: "
+            "remove it, and use ZeRO-3 or FSDP2 for a model that does not fit"
+        )
 
 
 def _check_fsdp_config(place: Place) -> None:
@@ -286,6 +299,8 @@ def _use_deepspeed(place: Place) -> bool:
     if not (by_accelerate or file or place.launcher == "deepspeed"):
         return False
     require_extra("this launch", "deepspeed")
+    if _flag("ACCELERATE_USE_FSDP"):
+        raise UserError(f"--deepspeed_config {file} contradicts the accelerate config, which asks for FSDP: use one")
     if file or not by_accelerate:
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
