@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
     weights: float
     gradients: float
-    optimizer: float  # AdamW's moments, and under ZeRO the fp32 weights
+    optimizer: float  # AdamW's moments, the average (--ema_decay), and under ZeRO the fp32 weights
     buffers: float  # gathered copies of sharded weights, and buckets of gradients to reduce
     activations: float
 
@@ -107,15 +107,16 @@ def memory_of(
     """A step's memory on each process. `zero`: the section `zero_optimization` of the DeepSpeed config."""
     total = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    states = 8 if settings.ema_decay is None else 12  # bytes of one weight's AdamW moments and average
     if strategy in ("single", "ddp"):
-        return Memory(4 * total, 4 * trained, 8 * trained, 0, activations)
+        return Memory(4 * total, 4 * trained, states * trained, 0, activations)
     autocast, shard = uses_autocast(strategy, settings), trained / processes
     size = 4 if autocast else _DTYPES[precision].itemsize
     if strategy == "fsdp2":
         layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
         gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside layers, a layer and the next one
         unsharded = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # until the last micro-batch
-        return Memory(4 * total / processes, 4 * shard + unsharded, 8 * shard, 2 * size * gathered, activations)
+        return Memory(4 * total / processes, 4 * shard + unsharded, states * shard, 2 * size * gathered, activations)
     per_device = settings.per_device_batch_size
     is_less = per_device != "auto" and per_device * processes < settings.global_batch_size
     accumulates = is_less or settings.max_tokens_per_batch is not None
@@ -126,7 +127,7 @@ def memory_of(
     if strategy.startswith("zero3"):
         # weights stay gathered from forward to backward if they are reused within this many parameters
         gathered = total if 2 * total <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
-        adam = 8 if autocast and not offloaded else 12  # fp32 weights are the masters
+        adam = states + (0 if autocast and not offloaded else 4)  # fp32 weights are the masters
         weight, moments = resident * size / processes, resident * adam * shard  # bytes of one, of all
         return Memory(weight * total, weight * trained + unsharded, moments, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
@@ -137,7 +138,7 @@ def memory_of(
         gradients = resident * 4 * shard + unsharded
     else:  # the shards are views of unsharded gradients; without those, accumulated shards and those of a micro-batch
         gradients = unsharded or size * shard * (1 + accumulates)
-    return Memory(size * total, gradients, resident * 12 * shard, size * buckets, activations)
+    return Memory(size * total, gradients, resident * (4 + states) * shard, size * buckets, activations)
 
 
 def micro_batch_size(settings: TrainingSettings, size: int, length: int) -> int:
