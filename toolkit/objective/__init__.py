@@ -28,11 +28,11 @@ def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses
     """
     problem_type, terms = data.labels.problem_type, settings.objective
     smoothing, temperature = settings.training.label_smoothing_factor, settings.distillation.distillation_temperature
-    unused = {"label_smoothing_factor": smoothing} if problem_type != "single_label_classification" else {}
-    unused |= {"distillation_temperature": temperature} if problem_type == "regression" else {}
-    for name, value in unused.items():
-        if value and (losses is None or name != "label_smoothing_factor"):  # the recipe's own losses may smooth
-            raise UserError(f"--{name} {value} has no effect with {problem_type.replace('_', ' ')}: leave it out")
+    kind = problem_type.replace("_", " ")
+    if smoothing and losses is None and problem_type != "single_label_classification":
+        raise UserError(f"--label_smoothing_factor {smoothing} has no effect with {kind}: leave it out")
+    if temperature and problem_type == "regression":
+        raise UserError(f"--distillation_temperature {temperature} has no effect with {kind}: leave it out")
     options = {"label_smoothing": smoothing, "focal_gamma": terms.gamma, "pos_weight": data.pos_weight}
     objective = Objective(losses or partial(sample_losses, problem_type=problem_type, **options))
     if settings.distillation.teacher:
