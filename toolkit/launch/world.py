@@ -151,7 +151,7 @@ def _refuse_split_texts() -> None:
 
 def _check_fsdp_config(place: Place) -> None:
     """Turns off FSDP's loading of weights in one process only, which leaves a new head without data in the others.
-    Raises UserError for FSDP version 1 and FSDP's activation checkpointing."""
+    Raises UserError for FSDP version 1, and for keys with which it would train otherwise or save no memory."""
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
     if _flag("FSDP_ACTIVATION_CHECKPOINTING"):  # accelerate 1.15: preserve_rng_state=False
@@ -159,6 +159,11 @@ def _check_fsdp_config(place: Place) -> None:
             "fsdp_activation_checkpointing in the config file renames weights, and recomputes layers with another "
             "dropout than forward: set it to false, and pass --gradient_checkpointing true"
         )
+    if os.environ.get("FSDP_IGNORED_MODULES"):
+        raise UserError("fsdp_ignored_modules in the config file: their gradients would not be averaged: remove it")
+    by_layer = "TRANSFORMER_BASED_WRAP"  # accelerate's default is one unit, gathered as a whole
+    if (policy := os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", by_layer)) != by_layer:
+        raise UserError(f"fsdp_auto_wrap_policy {policy} in the config file: layers are sharded one by one: {by_layer}")
     if _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         if place.rank == 0:
