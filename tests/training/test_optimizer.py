@@ -329,6 +329,16 @@ def test_a_config_that_deepspeed_refuses(config: dict[str, Any], fault: str, mon
     refusal(explain_config_errors()(DeepSpeedConfig), {"train_batch_size": 1, **config}, says=["mine.json", fault])
 
 
+def test_an_optimizer_in_host_memory_is_not_replaced() -> None:
+    config: dict[str, Any] = AUTO | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    align(accelerator_with(config))
+    assert config["zero_force_ds_cpu_optimizer"] is False  # otherwise accelerate makes an Adam of this SGD
+    config["zero_force_ds_cpu_optimizer"] = True
+    refusal(align, accelerator_with(config), says=["zero_force_ds_cpu_optimizer", "SGD"])
+    model = Small()
+    align(accelerator_with(config), model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
 def test_all_faults_are_reported_and_the_config_does_not_change() -> None:
     """With an optimizer that cannot train shards; which those are: tests/training/test_optimizer_trial.py."""
     config = AUTO | {"gradient_clipping": 1.0, "train_batch_size": 64, "optimizer": {}}

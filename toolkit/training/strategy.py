@@ -110,8 +110,16 @@ def align_strategy(
         if name in part and part[name] not in usable:
             other = f" or write {json.dumps(usable[0])}" if usable else ""
             faults.add(f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}')
+    # by default accelerate replaces any optimizer in host memory, SGD or Lion too, by DeepSpeed's Adam
+    offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
+    replaces = offloads and config.get("zero_force_ds_cpu_optimizer", False)
+    if replaces and type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        replaced = f"which makes an Adam of {type(optimizer).__name__}"
+        faults.add(f'the DeepSpeed config has "zero_force_ds_cpu_optimizer": true, {replaced}: remove it')
     faults.raise_if_any()
     config.update({key: value for key, (value, _) in values.items()})
+    if offloads and not replaces:
+        config["zero_force_ds_cpu_optimizer"] = False
     config["zero_allow_untested_optimizer"] = True  # allow optimizers outside DeepSpeed's list
     if not hasattr(getattr(model, "config", None), "hidden_size"):
         _set_bucket_sizes(config["zero_optimization"], model)
