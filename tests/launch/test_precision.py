@@ -48,6 +48,7 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
         ({"mixed_precision": "no"}, "no", "no"),
         ({"mixed_precision": "bf16"}, "bf16", "bf16"),
         ({"mixed_precision": "fp16"}, "fp16", "fp16"),
+        ({"mixed_precision": "fp8"}, "fp8", "fp8"),
     ],
 )
 def test_precision_of_a_launch_config(
@@ -56,6 +57,8 @@ def test_precision_of_a_launch_config(
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
     assert precision.auto_precision(launched, None)[0] == chosen
+    with pytest.raises(UserError, match="fp8") if chosen == "fp8" else contextlib.nullcontext():
+        precision.refuse_other_precision(None)  # toolkit predict
 
 
 @pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "auto"), (False, "auto")])
