@@ -307,6 +307,7 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
         ("checkpoint.writer", {"decoupled": True}, "remove it"),
         ("activation_checkpointing", {"cpu_checkpointing": True}, "--gradient_checkpointing true"),
         ("zero_optimization.compute_grad_norm", False, "write true"),
+        ("zero_optimization.offload_optimizer.super_offload", True, "--optimizer"),
         ("zero_optimization.offload_optimizer.device", "nvme", 'write "cpu"'),
     ],
 )
