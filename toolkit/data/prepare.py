@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import LongTextSettings, flat, section_in
+from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
@@ -90,7 +90,8 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
-    if (length := section_in(settings, LongTextSettings).compare_max_length or 0) >= (longest := facts["max_length"]):
+    length, longest = getattr(getattr(settings, "long", None), "compare_max_length", None), facts["max_length"]
+    if length and length >= longest:
         raise UserError(f"--compare_max_length {length}: texts are cut at {longest} tokens anyway: name fewer")
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
     if several is not None:  # before an hour of work on different data
