@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_convert import convert
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, failed, losses_of, slow_but
-from toolkit.training.half_precision import _linear, _prepare_in_fp32
+from toolkit.config import TrainingSettings
+from toolkit.training.half_precision import _linear, _prepare_in_fp32, choose_precision
+from toolkit.training.prepare import coalesce_reductions
 
 # "ddp x2" shows what DDP reduces, and test_sameness.py three processes
 MANY = slow_but([way for way in WAYS if way != "single"], *(way for way in WAYS if way not in ("single", "ddp x3")))
@@ -120,6 +122,24 @@ def test_autocast_of_an_accelerator_under_deepspeed() -> None:
     with accelerator.autocast():
         assert torch.nn.functional.linear(states, model.weight).dtype == torch.bfloat16
     assert model(states).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "each_batch", "logged"),
+    [(1, torch.float32, True, True), (2, torch.bfloat16, False, True), (2, torch.bfloat16, None, False)],
+)
+def test_settings_without_effect_under_zero_are_logged(
+    stage: int, dtype: torch.dtype, each_batch: bool | None, logged: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = SimpleNamespace(module=torch.nn.Linear(1, 1, dtype=dtype))
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)), is_main_process=True,
+        deepspeed_engine_wrapped=SimpleNamespace(engine=engine), mixed_precision="no",
+    )  # fmt: skip
+    coalesce_reductions(accelerator, TrainingSettings(sync_each_batch=each_batch))
+    assert ("sync_each_batch" in capsys.readouterr().err) is logged
+    choose_precision(accelerator, engine.module, TrainingSettings(half_precision_weights=True))
+    assert "half_precision_weights: in an fp32 run" in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from tests.faults import refusal
 from tests.prepared import MODEL
 from tests.runs import ROOT
 from toolkit.api import load_data
-from toolkit.config import TaskSettings, TextSettings, build
+from toolkit.config import LongTaskSettings, TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import _stratified_sample
@@ -68,6 +69,8 @@ def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare, vocabulary:
 def test_texts_that_are_also_in_training_and_cut_ones_are_said(prepared: Prepare) -> None:
     rows = [*rows_of({"a": 5, "b": 4}), {"text": "the " * 40, "label": "a"}]
     others = {"validation_file": rows[:3] + rows_of({"a": 2}, "bad"), "test_file": rows_of({"b": 2}, "dull")}
+    as_long = {"kind": LongTaskSettings, "compare_max_length": 131}
+    refusal(prepared, rows, **as_long, match="texts are cut at 131 tokens")  # by the model's positions
     data = prepared(rows, **others, max_length=20)
     (note,) = [note for note in data.notes if "also in the training" in note]
     assert note.startswith("validation: 3 of 5 texts")
@@ -199,6 +202,8 @@ def test_splits_of_a_data_set(write_rows: WriteRows, tmp_path: Path, dev: str) -
     refusal(read_tables, settings, match="has no train split: it has test")
     for split in ("train", dev):
         write_rows(f"{split}.jsonl", rows_of({"a": 1, "b": 2}, split))
+    for setting, value in {"quoting": "none", "validation_split": 0.2}.items():
+        refusal(read_tables, replace(settings, **{setting: value}), match=f"--{setting} {value} has no effect")
     tables = read_tables(settings)
     assert list(tables) == ["train", "validation", "test"]
     assert tables["validation"].rows["text"][0].startswith(f"{dev} ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.faults import refusal
 from tests.launch.ranks import run_group
 from tests.runs import start
 from toolkit.config import PretrainedSettings
+from toolkit.errors import UserError
 from toolkit.launch import precision
 from toolkit.pretrained import layer_of
 
@@ -47,6 +49,7 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
         ({"mixed_precision": "no"}, "no", "no"),
         ({"mixed_precision": "bf16"}, "bf16", "bf16"),
         ({"mixed_precision": "fp16"}, "fp16", "fp16"),
+        ({"mixed_precision": "fp8"}, "fp8", "fp8"),
     ],
 )
 def test_precision_of_a_launch_config(
@@ -55,6 +58,8 @@ def test_precision_of_a_launch_config(
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
     assert precision.auto_precision(launched, None)[0] == chosen
+    with pytest.raises(UserError, match="fp8") if chosen == "fp8" else contextlib.nullcontext():
+        precision.refuse_other_precision(None)  # toolkit predict
 
 
 @pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "auto"), (False, "auto")])
@@ -63,6 +68,9 @@ def test_deepspeeds_own_precision(enabled: Any, chosen: str, tmp_path: Path, mon
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert precision.auto_precision({}, None)[0] == chosen
+    with pytest.raises(UserError, match=r"ds\.json enables bf16") if enabled is True else contextlib.nullcontext():
+        precision.refuse_other_precision("no")  # accelerate computes in bf16
+    precision.refuse_other_precision(chosen)
 
 
 def test_a_deepspeed_config_without_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

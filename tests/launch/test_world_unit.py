@@ -10,9 +10,10 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.commands.config import config_args
 from accelerate.state import PartialState
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
@@ -97,6 +98,29 @@ def test_deepspeed_config_after_the_script_is_used(
         assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
+
+
+def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate config` writes fsdp_cpu_ram_efficient_loading: true."""
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "")  # so that it is unset after the test
+    monkeypatch.delenv("FSDP_AUTO_WRAP_POLICY")
+    world._check_fsdp_config(ALONE)
+    plugin = FullyShardedDataParallelPlugin()
+    assert not plugin.cpu_ram_efficient_loading
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
+    for name, value, says in (("AUTO_WRAP_POLICY", "NO_WRAP", "TRANSFORMER_BASED_WRAP"),
+                              ("IGNORED_MODULES", "bert.embeddings", "remove it"),
+                              ("ACTIVATION_CHECKPOINTING", "true", "--gradient_checkpointing true")):  # fmt: skip
+        monkeypatch.setenv(f"FSDP_{name}", value)
+        refusal(world._check_fsdp_config, ALONE, says=[f"fsdp_{name.lower()}", says])
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **ZERO3}.items():
+        monkeypatch.setenv(name, value)
+    refusal(world._use_deepspeed, ALONE, says=["--deepspeed_config ds_configs/zero3.json", "FSDP"])
+    for name, value in {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    refusal(world._refuse_split_texts, match="parallelism_config_sp_size 2")
 
 
 SCRIPT = """

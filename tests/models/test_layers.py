@@ -61,6 +61,7 @@ def test_the_top_layers_are_reinitialized_by_the_seed(family: str) -> None:
 def test_more_layers_than_the_model_has(change: Any) -> None:
     refusal(change, tiny("bert"), 3, match="_layers 3: M has only 2 layers")
     refusal(change, tiny("albert"), 1, match="_layers 1: the 2 layers of M share their weights")
+    refusal(freeze_layers, tiny("bert"), 1, "M", reinitialized=2, match="--freeze_layers 1 and --reinit_layers 2")
 
 
 def test_kept_layers_are_evenly_spaced() -> None:

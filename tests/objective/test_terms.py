@@ -130,4 +130,7 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
     torch.testing.assert_close(objective.losses(outputs, batch.labels), expected)
     # and terms that do not fit
     refusal(objective_of, tiny("bert"), "regression", r_drop_alpha=1, match="--r_drop_alpha")
+    for problem_type in ("regression", MULTI):  # inferred from the labels
+        refusal(objective_of, None, problem_type, label_smoothing_factor=0.1, match="--label_smoothing_factor 0.1")
+    refusal(objective_of, None, "regression", teacher="t", distillation_temperature=2, match="temperature 2.0 has no")
     refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, match="Linear has no input embeddings")

@@ -305,7 +305,9 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
         ("managed_gradient_accumulation", False, "write true"),
         ("gradient_allreduce_op", "sum", 'write "mean"'),
         ("checkpoint.writer", {"decoupled": True}, "remove it"),
+        ("activation_checkpointing", {"cpu_checkpointing": True}, "--gradient_checkpointing true"),
         ("zero_optimization.compute_grad_norm", False, "write true"),
+        ("zero_optimization.offload_optimizer.super_offload", True, "--optimizer"),
         ("zero_optimization.offload_optimizer.device", "nvme", 'write "cpu"'),
     ],
 )
@@ -326,6 +328,16 @@ def test_a_config_that_deepspeed_refuses(config: dict[str, Any], fault: str, mon
 
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "mine.json")
     refusal(explain_config_errors()(DeepSpeedConfig), {"train_batch_size": 1, **config}, says=["mine.json", fault])
+
+
+def test_an_optimizer_in_host_memory_is_not_replaced() -> None:
+    config: dict[str, Any] = AUTO | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    align(accelerator_with(config))
+    assert config["zero_force_ds_cpu_optimizer"] is False  # otherwise accelerate makes an Adam of this SGD
+    config["zero_force_ds_cpu_optimizer"] = True
+    refusal(align, accelerator_with(config), says=["zero_force_ds_cpu_optimizer", "SGD"])
+    model = Small()
+    align(accelerator_with(config), model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def test_all_faults_are_reported_and_the_config_does_not_change() -> None:

@@ -52,7 +52,7 @@ class ModelSettings(PretrainedSettings):
     lora_alpha: int | None = Field(default=None, ge=1)
     """LoRA's output is scaled by lora_alpha / lora_r; twice the rank when not given."""
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Dropout of the input of LoRA's matrices; `dropout`, or 0, when not given."""
+    """Dropout of the input of LoRA's matrices, 0 when not given; `dropout` overrides it."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
     freeze_layers: int | None = Field(default=None, ge=0)

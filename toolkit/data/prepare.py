@@ -90,6 +90,9 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
+    length, longest = getattr(getattr(settings, "long", None), "compare_max_length", None), facts["max_length"]
+    if length and length >= longest:
+        raise UserError(f"--compare_max_length {length}: texts are cut at {longest} tokens anyway: name fewer")
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
     if several is not None:  # before an hour of work on different data
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}

@@ -41,7 +41,8 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import them
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 _LAYOUT = 4  # increase when the files in a cached folder of rows change
-_DEFAULTS = ("csv", "line")  # of --quoting and --sample_by
+_DEFAULTS = ("csv", "line", "utf-8")  # of --quoting, --sample_by and --encoding
+_OF_FILES = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
 """Rows are stored in batches of about this size: mapping the file costs 64 KB of memory for each."""
@@ -70,6 +71,11 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
     }
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
+    unused = [*_OF_FILES, *["validation_split"] * ("validation" in tables)]
+    for setting in unused:
+        if (value := getattr(settings, setting)) != getattr(TextSettings(), setting):
+            why = "has a validation split" if setting == "validation_split" else "is not a text file"
+            raise UserError(f"--{setting} {value} has no effect, since --dataset_name {name} {why}: leave it out")
     return tables
 
 
@@ -198,7 +204,7 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
     most BATCH_ROWS at a time)."""
     kind = format_of(path)
     if kind == ".parquet":
-        note, batches, ignored = "", _read_parquet(path), ["delimiter", "column_names", "quoting", "sample_by"]
+        note, batches, ignored = "", _read_parquet(path), list(_OF_FILES)
     elif kind in (".json", ".jsonl"):
         (note, batches), ignored = read_json(path, settings, kind), ["delimiter", "quoting", "sample_by"]
     elif kind == ".txt" and not settings.delimiter:

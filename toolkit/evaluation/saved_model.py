@@ -19,7 +19,9 @@ from toolkit.data.table import Table, columns_of, find_columns, pair_column, tex
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
+from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
+from toolkit.models.exported import ExportedClassifier
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.progress import PartOfProgress
@@ -84,6 +86,9 @@ class SavedModel:
     ) -> None:
         model = self.answers.load(self.settings).to(accelerator.device)  # under FSDP accelerate does not move it
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
+        if isinstance(model, ExportedClassifier) and accelerator.mixed_precision != "no":
+            line = f"an exported model computes in its own precision, not in {accelerator.mixed_precision}"
+            log_on_main(accelerator, line)
         self._sizes = per_device_batch_size, max_tokens or default_tokens_per_batch(accelerator.device.type, 16384)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.errors import UserError
 from toolkit.utils.files import Kinds, cache_folder, check_values, replace_file
 
 if TYPE_CHECKING:
@@ -81,6 +82,18 @@ def enabled_in_deepspeed_config() -> str | None:
         config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
     check_values(config, _SECTIONS, file)
     return next((name for name in _SECTIONS if (config.get(name) or {}).get("enabled") is True), None)
+
+
+def refuse_other_precision(mixed_precision: str | None) -> None:
+    """Raises UserError for fp8, and where this launch's DeepSpeed config enables another precision by name: accelerate
+    would compute in that one for `no`."""
+    if (mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8":
+        raise UserError("mixed_precision fp8 of the accelerate config is not supported: pass --mixed_precision bf16")
+    if mixed_precision and (enabled := enabled_in_deepspeed_config()) not in (None, mixed_precision):
+        raise UserError(
+            f"--mixed_precision {mixed_precision}: {os.environ['ACCELERATE_DEEPSPEED_CONFIG_FILE']} enables {enabled}: "
+            f'write "enabled": "auto" there, or pass --mixed_precision {enabled}'
+        )
 
 
 def _of_gpu(device: int) -> tuple[str, str]:

@@ -61,6 +61,7 @@ def make_accelerator(
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    _refuse_split_texts()
     _set_threads(place)
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
@@ -69,8 +70,8 @@ def make_accelerator(
     ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
     failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else environment.GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
-    if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
+    if sharded:
+        _check_fsdp_config(place)
     timeout = timedelta(seconds=timeout_seconds("ddp_timeout") + _GROUP_GRACE_SECONDS)
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups that DeepSpeed makes
         setattr(torch.distributed.distributed_c10d, name, timeout)
@@ -95,6 +96,7 @@ def make_accelerator(
     if trial:
         trial = precision.slowest_times(trials)
         mixed_precision, why = precision.faster_precision(trial), precision.describe_trial(trial)
+    precision.refuse_other_precision(mixed_precision)
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
         accelerator = Accelerator(
@@ -133,6 +135,39 @@ def make_accelerator(
             accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
         )
     return accelerator
+
+
+def _refuse_split_texts() -> None:
+    """Raises UserError for an accelerate config in which several processes compute one text: ours take different ones,
+    which sequence parallelism would mix."""
+    sizes = {kind: os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1") for kind in ("tp", "cp", "sp")}
+    kind = next((kind for kind, size in sizes.items() if size != "1"), "")
+    if kind and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        raise UserError(
+            f"parallelism_config_{kind}_size {sizes[kind]} in the accelerate config: no text is split here: "
+            "remove it, and use ZeRO-3 or FSDP2 for a model that does not fit"
+        )
+
+
+def _check_fsdp_config(place: Place) -> None:
+    """Turns off FSDP's loading of weights in one process only, which leaves a new head without data in the others.
+    Raises UserError for FSDP version 1, and for keys with which it would train otherwise or save no memory."""
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the config file")
+    if _flag("FSDP_ACTIVATION_CHECKPOINTING"):  # accelerate 1.15: preserve_rng_state=False
+        raise UserError(
+            "fsdp_activation_checkpointing in the config file renames weights, and recomputes layers with another "
+            "dropout than forward: set it to false, and pass --gradient_checkpointing true"
+        )
+    if os.environ.get("FSDP_IGNORED_MODULES"):
+        raise UserError("fsdp_ignored_modules in the config file: their gradients would not be averaged: remove it")
+    by_layer = "TRANSFORMER_BASED_WRAP"  # accelerate's default is one unit, gathered as a whole
+    if (policy := os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", by_layer)) != by_layer:
+        raise UserError(f"fsdp_auto_wrap_policy {policy} in the config file: layers are sharded one by one: {by_layer}")
+    if _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        if place.rank == 0:
+            logger.info("fsdp_cpu_ram_efficient_loading is off: each process loads the weights")
 
 
 def _undo_sharded_type() -> None:
@@ -269,6 +304,8 @@ def _use_deepspeed(place: Place) -> bool:
     if not (by_accelerate or file or place.launcher == "deepspeed"):
         return False
     require_extra("this launch", "deepspeed")
+    if _flag("ACCELERATE_USE_FSDP"):
+        raise UserError(f"--deepspeed_config {file} contradicts the accelerate config, which asks for FSDP: use one")
     if file or not by_accelerate:
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}

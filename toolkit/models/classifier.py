@@ -71,7 +71,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     if settings.reinit_layers:
         reinit_layers(model, settings.reinit_layers, name, seed)
     if settings.freeze_layers is not None:
-        freeze_layers(model, settings.freeze_layers, name)
+        freeze_layers(model, settings.freeze_layers, name, settings.reinit_layers or 0)
     configure(model, settings)
     read_first_token_only(model)
     if settings.lora_r:

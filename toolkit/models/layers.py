@@ -58,9 +58,13 @@ def keep_layers(model: Any, count: int, name: str) -> None:
             setattr(part, "layer_idx", place)  # noqa: B010  # place in a decoder's key-value cache
 
 
-def freeze_layers(model: Any, count: int, name: str) -> None:
-    """Freezes the embeddings and the first `count` layers. Raises UserError where there are fewer."""
+def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> None:
+    """Freezes the embeddings and the first `count` layers. Raises UserError where there are fewer, or one of them is
+    among the last ones that were `reinitialized`."""
     layers = _layers_of(model, count, "freeze_layers", name)
+    if reinitialized and count + reinitialized > len(layers):
+        why = f"of the {len(layers)} layers of {name} some would be random, and stay so"
+        raise UserError(f"--freeze_layers {count} and --reinit_layers {reinitialized}: {why}: lower one of them")
     distance_of = distances(model)
     for parameter in model.parameters():
         if distance_of[id(parameter)] > len(layers) - count:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.config import TaskSettings
+from toolkit.errors import UserError
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import Losses, Objective, sample_losses
 from toolkit.objective.second_targets import with_r_drop, with_teacher
@@ -26,7 +27,12 @@ def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses
     not depend on micro-batches. Raises UserError for a term that does not fit the model or the labels.
     """
     problem_type, terms = data.labels.problem_type, settings.objective
-    smoothing = settings.training.label_smoothing_factor
+    smoothing, temperature = settings.training.label_smoothing_factor, settings.distillation.distillation_temperature
+    kind = problem_type.replace("_", " ")
+    if smoothing and losses is None and problem_type != "single_label_classification":
+        raise UserError(f"--label_smoothing_factor {smoothing} has no effect with {kind}: leave it out")
+    if temperature and problem_type == "regression":
+        raise UserError(f"--distillation_temperature {temperature} has no effect with {kind}: leave it out")
     options = {"label_smoothing": smoothing, "focal_gamma": terms.gamma, "pos_weight": data.pos_weight}
     objective = Objective(losses or partial(sample_losses, problem_type=problem_type, **options))
     if settings.distillation.teacher:

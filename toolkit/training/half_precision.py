@@ -32,8 +32,9 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
     """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError where
     DeepSpeed does not support weights in fp16."""
     half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
-    if half and not (zero or accelerator.is_fsdp2):
-        log_on_main(accelerator, "half_precision_weights: without ZeRO or FSDP2 weights and reductions stay in fp32")
+    if half and (accelerator.mixed_precision == "no" or not (zero or accelerator.is_fsdp2)):
+        why = "in an fp32 run" if zero or accelerator.is_fsdp2 else "without ZeRO or FSDP2"
+        log_on_main(accelerator, f"half_precision_weights: {why} weights and reductions stay in fp32")
     if accelerator.mixed_precision == "no":
         return
     if zero:

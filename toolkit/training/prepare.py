@@ -13,6 +13,7 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
+from toolkit.launch import log_on_main
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
@@ -39,7 +40,10 @@ def prepare(
         model, optimizer = accelerator.prepare(model, optimizer)
     coalesce_reductions(accelerator, settings)
     refuse_other_gradients(accelerator)
-    return model, optimizer, make_scheduler(optimizer, settings, steps.schedule.total_steps), steps
+    if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):
+        line = f"--warmup_steps {settings.warmup_steps}: the run has {total} steps, and never reaches --learning_rate"
+        log_on_main(accelerator, line)
+    return model, optimizer, make_scheduler(optimizer, settings, total), steps
 
 
 def refuse_other_gradients(accelerator: Accelerator) -> None:
@@ -71,11 +75,16 @@ def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) ->
     DeepSpeed's pull request 7992.
     """
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is None or plugin.zero_stage < 2 or settings.sync_each_batch:
+    if plugin is None:
         return
     wrapper, block = accelerator.deepspeed_engine_wrapped, contextlib.ExitStack()
-    engine = wrapper.engine
-    if any(each.dtype != torch.float32 for each in engine.module.parameters() if each.requires_grad):
+    engine, each_batch = wrapper.engine, settings.sync_each_batch
+    is_half = any(each.dtype != torch.float32 for each in engine.module.parameters() if each.requires_grad)
+    if plugin.zero_stage == 1 and each_batch:
+        log_on_main(accelerator, "sync_each_batch: ZeRO-1 reduces gradients once a step all the same")
+    elif plugin.zero_stage > 1 and is_half and each_batch is False:
+        log_on_main(accelerator, "sync_each_batch: with 16-bit weights ZeRO reduces gradients after each micro-batch")
+    if plugin.zero_stage < 2 or each_batch or is_half:
         return
 
     def backward(loss: torch.Tensor, sync_gradients: bool = True, **options: Any) -> None:

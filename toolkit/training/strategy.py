@@ -31,6 +31,11 @@ _MAX_GRAPHS = 32
 # part of a DeepSpeed config -> the values with which a run can use it, and why
 _LIMITED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "torch_autocast"), ([], "use the settings instead")),
+    "activation_checkpointing": ([], "it has no effect: pass --gradient_checkpointing true"),
+    **dict.fromkeys(("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
+                    ([], "it trains with an Adam of its own, not with --optimizer")),
+    "tensor_parallel.autotp_size": ([0, 1], "its processes would need the same texts"),
+    "data_efficiency": ([], "it has no effect: the settings choose samples and tokens"),
     **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"),
                     ([], "its files may be written only after the checkpoint counts as complete")),
     **dict.fromkeys(("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
@@ -108,8 +113,16 @@ def align_strategy(
         if name in part and part[name] not in usable:
             other = f" or write {json.dumps(usable[0])}" if usable else ""
             faults.add(f'the DeepSpeed config has "{key}": {json.dumps(part[name])}: remove it{other}: {why}')
+    # by default accelerate replaces any optimizer in host memory, SGD or Lion too, by DeepSpeed's Adam
+    offloads = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") == "cpu"
+    replaces = offloads and config.get("zero_force_ds_cpu_optimizer", False)
+    if replaces and type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        replaced = f"which makes an Adam of {type(optimizer).__name__}"
+        faults.add(f'the DeepSpeed config has "zero_force_ds_cpu_optimizer": true, {replaced}: remove it')
     faults.raise_if_any()
     config.update({key: value for key, (value, _) in values.items()})
+    if offloads and not replaces:
+        config["zero_force_ds_cpu_optimizer"] = False
     zero = {name: value for name, value in config["zero_optimization"].items() if value is not None}
     config["zero_optimization"] = zero  # accelerate fails on `"offload_optimizer": null`
     config["zero_allow_untested_optimizer"] = True  # allow optimizers outside DeepSpeed's list

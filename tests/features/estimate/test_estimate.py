@@ -104,6 +104,9 @@ def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: 
     assert memory["zero2"] == Memory(4 * total, total, 3 * total, 12000, 7)
     assert memory["zero3"] == Memory(total, total, 2 * total, 4 * total, 7)
     assert memory["fsdp2"].weights == memory["fsdp2"].gradients == total
+    averaged = sharded(model, TrainingSettings(ema_decay=0.9))
+    more = {name: averaged[name].optimizer - memory[name].optimizer for name in ("ddp", "zero2", "zero3", "fsdp2")}
+    assert more == {"ddp": 4 * total, "zero2": total, "zero3": total, "fsdp2": total}
     # accumulated unsharded, or in shards: ZeRO-2's of all micro-batches and of one
     for half, each, zero2, zero3 in ((False, None, 4, 5), (False, True, 2, 1), (True, None, 1, 0.5)):
         settings = TrainingSettings(per_device_batch_size=4, sync_each_batch=each, half_precision_weights=half)

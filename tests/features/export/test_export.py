@@ -24,7 +24,7 @@ from tests.report.made import classifier
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.evaluation.saved_model import SavedModel
-from toolkit.features.export.command import _read_split, compare, export
+from toolkit.features.export.command import _read_split, _training_data, compare, export
 from toolkit.models.exported import ExportedClassifier
 
 pytestmark = [
@@ -153,6 +153,12 @@ def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypa
         assert not list(tmp_path.iterdir())
         export(options(model, tmp_path / "out", **limits | {setting: float(value)}))
         shutil.rmtree(tmp_path / "out")
+
+
+def test_options_without_files(model: Path, tmp_path: Path) -> None:
+    refusal(export, options(model, tmp_path / "out", text_column="reply"), match="--text_column has no effect")
+    data = _training_data(str(model), SavedModel(str(model)), 7)
+    assert data.validation.lengths.max() == 7
 
 
 def test_what_cannot_be_exported(model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

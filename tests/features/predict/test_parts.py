@@ -24,6 +24,7 @@ from toolkit.cli import build_parser
 from toolkit.config import TextSettings
 from toolkit.data import read, table, text_files
 from toolkit.data.labels import Labels
+from toolkit.evaluation.answers import Answers
 from toolkit.features.predict import command as predict_file
 from toolkit.features.predict.parts import Parts
 
@@ -107,6 +108,8 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     assert not (tmp_path / "out.csv").exists()
     refusal(predicted, "out.csv", "--join", match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70")
     predicted("out.csv", "--shard", "3/3")
+    other = "holds parts of another prediction"  # and --join removes none
+    refusal(predicted, "out.csv", "--join", "--overwrite", "--max_length", "8", match=other)
     (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # left by a process killed while it joined
     capsys.readouterr()
     predicted("out.csv", "--shard", "1/3")
@@ -125,6 +128,9 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     refusal(predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1")
     pattern = build_parser().parse_args(["predict", "m", "part-*.csv.gz"])  # of files
     refusal(predict_file._choose_output, pattern, match="--output")
+    texts = build_parser().parse_args(["predict", "m", "--text", "a", "--output", "b.csv"])
+    refusal(predict_file.predict_file, texts, match="--output has no effect with --text")
+    refusal(predict_file._columns, Answers(), [], Path("out.csv"), "top-2", match="--probabilities top-2")
 
 
 def test_a_finished_shard(predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -20,6 +20,7 @@ from toolkit.features.pretraining.data import (
     Draw,
     MaskedSplit,
     MaskingCollator,
+    Masks,
     count_masked,
     draw_masks,
     special_tokens,
@@ -195,6 +196,11 @@ def test_texts_become_counts_and_words(prepared: Callable[..., Any], tokenizer: 
     assert data.train.words is not None
     assert [int(data.train.words[data.train.span(row)][1:-1].sum()) for row in (0, 4)] == [2, 1]
     assert prepared(rows, PretrainSettings, validation_file=rows[:2]).train.words is None
+
+
+def test_label_smoothing_is_not_for_masks() -> None:
+    settings = build(PretrainSettings, {"label_smoothing_factor": 0.1})
+    refusal(Masks.check, settings, None, match="--label_smoothing_factor 0.1 has no effect")
 
 
 def test_nothing_to_mask_and_no_mask_token(prepared: Callable[..., Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM, pipeline
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, pipeline
 
 from tests.architectures import make_architecture
 from tests.faults import refusal
@@ -312,6 +312,19 @@ def test_invalid_words(words: list[str] | None, message: str, models: Runs, tmp_
     path = str(tmp_path / "words.txt") if words is None else words_file(tmp_path, *words)
     settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
     refusal(with_new_tokens, settings, accelerator, match=message)
+
+
+def test_new_tokens_beside_words_of_jieba(tmp_path: Path, accelerator: Any) -> None:
+    """A word of the vocabulary is a token, though without jieba it is split: its embedding would be lost."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "新", "药", "糖", "尿", "病", "糖尿病"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    BertConfig(vocab_size=len(words)).save_pretrained(tmp_path)
+    settings = EncoderSettings(model_name_or_path=str(tmp_path), tokenizer="jieba",
+                               init_new_tokens=words_file(tmp_path, "糖尿病"))  # fmt: skip
+    refusal(with_new_tokens, settings, accelerator, match="糖尿病: already tokens")
+    words_file(tmp_path, "糖尿病新药")
+    made = load_tokenizer(with_new_tokens(settings, accelerator))
+    assert made("糖尿病新药糖尿病", add_special_tokens=False)["input_ids"] == [11, 10]
 
 
 @pytest.fixture(scope="module")

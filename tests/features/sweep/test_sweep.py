@@ -182,6 +182,8 @@ def test_a_stopped_sweep_continues(number: int, code: int, recipe: Path, tmp_pat
     (["--search", "seed=1"], "NAME=A,B,C"),
     (["--search", "seed"], "NAME=LOW:HIGH"),
     (["--search", "config_file=a,b"], "unknown setting --config_file"),
+    (["--seeds", "2", "--trials", "3"], "--trials has no effect"),
+    (["--seeds", "2", "--push_to_hub", "true", "--hub_model_id", "m"], "--push_to_hub is not for a sweep"),
     ([], "needs --search NAME=VALUES, --seeds N or --configs A,B"),
     (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),

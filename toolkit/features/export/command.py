@@ -58,6 +58,9 @@ def export(options: Any) -> None:
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
     if options.calibration_file and not options.int8:
         raise UserError("--calibration_file has no effect without --int8")
+    for name in ("text_column", "text_pair", "label_column"):
+        if getattr(options, name) and not (options.validation_file or options.calibration_file):
+            raise UserError(f"--{name} has no effect without --validation_file: the run names the columns of its data")
     require_extra(options.to, options.to, *_packages(options))
     saved, answers = _open_model(options.model)
     max_length = saved.choose_max_length(options.max_length, bool(options.text_pair))
@@ -116,7 +119,7 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
     names = ["validation_file", *["calibration_file"] * options.int8]
     splits = {name: _read_split(file, options, saved) for name in names if (file := getattr(options, name))}
     if missing := [f"--{name}" for name in names if name not in splits]:
-        data = _training_data(options.model, saved)
+        data = _training_data(options.model, saved, options.max_length)
         if data is None:
             raise UserError(f"{options.model} is in no run folder that names its data: pass {' and '.join(missing)}")
         if tuple(data.labels.names) != tuple(saved.answers.labels.names):
@@ -125,12 +128,12 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
     return splits["calibration_file"][0] if options.int8 else None, *splits["validation_file"]
 
 
-def _training_data(name: str, saved: Any) -> Any:
+def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
     """The data of the run that trained the model; None where the model is not in a run folder."""
     run = training_run(name)
     if not run["identity"]:
         return None
-    settings = run["settings"] | {"max_length": run["data"].get("max_length")}
+    settings = run["settings"] | {"max_length": max_length or run["data"].get("max_length")}
     task = tasks().get(run["identity"].get("recipe"), TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}

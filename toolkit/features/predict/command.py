@@ -38,6 +38,9 @@ from toolkit.utils.progress import PartOfProgress, Progress
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 """A window ends at either limit: enough texts to sort by length, and little work to repeat after a kill."""
+_OF_FILES = ("output", "overwrite", "probabilities", "shard", "join", "text_column", "text_pair", "encoding",
+             "delimiter", "quoting", "column_names")  # fmt: skip
+_FILE_DEFAULTS = (None, False, "all", "utf-8")
 
 
 def predict_file(options: Any) -> None:
@@ -49,6 +52,8 @@ def predict_file(options: Any) -> None:
     """
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
+    if options.text and (unused := [name for name in _OF_FILES if getattr(options, name) not in _FILE_DEFAULTS]):
+        raise UserError(f"--{unused[0]} has no effect with --text, whose answers are printed: give a FILE, or drop it")
     saved = SavedModel(options.model)
     accelerator = launch.make_accelerator(options.mixed_precision, layer_of(saved.settings))
     if options.text:
@@ -69,7 +74,7 @@ def predict_file(options: Any) -> None:
     if _is_already_joined(options, accelerator, parts):
         return
     if accelerator.is_main_process:
-        parts.open(options.overwrite)
+        parts.open(options.overwrite and not options.join)  # --join computes nothing: it must not remove parts
     prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts)
     try:
         prediction.run()
@@ -254,6 +259,9 @@ def _format_answer(line: dict[str, Any], answers: Answers) -> str:
 def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -> dict[str, list[Any]]:
     """The columns of predictions for titles, or (N, C) logits: for probabilities (`all`, `none`, or `top-3`: names and
     probabilities of the three likeliest) a column for each class in CSV, one of lists in other formats."""
+    no_classes = not isinstance(answers, ClassAnswers) or answers.labels.problem_type == "regression"
+    if no_classes and probabilities.startswith("top"):
+        raise UserError(f"--probabilities {probabilities}: the model has no classes: leave it out")
     lines, flat = list(answers.answers(outputs)), format_of(output) in SEPARATORS
     predictions = [line["prediction"] for line in lines]
     columns: dict[str, list[Any]] = {"prediction": predictions}

@@ -51,7 +51,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--column_names", metavar="NAMES", help="of a file without a header: label,text")
     add("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
     add("--per_device_batch_size", type=_positive, default=64, metavar="SAMPLES", help="[64]")
-    add("--max_tokens_per_batch", type=int, metavar="TOKENS", help="padding counted [2048 on a CPU, 16384 on a GPU]")
+    tokens = "padding counted [2048 on a CPU, 16384 on a GPU]"
+    add("--max_tokens_per_batch", type=_positive, metavar="TOKENS", help=tokens)
     add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), help="[the accelerate config's, or no]")
 
 

@@ -20,11 +20,12 @@ from tokenizers import AddedToken
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
 from toolkit.models.classifier import configure, from_pretrained, set_dropout
-from toolkit.pretrained import load_config, load_plain_tokenizer, model_digest, refuse_random
+from toolkit.pretrained import load_config, model_digest, refuse_random
 from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
@@ -97,7 +98,7 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
     if settings.init_new_tokens is None:
         return settings
     name, words = str(settings.model_name_or_path), _read_words(settings.init_new_tokens)
-    digest = digest_of_text(f"{model_digest(name)} {words}")
+    digest = digest_of_text(f"{model_digest(name)} {settings.tokenizer} {words}")
     with cached_folder("models", digest, accelerator, name) as (folder, draft):
         if draft:
             _save_with_words(settings, name, words, draft)
@@ -106,7 +107,7 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
 
 def _save_with_words(settings: EncoderSettings, name: str, words: list[str], folder: Path) -> None:
     """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
-    tokenizer, config = load_plain_tokenizer(name), load_config(settings)
+    tokenizer, config = load_tokenizer(settings), load_config(settings)
     pieces = {word: _pieces(tokenizer, word) for word in words}
     if known := [word for word, ids in pieces.items() if len(ids) == 1 != ids.count(tokenizer.unk_token_id)]:
         raise UserError(f"--init_new_tokens: {listing(known, 5)}: already tokens; remove them from the file")
@@ -139,7 +140,7 @@ def init_new_tokens(model: Any, tokenizer: Any, settings: EncoderSettings) -> No
     """Sets the embedding (and output bias) of each new token to the mean of those of its former pieces."""
     if settings.init_new_tokens is None:
         return
-    before = load_plain_tokenizer(str(settings.model_name_or_path))
+    before = load_tokenizer(settings)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     head = model.get_output_embeddings()

@@ -25,6 +25,10 @@ from toolkit.utils.files import refuse_link_out
 
 _TRIALS = 20
 _POLL_SECONDS = 1.0
+_NOT_FOR_SWEEPS = {
+    "push_to_hub": "each run would upload its model, the last one for good; pass it to a run with the best settings",
+    "folds": "its runs are compared by their evaluations, and the models of folds have none in common",
+}
 
 
 class _EndOfSweep(BaseException):
@@ -44,6 +48,8 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
             raise UserError(f"--{name} {count}: give 1 or more")
     if not (options.search or options.seeds or options.configs):
         raise UserError("toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help")
+    if options.trials and not options.search:
+        raise UserError("--trials has no effect without --search")
     if options.search:
         require_extra("--search", "sweep", "optuna")
     space = dict(sweep.parse_values(text) for text in options.search)
@@ -78,6 +84,9 @@ class Sweep:
         self.recipe, self.words, self.folder = recipe, list(words), folder
         self.runs: list[Path] = []
         self.settings = self._parse([])
+        for name, why in _NOT_FOR_SWEEPS.items():
+            if self.settings.get(name):
+                raise UserError(f"--{name} is not for a sweep: {why}")
         self.seed = int(self.settings.get("seed", 42))
         if self.settings and self.settings["data_seed"] is None and not self.settings["validation_file"]:
             self.words += ["--data_seed", str(self.seed)]  # the same validation rows in every run
