@@ -53,7 +53,8 @@ def autocast(accelerator: Accelerator) -> torch.autocast:
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    return torch.autocast(accelerator.device.type, dtype, enabled=dtype is not None)
+    device = accelerator.device.type if dtype else "cpu"  # not every device has autocast
+    return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:
