@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import AutocastKwargs
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_convert import convert
@@ -112,7 +113,7 @@ def test_a_linear_layer_of_zero3_rounds_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_autocast_of_an_accelerator_under_deepspeed() -> None:
-    """A recipe calls parts of a model in it (recipes/title.py)."""
+    """For recipes that call parts of a model in it."""
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"bf16": {"enabled": True}})
     state, device = SimpleNamespace(deepspeed_plugin=plugin), torch.device("cpu")
     accelerator: Any = SimpleNamespace(mixed_precision="bf16", device=device, state=state)
@@ -121,6 +122,8 @@ def test_autocast_of_an_accelerator_under_deepspeed() -> None:
         assert not plugin.deepspeed_config["bf16"]["enabled"]
     with accelerator.autocast():
         assert torch.nn.functional.linear(states, model.weight).dtype == torch.bfloat16
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert torch.nn.functional.linear(states, model.weight).dtype == torch.float32
     assert model(states).dtype == torch.float32
 
 

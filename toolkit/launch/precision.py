@@ -25,6 +25,7 @@ from toolkit.utils.files import Kinds, cache_folder, check_values, replace_file
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from accelerate.utils import AutocastKwargs
 
 AUTO = "auto"
 # CUDA capabilities: RTX 30, A10 and A100 have bf16; V100, T4 and RTX 20 have fast fp16, older GPUs do not
@@ -48,13 +49,14 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _PROBE_TOKENS, _EMULATED_RATIO = 16, 3.0
 
 
-def autocast(accelerator: Accelerator) -> torch.autocast:
+def autocast(accelerator: Accelerator, autocast_handler: AutocastKwargs | None = None) -> torch.autocast:
     """`accelerator.autocast()`, which does nothing under DeepSpeed."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     device = accelerator.device.type if dtype else "cpu"  # not every device has autocast
-    return torch.autocast(device, dtype, enabled=dtype is not None)
+    options = autocast_handler.to_kwargs() if autocast_handler and dtype else {}
+    return torch.autocast(device, dtype, **{"enabled": dtype is not None, **options})
 
 
 def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:

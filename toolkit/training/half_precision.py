@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -102,7 +103,7 @@ def _prepare_in_fp32(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     precision = accelerator.mixed_precision
     section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
     _add_autocast(accelerator, model)
-    accelerator.autocast = lambda: autocast(accelerator)  # for evaluations of recipes
+    accelerator.autocast = partial(autocast, accelerator)  # for evaluations of recipes
     if accelerator.state.deepspeed_plugin.zero_stage == 3:
         from deepspeed.runtime.zero import linear
 
