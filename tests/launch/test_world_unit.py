@@ -115,6 +115,8 @@ def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
                               ("ACTIVATION_CHECKPOINTING", "true", "--gradient_checkpointing true")):  # fmt: skip
         monkeypatch.setenv(f"FSDP_{name}", value)
         refusal(world._check_fsdp_config, ALONE, says=[f"fsdp_{name.lower()}", says])
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # torch raises: it pins the memory for a GPU
+    refusal(world._shard_on_cpu, None, says=["fsdp_offload_params", "false"])
     for name, value in {"ACCELERATE_USE_FSDP": "true", **ZERO3}.items():
         monkeypatch.setenv(name, value)
     refusal(world._use_deepspeed, ALONE, says=["--deepspeed_config ds_configs/zero3.json", "FSDP"])

@@ -356,6 +356,15 @@ def test_an_accelerate_config_that_compiles_the_model_is_refused() -> None:
     refusal(align, accelerator, says=["dynamo_backend: INDUCTOR", "--torch_compile"])
 
 
+def test_flash_attention_in_fp32_is_refused() -> None:
+    """transformers raises for it in the first forward pass."""
+    accelerator, model = accelerator_with(None), tiny("bert")
+    model.config._attn_implementation = "flash_attention_2"
+    refusal(align, accelerator, model=model, says=["--attn_implementation flash_attention_2", "--mixed_precision bf16"])
+    accelerator.mixed_precision = "bf16"
+    align(accelerator, model=model)
+
+
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",
           "deberta-v2": "DebertaV2Layer", "distilbert": "TransformerBlock", "modernbert": "ModernBertEncoderLayer",
           "big_bird": "BigBirdLayer"}  # fmt: skip

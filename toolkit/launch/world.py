@@ -182,10 +182,13 @@ def _undo_sharded_type() -> None:
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """Accelerate would run DDP: it supports FSDP on GPUs only, though torch shards on a CPU mesh as well."""
+    """Accelerate would run DDP: it supports FSDP on GPUs only, though torch shards on a CPU mesh as well. Raises
+    UserError for offloading, which torch supports on GPUs only."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
 
+    if _flag("FSDP_OFFLOAD_PARAMS"):
+        raise UserError("fsdp_offload_params: true in the config file, and there is no GPU: set it to false")
     plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)

@@ -53,13 +53,18 @@ def align_strategy(
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
 
     Raises UserError with all values of the DeepSpeed config that contradict the settings or that no run can use, for an
-    accelerate config that compiles the model, for an optimizer that the strategy cannot use (`optimizer_fault`), and
-    where its parameters are not the model's (`check_parameters`).
+    accelerate config that compiles the model, for flash attention in fp32, for an optimizer that the strategy cannot
+    use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
     """
     if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
         raise UserError(
             f"the accelerate config compiles the whole model (dynamo_backend: {backend.value}), which renames its "
             "weights: remove dynamo_backend there, and pass --torch_compile true"
+        )
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    if attention.startswith("flash_attention") and accelerator.mixed_precision == "no":
+        raise UserError(
+            f"--attn_implementation {attention} computes in bf16 and fp16 only: pass --mixed_precision bf16"
         )
     if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
         raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
