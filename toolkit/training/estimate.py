@@ -37,6 +37,8 @@ STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Usable part of the free memory: fragmentation is not counted, and a CPU's heap does not reuse all of its pages.
 _USABLE_OF_GPU, _USABLE_OF_CPU = 0.9, 0.5
+# of an optimizer's state for each trained weight; 8 of all others, AdamW among them
+_STATE_BYTES = {"adafactor": 0, "lion": 4, "sgd": 4}
 _CGROUP = Path("/sys/fs/cgroup")  # version 2: of a container with a memory limit
 
 
@@ -45,7 +47,7 @@ class Memory(NamedTuple):
 
     weights: float
     gradients: float
-    optimizer: float  # AdamW's moments, the average (--ema_decay), and under ZeRO the fp32 weights
+    optimizer: float  # its state (AdamW's moments), the average (--ema_decay), and under ZeRO the fp32 weights
     buffers: float  # gathered copies of sharded weights, and buckets of gradients to reduce
     activations: float
 
@@ -107,7 +109,7 @@ def memory_of(
     """A step's memory on each process. `zero`: the section `zero_optimization` of the DeepSpeed config."""
     total = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    moments = 8 if settings.ema_decay is None else 12  # bytes of a weight's optimizer state
+    moments = _STATE_BYTES.get(settings.optimizer.lower(), 8) + (0 if settings.ema_decay is None else 4)
     if strategy in ("single", "ddp"):
         return Memory(4 * total, 4 * trained, moments * trained, 0, activations)
     autocast, shard = uses_autocast(strategy, settings), trained / processes

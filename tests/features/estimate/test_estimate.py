@@ -21,6 +21,7 @@ from toolkit.errors import UserError
 from toolkit.features.estimate.feature import FEATURE
 from toolkit.training import estimate
 from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
+from toolkit.training.optimizer import make_optimizer
 from toolkit.training.steps import make_schedule
 
 LENGTHS = np.array([100] * 10 + [131] * 54)
@@ -95,6 +96,19 @@ def test_what_the_strategies_shard(model: Any) -> None:
     assert sharded(model, coarse, stage3_max_reuse_distance=total)["zero3"].buffers == 0
     average = sharded(model, TrainingSettings(ema_decay=0.9))
     assert (average["ddp"].optimizer, average["zero2"].optimizer) == (12 * total, 4 * total)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+def test_state_of_the_optimizers(model: Any, name: str) -> None:
+    settings = TrainingSettings(optimizer=name, optimizer_args="momentum=0.9" if name == "sgd" else None)
+    optimizer = make_optimizer(model, settings)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    model.zero_grad()
+    numbers = sum(value.numel() for state in optimizer.state.values() for value in state.values())
+    total = sum(weight.numel() for weight in model.parameters())
+    assert sharded(model, settings)["single"].optimizer == pytest.approx(4 * numbers, abs=total / 2)
 
 
 def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: Any) -> None:
