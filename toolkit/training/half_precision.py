@@ -144,7 +144,9 @@ def _raise_scale_after_step(optimizer: Any) -> None:
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.aten.linear(input, weight, bias)
+    output = torch.ops.aten.linear(input, weight, bias)
+    # a view that a custom Function returns may not be modified in place, as Longformer does
+    return torch.ops.aten._unsafe_view(output, output.shape)
 
 
 def _add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
