@@ -253,7 +253,8 @@ class Run:
         data = self.data
         self.files.truncate_to_checkpoint(resumed.manifest if resumed and resumed.same_run else None)
         facts = {
-            "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
+            "samples": data.sizes, **data.facts, **data.targets.source(), "text_column": data.text_column,
+            "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
         }  # fmt: skip
         extra_fields = {

@@ -13,9 +13,9 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.config import ProblemType
-from toolkit.data.labels import Labels, find_labels, natural_order
+from toolkit.data.labels import Labels, doubtful_names, find_labels, natural_order
 from toolkit.data.read import read_class_names
-from toolkit.data.table import Table
+from toolkit.data.table import Table, text_blocks
 
 ONE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
@@ -247,3 +247,28 @@ def test_columns_that_cannot_be_told() -> None:
     refusal(find_labels, other, None, None, "text", match="Name one of y with --label_column")
     refusal(find_labels, table, "a,b", ONE, "text", match="several labels or numbers, not --problem_type single_label")
     refusal(find_labels, table, "a,bb", None, "text", match=r"did you mean b\?")
+
+
+def test_a_column_of_empty_strings_has_no_labels() -> None:
+    """A test set without labels, in CSV, also of several labels, where one empty cell is a row without classes."""
+    for labels in (found(["a", "b"]), found(["a|b", "c"], MULTI)):
+        assert labels.all_missing(table_of(["", " "]))
+        assert not labels.all_missing(table_of(["", "a"]))
+
+
+def test_chinese_separators() -> None:
+    assert encoded(found(["体育、财经", "体育｜财经", "体育"], MULTI), ["体育、财经", "财经"]) == [[1, 1], [0, 1]]
+    assert len(list(doubtful_names(["体育", "体育、财经", "财经"]))) == 1
+    assert not list(doubtful_names(["a/b", "a", "b", "c|d"]))
+
+
+def test_bytes_and_objects(tmp_path: Path) -> None:
+    """Strings without their type in Parquet, as of older Spark; they were trained on as `b'...'`."""
+    table = Table(datasets.Dataset.from_dict({"text": ["好".encode(), b"x"], "label": [b"neg", b"pos"]}), "f", "d")
+    assert [*text_blocks(table, ["text"], " ")] == [[["好", "x"]]]
+    assert find_labels(table, None, None, "text").names == ("neg", "pos")
+    other = Table(
+        datasets.Dataset.from_dict({"text": [b"\xff\xfe"], "lists": [["a"]], "objects": [{"zh": "a"}]}), "f", "d"
+    )
+    for column in other.rows.column_names:
+        refusal(lambda name=column: [*text_blocks(other, [name], " ")], says=[repr(column)])

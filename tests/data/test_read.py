@@ -125,6 +125,8 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.parquet", "abc", "cannot be read as parquet"),
         ("a.csv.gz", "not gzip", "is not a whole .gz file"),
         ("a.csv", "text,label\na,1\nb,c,2\nd,3\n", "line 3: 3 cells where the header has 2"),
+        ("a.csv", "text,label\na,1\ntext,label\nd,3\n", "line 3 repeats the header"),  # `cat a.csv b.csv`
+        ("a.csv", "text,label\na,1\n\ufefftext,label\nd,3\n", "line 3 repeats the header"),
         ("a.csv", 'text;label\n"a";1\n', "'text;label' is one cell: pass --delimiter ';'"),
         ("a.csv", "text\tlabel\na, or b\t1\n", "is one cell: pass --delimiter tab"),
         ("a.tsv", "text,label\na\tb,1\n", "is one cell: pass --delimiter ','"),

@@ -7,11 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import torch
 from transformers import AutoTokenizer
 
+from tests.faults import refusal
+from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
-from toolkit.evaluation.saved_model import SavedModel
+from toolkit.evaluation.saved_model import SavedModel, choose_columns
 
 TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
 
@@ -50,3 +53,11 @@ def test_precision_under_deepspeed() -> None:
     saved._sizes, saved._shared = (), set()
     saved.answers = SimpleNamespace(outputs=lambda *_: torch.ones(1, 2) @ torch.ones(2, 1))
     assert saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16
+
+
+def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_column": "title,content"}}')
+    model, table = str(tmp_path / "model"), Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
+    refusal(choose_columns, model, table, None, None, says=["title,content", "--text_column content"])
+    assert choose_columns(model, table, "content", None) == ("content", None)

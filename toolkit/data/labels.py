@@ -31,7 +31,7 @@ _MAX_DISTINCT = 200_000
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
 _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
-_SEPARATORS = r"[|,;，；]"
+_SEPARATORS = r"[|｜,，;；、]"
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,19 @@ class Labels(Targets):
         return {_name(name): index for index, name in enumerate(self.values or self.names)}
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
-        """These labels in columns of another table, which for several labels hold names or a 0 or 1 per class."""
-        several = self.problem_type == MULTI
-        flags = several and (len(columns) > 1 or _names_in_lists(table, columns[0], np.arange(len(table)))[1])
-        return replace(self, columns=columns, multi_hot=flags)
+        """These labels in another table: in one column, which for several labels holds names or a 0 or 1 per class, or
+        in a column for each class or output, of its name. Raises UserError for columns of other names."""
+        if len(columns) > 1:
+            if set(columns) != set(self.names):
+                raise UserError(
+                    f"{table.name}: the label columns {listing(columns)} are not the model's classes or outputs "
+                    f"{listing(self.names)}: rename them"
+                )
+            return replace(self, columns=self.names, multi_hot=self.problem_type == MULTI)
+        names, flags = set[str](), False
+        if self.problem_type == MULTI:
+            names, flags = _names_in_lists(table, columns[0], np.arange(len(table)))
+        return replace(self, columns=columns, multi_hot=flags and len(names) == self.size)
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """Those rows of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32. Raises UserError naming
@@ -104,7 +113,7 @@ class Labels(Targets):
         if not set(self.columns) <= set(table.rows.column_names):
             return False
         blocks = (cells for column in self.columns for _, cells in _cells(table, (column,), None))
-        return all(_is_missing(value) for cells in blocks for value in cells)
+        return all(_is_missing(value) or str(value).isspace() or value == "" for cells in blocks for value in cells)
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else _name(value)
@@ -150,6 +159,9 @@ class Labels(Targets):
 
     def facts(self) -> dict[str, Any]:
         return {"labels": list(self.names), "problem_type": self.problem_type}
+
+    def source(self) -> dict[str, Any]:
+        return {"label_columns": list(self.columns), "label_values": list(self.values)}
 
     def describe(self) -> str:
         kind, names = self.problem_type.replace("_", " "), ", ".join(self.names[:8]) + "..." * (self.size > 8)
@@ -270,6 +282,10 @@ def doubtful_names(names: Sequence[str]) -> Iterator[str]:
         alike.setdefault(re.sub(r"^0+(?=\d)", "", visible), []).append(repr(name))
     if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
         yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
+    for name in names:
+        parts = [part.strip() for part in re.split(r"[|｜;；、]", name)]
+        if len(parts) > 1 and set(parts) <= set(names):
+            yield f"the parts of class {name!r} are classes: if rows have several, pass --problem_type {MULTI}"
     for name in sorted(_MISSING_NAMES.intersection(names)):
         yield f"{name!r} is a class: if it stands for a missing label, remove its rows"
 

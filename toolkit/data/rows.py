@@ -56,6 +56,10 @@ class Targets:
         """What must be equal in a checkpoint and the run that resumes from it. JSON."""
         raise NotImplementedError
 
+    def source(self) -> dict[str, Any]:
+        """Where the file has them, for the run's config.json. JSON."""
+        return {}
+
     def describe(self) -> str:
         """A line for the user."""
         raise NotImplementedError

@@ -91,7 +91,18 @@ class Table:
                 if len(selected) < len(numbers):
                     batch, numbers = batch.take(selected - numbers[0]), selected
             if len(numbers):
-                yield numbers, [batch.column(name).to_pylist() for name in columns]
+                yield numbers, [self._decoded(batch.column(name), name).to_pylist() for name in columns]
+
+    def _decoded(self, column: Any, name: str) -> Any:
+        """Bytes as strings: older Spark, Hive and Impala write strings without their type."""
+        import pyarrow
+
+        if not (pyarrow.types.is_binary(column.type) or pyarrow.types.is_large_binary(column.type)):
+            return column
+        try:
+            return column.cast("string")
+        except pyarrow.ArrowInvalid as error:
+            raise UserError(f"{self.name}: column {name!r} holds bytes that are not UTF-8: name another") from error
 
     def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
         """The error where it is unclear which column is the text, the label, ..."""
@@ -155,6 +166,9 @@ def text_blocks(
     """The texts of all rows, or of `rows`, a batch at a time: a list for each of `columns`. A column `a,b` stands for
     several of the table, joined by the separator. Raises UserError for a missing column."""
     parts = [columns_of(table, column) for column in columns]
+    for name in set(itertools.chain(*parts)) & set(table.rows.column_names):
+        if not hasattr(table.rows.features[name], "dtype"):
+            raise UserError(f"{table.name}: column {name!r} holds lists or objects, not texts: name another column")
     for _, cells in table.cells([name for part in parts for name in part], rows):
         each = iter(cells)
         yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]

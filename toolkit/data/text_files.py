@@ -180,10 +180,14 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
     delimiter = delimiter or _DELIMITERS[kind]
-    names = column_names(settings)
+    names, header = column_names(settings), list[str]()
     for rows, starts in _cells(path, settings, delimiter):
         if not names:
             names, rows, starts = rows[0], rows[1:], starts[1:]
+            header = names if len(names) > 1 else []
+        for repeated in (header, ["\ufeff" + "".join(header[:1]), *header[1:]]):
+            if header and repeated in rows:
+                raise UserError(f"{path}, line {starts[rows.index(repeated)]} repeats the header: remove it")
         names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
         check_column_names(path, names)
         widths = set(map(len, rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,7 @@ class ClassAnswers(Answers):
         import datasets  # takes half a second with pandas; a run already has its labels as numbers
 
         table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
-        encoded = replace(self.labels, columns=("label",)).encode(table, np.arange(len(truth)))
+        encoded = self.labels.in_columns(table, ("label",)).encode(table, np.arange(len(truth)))
         return classification_metrics(self.adjust_logits(outputs), encoded, self.labels)
 
     def prediction_lines(self, rows: np.ndarray, logits: np.ndarray, truth: np.ndarray) -> Iterator[dict[str, Any]]:

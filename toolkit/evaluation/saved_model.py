@@ -17,7 +17,7 @@ from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_blocks, text_column
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
-from toolkit.errors import listing
+from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
@@ -54,8 +54,15 @@ def choose_columns(
     texts one that is neither `label` nor usual for labels. Raises UserError where one is missing or unclear."""
     run = training_run(name)["data"]
     trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
-    if not text and set(columns_of(table, trained)) <= set(table.rows.column_names):
+    parts = columns_of(table, trained)
+    existing = [part for part in parts if part in table.rows.column_names]
+    if not text and len(existing) == len(parts):
         text = trained or None
+    elif not text and existing:
+        raise UserError(
+            f"{table.name}: the model was trained on the columns {trained}, and this file has only "
+            f"{listing(existing)}: pass --text_column {','.join(existing)} where it is to read no more"
+        )
     column = text_column(table, text, [*find_columns(table, label, USUAL, "label_column"), pair])
     return column, pair_column(table, pair, column)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from toolkit import launch
 from toolkit.cli import build_parser
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import training_run
 from toolkit.features.predict.evaluate import _find_labels, _output_folder, evaluate_file
 
@@ -35,6 +37,46 @@ def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[li
     labels = Labels(MULTI, ("x", "y", "z"), ())
     labels = _find_labels(table, labels, SimpleNamespace(model="none", label_column=None), "text")
     assert labels.encode(table, np.arange(2)).tolist() == expected
+
+
+def labels_of_file(labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None) -> Any:
+    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
+    found = _find_labels(table, labels, SimpleNamespace(model=model, label_column=name), "text")
+    return found.encode(table, np.arange(2)).tolist()
+
+
+def test_columns_are_matched_by_name() -> None:
+    """In any order; a file whose columns have other names is refused."""
+    columns: dict[str, list[Any]] = {"sport": [1, 0], "finance": [0, 0]}
+    classes = Labels(MULTI, ("finance", "sport"), ())
+    assert labels_of_file(classes, columns, name="sport,finance") == [[0, 1], [0, 0]]
+    outputs = Labels("regression", ("price", "taste"), ())
+    assert labels_of_file(outputs, {"taste": [1.5, 2], "price": [9, 8]}, name="taste,price") == [[9, 1.5], [8, 2]]
+    says = ["sport, price", "finance, sport"]
+    refusal(labels_of_file, classes, {"sport": [1, 0], "price": [0, 0]}, name="sport,price", says=says)
+    # lists of class ids, not of a 0 or 1 for each class, where there are more classes
+    assert labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": ["0|1", "0|1"]}) == [[1, 1, 0]] * 2
+    assert labels_of_file(Labels(MULTI, ("0", "1", "2"), ()), {"label": [[0, 1], [0, 1]]}) == [[1, 1, 0]] * 2
+
+
+def test_labels_of_the_training_run(tmp_path: Path) -> None:
+    """Its column, also where it was inferred and this file has one with a more usual name; and the values that
+    --label_names_file named, whatever the file holds now."""
+    (tmp_path / "model").mkdir()
+    data = {"label_columns": ["mood"], "label_values": ["0", "1"]}
+    settings = {"label_names_file": "gone.json"}
+    (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "data": data}))
+    labels = Labels("single_label_classification", ("pos", "neg"), ())
+    columns: dict[str, list[Any]] = {"label": [1, 1], "mood": [0, 1]}
+    assert labels_of_file(labels, columns, tmp_path / "model") == [0, 1]
+    assert labels_of_file(labels, columns, tmp_path / "model", "label") == [1, 1]
+
+
+def test_lists_of_flags_given_to_the_api() -> None:
+    answers = ClassAnswers(Labels(MULTI, ("0", "1", "2"), ()))
+    logits = np.array([[-5.0, 5, -5], [5, 5, -5]], np.float32)
+    assert answers.metrics(logits, [[0, 1, 0], [1, 1, 0]])["accuracy"] == 1
+    assert answers.metrics(logits, ["1", "0|1"])["accuracy"] == 1
 
 
 def test_the_run_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
-from toolkit.data.table import Table, columns_of, joined_texts
+from toolkit.data.table import USUAL_TEXT, Table, columns_of, joined_texts
 from toolkit.data.tokens import Split, separator_of
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
@@ -166,6 +166,10 @@ class _Prediction:
         options, saved, total = self.options, self.saved, len(self.table)
         names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
         columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
+        name, trained = self.columns[0], training_run(options.model)["data"].get("text_column")
+        given = name in (options.text_column, trained) or options.column_names or name.lower().strip() in USUAL_TEXT
+        if format_of(Path(options.file)) in (".csv", ".tsv") and not given:
+            columns += "; if the first line is a row, not a header, pass --column_names text"
         resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)

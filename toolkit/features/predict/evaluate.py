@@ -14,7 +14,7 @@ import torch
 from toolkit import launch
 from toolkit.config import TaskSettings, build, flat
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.read import read_class_names, read_file
+from toolkit.data.read import read_file
 from toolkit.data.table import Table, find_columns
 from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
@@ -98,15 +98,17 @@ def _output_folder(options: Any) -> Path:
 
 def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Labels:
     """The model's labels with their columns and format in this file, by default as in training."""
-    run = training_run(options.model)["settings"]
-    name = options.label_column or run.get("label_column")
+    run = training_run(options.model)
+    trained = run["data"].get("label_columns", [])
+    found = ",".join(trained) if set(trained) <= set(table.rows.column_names) else None
+    name = options.label_column or run["settings"].get("label_column") or found or None
     columns = find_columns(table, name, USUAL, "label_column")
     if not columns:
         others = [name for name in table.rows.column_names if name != column]
         raise table.ambiguous_column("label", "label_column", others)
-    labels, file = labels.in_columns(table, columns), run.get("label_names_file")
-    values = () if labels.multi_hot or not file or not Path(file).is_file() else tuple(read_class_names(file))
-    return replace(labels, values=values)
+    logger.info(f"reading the text from {column}, the label from {', '.join(columns)}")
+    labels = labels.in_columns(table, columns)
+    return replace(labels, values=() if labels.multi_hot else tuple(run["data"].get("label_values", ())))
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:
