@@ -203,3 +203,23 @@ def test_loading_prints_nothing(
     load(tmp_path, FIVE)
     assert capfd.readouterr() == ("", "")
     assert caplog.messages == []
+
+
+def test_dropout_under_gpt2s_names() -> None:
+    config = AutoConfig.for_model("gpt2")
+    set_dropout(config, 0.3)
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.3, 0.3, 0.3)
+
+
+def test_models_that_need_an_end_or_ignore_padding(tiny_model: Path, tmp_path: Path) -> None:
+    """BART reads the state of the last </s>; FNet mixes padding into the text: it takes no attention mask."""
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+             "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip
+    for kind, options in {
+        "bart": {"d_model": 24, **sizes},
+        "fnet": {"hidden_size": 24, "num_hidden_layers": 1},
+    }.items():
+        config = AutoConfig.for_model(kind, vocab_size=120, **options)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / kind)
+    assert load(tmp_path / "bart").config.num_labels == 3
+    assert "FNet" in fault_of(tmp_path / "fnet")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
 from tests.training.test_optimizer import LAYERS, tiny
@@ -72,3 +73,11 @@ def test_kept_layers_are_evenly_spaced() -> None:
     keep_layers(model, 6, "m")
     assert [before.index(layer) for layer in model.layers] == [0, 2, 4, 7, 9, 11]  # as DistilBERT's
     assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [0, 2, 4, 7, 9, 11])
+
+
+def test_blocks_of_layers() -> None:
+    """Funnel's: FSDP2 cannot shard a list."""
+    sizes = {"d_model": 24, "n_head": 2, "d_head": 12, "d_inner": 8, "vocab_size": 50, "num_decoder_layers": 1}
+    config = AutoConfig.for_model("funnel", block_sizes=[1, 2], **sizes)
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert {type(layer).__name__ for layer in outer_layers(model)} == {"FunnelLayer"}

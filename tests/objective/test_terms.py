@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
 from tests.training.test_optimizer import tiny
@@ -134,3 +135,6 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
         refusal(objective_of, None, problem_type, label_smoothing_factor=0.1, match="--label_smoothing_factor 0.1")
     refusal(objective_of, None, "regression", teacher="t", distillation_temperature=2, match="temperature 2.0 has no")
     refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, match="Linear has no input embeddings")
+    sizes = {"vocab_size": 30, "d_model": 24, "n_layer": 1, "n_head": 2, "d_inner": 8, "num_labels": 3}
+    sideways = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("xlnet", **sizes))  # (S, B, H)
+    refusal(trained, sideways, batch_of(ROWS), fgm_epsilon=0.5, says=["XLNet", "--fgm_epsilon"])

@@ -356,6 +356,12 @@ def test_an_accelerate_config_that_compiles_the_model_is_refused() -> None:
     refusal(align, accelerator, says=["dynamo_backend: INDUCTOR", "--torch_compile"])
 
 
+def test_stage_0_is_refused() -> None:
+    """DeepSpeed returns no gradient norm there."""
+    config = AUTO | {"zero_optimization": {"stage": 0}}
+    refusal(align, accelerator_with(config, stage=0), says=["zero_optimization.stage", "ddp.yaml"])
+
+
 def test_flash_attention_in_fp32_is_refused() -> None:
     """transformers raises for it in the first forward pass."""
     accelerator, model = accelerator_with(None), tiny("bert")

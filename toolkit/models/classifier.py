@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -62,6 +63,8 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     model, loading = from_pretrained(
         AutoModelForSequenceClassification, name, config, settings.attn_implementation, ignore_mismatched_sizes=True
     )
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"--model_name_or_path {name}: {type(model).__name__} would read padding as part of the text")
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
@@ -161,9 +164,13 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
     DDP raises for them, and sharded optimizers would decay them. Takes one forward pass of a short sample, and searches
     the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
     """
-    training, ones = model.training, torch.ones(1, 8, dtype=torch.long)
-    with torch.random.fork_rng(devices=[]), _cpu_attention(model):
-        logits = model.train()(input_ids=ones, attention_mask=ones, **inputs).logits
+    training, ones, config = model.training, torch.ones(1, 8, dtype=torch.long), getattr(model, "config", None)
+    special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "eos")]
+    ids = ones * next(token for token in range(1, 4) if token not in special)
+    if isinstance(special[1], int):
+        ids[:, -1] = special[1]  # BART reads the state of the end
+    with torch.random.fork_rng(devices=[]), cpu_attention(model):
+        logits = model.train()(input_ids=ids, attention_mask=ones, **inputs).logits
     model.train(training)
     leaves = {id(leaf) for leaf in autograd_leaves(logits)}
     unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in leaves]
@@ -173,7 +180,7 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _cpu_attention(model: Any) -> Iterator[None]:
+def cpu_attention(model: Any) -> Iterator[None]:
     """Within this context an attention for GPUs only (`flash_attention_2`), or without a backward pass on a CPU
     (`flex_attention`), is replaced."""
     config: Any = getattr(model, "config", None)
@@ -211,5 +218,6 @@ def set_dropout(config: Any, probability: float | None) -> None:
     if probability is None:
         return
     for name, value in config.to_dict().items():
-        if "dropout" in name and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
+        named = "dropout" in name or name.endswith("pdrop")  # GPT-2's
+        if named and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
             setattr(config, name, probability)

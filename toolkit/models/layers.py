@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
-    return [list(part) for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    blocks = [[*part] if isinstance(part, torch.nn.ModuleList) else [part] for each in outer for part in each]
+    nested = any(isinstance(part, torch.nn.ModuleList) for each in outer for part in each)  # Funnel's blocks of layers
+    return [list(itertools.chain(*blocks))] if nested else [list(part) for part in outer]
 
 
 def distances(model: torch.nn.Module) -> dict[int, int]:

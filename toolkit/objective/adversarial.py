@@ -44,7 +44,9 @@ class Adversarial:
             # outside the engine: DeepSpeed would count a gradient of its engine's outputs as the step's, and ZeRO-3
             # gathers weights for only one backward pass per forward pass
             logits = unwrapped(self.model)(**batch.inputs).logits
-        assert self._embedded is not None
+        if self._embedded is None or len(self._embedded) != len(batch.inputs["input_ids"]):  # T5; XLNet: (S, B, H)
+            kind = type(unwrapped(self.model)).__name__
+            raise UserError(f"--fgm_epsilon {self.epsilon}: {kind} does not embed a batch as (B, S, H): leave it out")
         losses = self.objective.losses(logits, batch.labels)
         (gradient,) = torch.autograd.grad(_SCALE * losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
         norms = _norms(gradient.float(), batch.token_samples).clamp(min=torch.finfo(torch.float32).tiny)

@@ -96,6 +96,8 @@ def align_strategy(
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, trained, settings.max_grad_norm)
     config = plugin.deepspeed_config
+    if plugin.zero_stage == 0:
+        faults.add('the DeepSpeed config has "zero_optimization.stage" 0: set it to 1, or launch with ddp.yaml')
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
         "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
@@ -179,7 +181,11 @@ def _choose_fsdp_units(plugin: Any, model: Any) -> None:
     `_no_split_modules`, includes embeddings, or is empty (BigBird)."""
     plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in outer_layers(model)})
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
+    if head is None:  # accelerate would make a unit of embeddings that T5's encoder and decoder share
+        table = getattr(model, "get_input_embeddings", lambda: None)()
+        weights = [each for _, each in model.named_parameters(remove_duplicate=False)]
+        if sum(each is getattr(table, "weight", None) for each in weights) > 1:
+            model.get_input_embeddings = lambda: None
         return
     head_ids, is_tied = {id(each) for each in head.parameters()}, model.get_input_embeddings().weight is head.weight
     names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in head_ids]

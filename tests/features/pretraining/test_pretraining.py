@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, pipeline
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, pipeline
 
 from tests.architectures import make_architecture
 from tests.faults import refusal
@@ -223,6 +223,17 @@ def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
     truth = torch.randint(5, 100, (3, 5), generator=generator)
     truth[2, 3:] = -100
     return {"input_ids": ids, "target_positions": places, "target_ids": truth}
+
+
+def test_heads_that_read_the_weights_of_the_decoder() -> None:
+    """MobileBERT's multiplies by them: the recipe trained on the logit of token 0."""
+    for kind, options in {
+        "mobilebert": {"embedding_size": 8, "intra_bottleneck_size": 8},
+        "esm": {"pad_token_id": 1},
+    }.items():
+        config = AutoConfig.for_model(kind, vocab_size=60, hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
+                                      intermediate_size=8, **options)  # fmt: skip
+        refusal(predict_masked_only, AutoModelForMaskedLM.from_config(config), cross_entropy, says=["another encoder"])
 
 
 OTHERS = ["ERNIE", "DistilBERT", "ALBERT", "DeBERTa-v2", "DeBERTa-v3", "EuroBERT", "NomicBERT", "GTE", "Longformer"]

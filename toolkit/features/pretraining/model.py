@@ -24,7 +24,7 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
-from toolkit.models.classifier import configure, from_pretrained, set_dropout
+from toolkit.models.classifier import configure, cpu_attention, from_pretrained, set_dropout
 from toolkit.pretrained import load_config, model_digest, refuse_random
 from toolkit.utils.cache import cached_folder, digest_of_text
 
@@ -62,6 +62,9 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     """Makes a masked-language model accept `target_positions` and `target_ids` (B, K) and then return `logits`
     (B, K, 2): the loss of each masked token, and in evaluation 1 where the likeliest token is correct."""
     masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()
+    training, ids = model.training, torch.full((1, 8), 3)
+    with torch.no_grad(), cpu_attention(model):
+        expected = loss_fn(model.eval()(input_ids=ids).logits[:, 2], ids[:, 2])
 
     def store_targets(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
         masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)
@@ -90,6 +93,14 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     model.register_forward_pre_hook(store_targets, with_kwargs=True)
     model.base_model.register_forward_hook(select_masked)
     decoder.forward = decode
+    with torch.no_grad(), cpu_attention(model):
+        try:
+            probe = model(input_ids=ids, target_positions=torch.tensor([[2]]), target_ids=ids[:, 2:3]).logits
+        except (RuntimeError, IndexError):  # another part of the head reads the logits
+            probe = expected
+    model.train(training)
+    if probe.shape != (1, 1, 2) or not torch.allclose(probe[0, 0, :1], expected, atol=1e-3):
+        raise UserError(f"{type(model).__name__} has a masked-language head of another kind: take another encoder")
 
 
 def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
