@@ -167,8 +167,8 @@ class _Prediction:
         names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
         columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
         name, trained = self.columns[0], training_run(options.model)["data"].get("text_column")
-        given = name in (options.text_column, trained) or options.column_names or name.lower().strip() in USUAL_TEXT
-        if format_of(Path(options.file)) in (".csv", ".tsv") and not given:
+        usual = name in (options.text_column, trained) or options.column_names or name.lower().strip() in USUAL_TEXT
+        if format_of(Path(options.file)) in (".csv", ".tsv") and not usual:
             columns += "; if the first line is a row, not a header, pass --column_names text"
         resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, columns, resumed]):
