@@ -218,6 +218,6 @@ def set_dropout(config: Any, probability: float | None) -> None:
     if probability is None:
         return
     for name, value in config.to_dict().items():
-        named = "dropout" in name or name.endswith("pdrop")  # GPT-2's
-        if named and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
+        is_dropout = "dropout" in name or name.endswith("pdrop")  # GPT-2's
+        if is_dropout and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
             setattr(config, name, probability)

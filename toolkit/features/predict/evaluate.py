@@ -49,6 +49,7 @@ def evaluate_file(options: Any) -> None:
     table = read_file(options.file, read_settings(options))
     column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
     labels = _find_labels(table, saved.answers.labels, options, column)
+    launch.log_on_main(accelerator, f"reading the text from {column}, the label from {', '.join(labels.columns)}")
     answers = replace(saved.answers, labels=labels)
     truth = labels.encode(table, np.arange(len(table)))
     max_length = saved.choose_max_length(options.max_length, pair is not None)
@@ -99,14 +100,13 @@ def _output_folder(options: Any) -> Path:
 def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Labels:
     """The model's labels with their columns and format in this file, by default as in training."""
     run = training_run(options.model)
-    trained = run["data"].get("label_columns", [])
-    found = ",".join(trained) if set(trained) <= set(table.rows.column_names) else None
-    name = options.label_column or run["settings"].get("label_column") or found or None
+    names = run["data"].get("label_columns", [])
+    trained = ",".join(names) if set(names) <= set(table.rows.column_names) else None
+    name = options.label_column or run["settings"].get("label_column") or trained or None
     columns = find_columns(table, name, USUAL, "label_column")
     if not columns:
         others = [name for name in table.rows.column_names if name != column]
         raise table.ambiguous_column("label", "label_column", others)
-    logger.info(f"reading the text from {column}, the label from {', '.join(columns)}")
     labels = labels.in_columns(table, columns)
     return replace(labels, values=() if labels.multi_hot else tuple(run["data"].get("label_values", ())))
 
