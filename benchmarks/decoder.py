@@ -53,6 +53,7 @@ def main() -> None:
             runs = [folder / f"{name.split(':')[0]}-{minutes:g}-{seed}" for seed in range(1, options.seeds + 1)]
             scores = [100 * fine_tune(out, words, steps, seed) for seed, out in enumerate(runs, 1)]
             each = ", ".join(f"{score:.1f}" for score in scores)
+            steps = len((runs[0] / "metrics.jsonl").read_text().splitlines())  # a run of an earlier trial is kept
             lines.append(f"| {minutes:g} | {name} | {speeds[name]:.0f} | {steps} | {steps * BATCH / TRAIN:.1f} | "
                          f"{statistics.mean(scores):.1f} | {each} |")  # fmt: skip
     print(table := "\n".join(lines))
@@ -62,7 +63,7 @@ def main() -> None:
         about = __doc__.split("\n\n")[2].replace("\n", " ")
         made = f"Made by `benchmarks/decoder.py`, {date.today()}, {cpu()}, in the precision that the recipe chose."
         title = "# An encoder and a small decoder after the same time"
-        PAGE.write_text(f"{title}\n\n{made} {about}\n\n{table}\n")
+        PAGE.write_text(f"{title}\n\n{made} {about.strip()}\n\n{table}\n")
 
 
 def make_files(folder: Path) -> None:
