@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from torch.optim import lr_scheduler
 
 from tests.faults import refusal
@@ -28,6 +29,12 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
         milestones=[4],
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_accumulation() -> None:
+    """accelerate's schedulers do not step within one, which a test before these may have left open."""
+    GradientState()._set_sync_gradients(True)
 
 
 def make(name: str) -> tuple[Any, Any]:
