@@ -92,7 +92,7 @@ def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> L
         if not isinstance(inner, torch.optim.Optimizer):
             raise UserError(
                 "the fp32 weights of ZeRO stage 0 in bf16 or fp16 cannot be saved by name: "
-                "set zero_optimization.stage to 1 in the DeepSpeed config, or pass --mixed_precision no"
+                "set zero_optimization.stage to 1 in the DeepSpeed config"
             )
         return LiveState(module, inner)
     reshard(module)

@@ -282,10 +282,9 @@ def doubtful_names(names: Sequence[str]) -> Iterator[str]:
         alike.setdefault(re.sub(r"^0+(?=\d)", "", visible), []).append(repr(name))
     if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
         yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
-    for name in names:
-        parts = [part.strip() for part in re.split(r"[|｜;；、]", name)]
-        if len(parts) > 1 and set(parts) <= set(names):
-            yield f"the parts of class {name!r} are classes: if rows have several, pass --problem_type {MULTI}"
+    parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}
+    if joined := [repr(name) for name, parts in parts_of.items() if len(parts) > 1 and parts <= parts_of.keys()]:
+        yield f"the parts of classes {listing(joined)} are classes: if rows have several, pass --problem_type {MULTI}"
     for name in sorted(_MISSING_NAMES.intersection(names)):
         yield f"{name!r} is a class: if it stands for a missing label, remove its rows"
 

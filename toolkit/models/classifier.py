@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
@@ -164,11 +164,16 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
     DDP raises for them, and sharded optimizers would decay them. Takes one forward pass of a short sample, and searches
     the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
     """
-    training, ones, config = model.training, torch.ones(1, 8, dtype=torch.long), getattr(model, "config", None)
-    special = [getattr(config, f"{name}_token_id", None) for name in ("pad", "eos")]
-    ids = ones * next(token for token in range(1, 4) if token not in special)
-    if isinstance(special[1], int):
-        ids[:, -1] = special[1]  # BART reads the state of the end
+    training, ones, config = (
+        model.training,
+        torch.ones(1, 8, dtype=torch.long),
+        cast(Any, getattr(model, "config", None)),
+    )
+    ids = ones
+    if getattr(
+        config, "is_encoder_decoder", False
+    ):  # BART reads the state of the last </s>; mBART's token 1 is padding
+        ids = torch.tensor([[3] * 7 + [config.eos_token_id]])
     with torch.random.fork_rng(devices=[]), cpu_attention(model):
         logits = model.train()(input_ids=ids, attention_mask=ones, **inputs).logits
     model.train(training)

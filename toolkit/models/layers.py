@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,11 @@ def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
     outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    blocks = [[*part] if isinstance(part, torch.nn.ModuleList) else [part] for each in outer for part in each]
-    nested = any(isinstance(part, torch.nn.ModuleList) for each in outer for part in each)  # Funnel's blocks of layers
-    return [list(itertools.chain(*blocks))] if nested else [list(part) for part in outer]
+    # Funnel's items are blocks of layers
+    return [
+        [layer for item in part for layer in (item if isinstance(item, torch.nn.ModuleList) else [item])]
+        for part in outer
+    ]
 
 
 def distances(model: torch.nn.Module) -> dict[int, int]:
@@ -50,7 +51,10 @@ def keep_layers(model: Any, count: int, name: str) -> None:
     layers = _layers_of(model, count, "num_hidden_layers", name)
     total = len(layers)
     places = np.linspace(0, total - 1, count).round().astype(int).tolist()
-    stack = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and [*part] == layers)
+    lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
+    stack = next((part for part in lists if [*part] == layers), None)
+    if stack is None:
+        raise UserError(f"--num_hidden_layers {count}: the layers of {name} are in blocks: leave it out")
     for place in sorted(set(range(total)) - set(places), reverse=True):
         del stack[place]
     for key, value in list(vars(model.config).items()):  # lists with an entry per layer; not DeBERTa's of two kinds
