@@ -109,6 +109,13 @@ def test_the_same_labels_in_another_type_are_the_same(training: list[Any], other
     assert encoded(found(training), other) == [0, 1]
 
 
+def test_class_ids_for_a_model_without_class_names() -> None:
+    names = tuple(f"LABEL_{number}" for number in range(3))
+    labels = Labels("single_label_classification", names, ("label",))
+    assert encoded(labels, ["2", "0", "LABEL_1"]) == [2, 0, 1]
+    refusal(encoded, labels, [3], says=["'3'", "LABEL_2"])
+
+
 def columns_table(name: str = "f.csv", **columns: list[Any]) -> Table:
     return Table(datasets.Dataset.from_dict({"text": ["t", "u"], **columns}), name, "d")
 

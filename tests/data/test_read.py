@@ -76,7 +76,9 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
     assert "not utf-8" in fault
     assert "pass --encoding gb18030" in fault
     assert "pass --encoding utf-8" in fault_of(utf8, "gb18030")
-    assert read_file(write_rows(f"c.{kind}", rows, "utf-8-sig")).rows.column_names == ["text", "label"]
+    marked = write_rows(f"c.{kind}", rows, "utf-8-sig")
+    assert read_file(marked).rows.column_names == ["text", "label"]
+    assert "byte order mark" in fault_of(marked, "gb18030")
 
 
 def test_utf16_names_its_encoding_and_reads_with_it(write_rows: WriteRows) -> None:

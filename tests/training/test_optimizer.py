@@ -304,6 +304,7 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
         ("scheduler", {"type": "WarmupLR"}, "remove it"),
         ("managed_gradient_accumulation", False, "write true"),
         ("gradient_allreduce_op", "sum", 'write "mean"'),
+        ("data_types.grad_accum_dtype", "bf16", 'write "fp32"'),
         ("checkpoint.writer", {"decoupled": True}, "remove it"),
         ("activation_checkpointing", {"cpu_checkpointing": True}, "--gradient_checkpointing true"),
         ("zero_optimization.compute_grad_norm", False, "write true"),
@@ -377,8 +378,9 @@ LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLay
 
 
 @pytest.mark.parametrize("model_type", LAYERS)
-def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
-    accelerator = accelerator_with(None)
-    accelerator.is_fsdp2, accelerator.state.fsdp_plugin = True, SimpleNamespace()
+def test_fsdp_gathers_layer_by_layer(model_type: str, capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator, plugin = accelerator_with(None), SimpleNamespace(transformer_cls_names_to_wrap=["BertLayer"])
+    accelerator.is_fsdp2, accelerator.state.fsdp_plugin = True, plugin
     align(accelerator, model=tiny(model_type))
-    assert accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]
+    assert plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]
+    assert ("fsdp_transformer_layer_cls_to_wrap" in capsys.readouterr().err) == (model_type != "bert")

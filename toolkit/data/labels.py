@@ -71,7 +71,9 @@ class Labels(Targets):
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {_name(name): index for index, name in enumerate(self.values or self.names)}
+        ids = {_name(name): index for index, name in enumerate(self.values or self.names)}
+        unnamed = list(ids) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: ids are in the file
+        return ids | {str(index): index for index in ids.values()} if unnamed else ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
         """These labels in another table: in one column, which for several labels holds names or a 0 or 1 per class, or

@@ -91,8 +91,11 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
     """Like `open`, for compressed files too. Raises UserError; reading raises UnicodeError."""
     # so that a byte order mark is not part of the first column's name
     codec = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    buffer = io.BufferedReader(_Unpacked(path), _CHUNK_BYTES)
+    if codec != "utf-8-sig" and buffer.peek(3).startswith(codecs.BOM_UTF8):  # GB18030 decodes it, to other characters
+        raise UserError(f"{path} begins with UTF-8's byte order mark, and --encoding is {encoding}: pass utf-8")
     try:
-        return io.TextIOWrapper(io.BufferedReader(_Unpacked(path), _CHUNK_BYTES), codec, newline=newline)
+        return io.TextIOWrapper(buffer, codec, newline=newline)
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
 

@@ -42,6 +42,7 @@ _LIMITED: dict[str, tuple[list[Any], str]] = {
                     (["cpu", "none"], "what is on NVMe is not in a checkpoint, nor as fp32 weights in model/")),
     "zero_optimization.compute_grad_norm": ([True], "each step's gradient norm is checked"),
     "managed_gradient_accumulation": ([True], "the settings decide when gradients are reduced"),
+    "data_types.grad_accum_dtype": (["fp32", None], "gradients are accumulated in fp32"),
     "gradient_allreduce_op": (["mean"], "a sum grows with the number of processes"),
 }  # fmt: skip
 
@@ -81,7 +82,7 @@ def align_strategy(
     if not accelerator.state.deepspeed_plugin:
         faults.raise_if_any()
     if accelerator.is_fsdp2:
-        _choose_fsdp_units(accelerator.state.fsdp_plugin, model)
+        _choose_fsdp_units(accelerator, model)
     if settings.torch_compile:
         compile_layers(accelerator, model)
     choose_precision(accelerator, model, settings)
@@ -176,10 +177,14 @@ def _deepspeed_grad_norm(
     return Accelerator.clip_grad_norm_(accelerator, parameters, max_norm)
 
 
-def _choose_fsdp_units(plugin: Any, model: Any) -> None:
+def _choose_fsdp_units(accelerator: Accelerator, model: Any) -> None:
     """Makes FSDP2 gather one layer (`outer_layers`) at a time. Accelerate's default, transformers'
     `_no_split_modules`, includes embeddings, or is empty (BigBird)."""
-    plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in outer_layers(model)})
+    plugin, layers = accelerator.state.fsdp_plugin, {type(layer).__name__ for layer in outer_layers(model)}
+    if (names := plugin.transformer_cls_names_to_wrap) and set(names) != layers:
+        effect = f"has no effect: the units are the model's layers ({', '.join(sorted(layers))})"
+        log_on_main(accelerator, f"fsdp_transformer_layer_cls_to_wrap: {', '.join(names)} {effect}")
+    plugin.transformer_cls_names_to_wrap = sorted(layers)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:  # accelerate would make a unit of embeddings that T5's encoder and decoder share
         table = getattr(model, "get_input_embeddings", lambda: None)()
