@@ -94,8 +94,8 @@ def make(page: str) -> bool:
                     file.write_bytes(content)
                 return False
     commit = git("rev-parse", "--short", "HEAD")
-    if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"):
-        commit += "-dirty"  # this program writes results itself
+    if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs/images"):
+        commit += "-dirty"  # this program writes results and images itself
     minutes = (time.monotonic() - started) / 60
     index(page, f"| {page} | {commit} | {date.today()} | {cpu()} | {load:.1f} | {minutes:.1f} |")
     return True
