@@ -1,10 +1,12 @@
 """Sphinx configuration of the site, built once for each language (`make docs`). The source folder is the repository, so
 that links work both on the site and in the repository; with `-t zh`, page NAME is NAME.zh.md if it exists."""
 
+import functools
 import inspect
 import itertools
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -98,11 +100,15 @@ def settings():
             yield "| " + " | ".join(re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells) + " |"
 
 
+@functools.cache
 def commands():
-    parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
-    for name, parser in parsers.items():
-        shown = parser.format_help().replace(str(Path.home()), "~")
-        yield f"\n## toolkit {name}\n\n```text\n{shown}```"
+    """What each command prints for `--help`."""
+    parts = []
+    for command in ("toolkit", *(f"toolkit {name}" for name in cli.commands())):
+        words = [sys.executable, "-m", *command.split(), "--help"]
+        shown = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        parts.append(f"\n## {command}\n\n```text\n{shown.replace(str(Path.home()), '~').rstrip()}\n```")
+    return parts
 
 
 def markdown(docname, text):

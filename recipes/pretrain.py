@@ -2,7 +2,7 @@
 
     python recipes/pretrain.py                                the demo: English film reviews
     python recipes/pretrain.py --train_file texts.txt --model_name_or_path bert-base-chinese --whole_word_mask true
-    accelerate launch recipes/pretrain.py --train_file texts.txt --config_file accelerate_configs/ddp.yaml
+    accelerate launch recipes/pretrain.py --config_file accelerate_configs/ddp.yaml
 
 Pass its model/ to the other recipes as --model_name_or_path. `--help` lists the settings; a YAML file of them may
 come first. To change the loss, the metrics, the optimizer or the model, change this file.

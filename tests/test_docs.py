@@ -39,6 +39,14 @@ def test_files_and_headings_exist(page: Path) -> None:
         assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "recipes").iterdir())], ids=lambda page: page.name)
+def test_a_recipe_that_gets_data_gets_a_model(page: Path) -> None:
+    """On the command line or in a settings file; `…` stands for the rest of a command."""
+    for line in page.read_text(encoding="utf-8").replace("\\\n", "").splitlines():
+        if re.search(r"recipes/\w+\.py [^`]*--(train_file|dataset_name) ", line):
+            assert re.search(r"--model_name_or_path|\.py \S+\.yaml|…", line)
+
+
 @pytest.mark.parametrize("page", sorted({p.name.split(".")[0] for p in (ROOT / "docs").glob("*.md")}))
 def test_every_page_exists_in_both_languages_with_the_same_programs(page: str) -> None:
     """But for their comments; each links to the other."""

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.runs import ROOT, start
+from toolkit import cli
 
 PAGES = sorted(path.name.removesuffix(".md") for path in (ROOT / "docs").glob("*.md") if ".zh." not in path.name)
 
@@ -81,6 +82,14 @@ def test_each_page_links_to_the_other_language_and_has_markdown(site: Path, page
         assert not [name for name in local if not (page_file.parent / name.lstrip("/")).is_file()]
         folder = site if page_file is english else site / "zh"
         assert f"](docs/{page}.md)" in (folder / "llms.txt").read_text(encoding="utf-8") or page == "index"
+
+
+@pytest.mark.slow
+def test_the_page_of_commands_has_what_each_prints(site: Path) -> None:
+    text = (site / "docs" / "commands.md").read_text(encoding="utf-8")
+    parts = re.findall(r"^## toolkit ?([\w-]*)\n\n```text\n(.+?)```", text, re.M | re.S)
+    assert [name for name, _ in parts] == ["", *cli.commands()]
+    assert all("--" in printed.partition("\n")[2] for _, printed in parts)
 
 
 @pytest.mark.slow

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, did_you_mean
 from toolkit.utils.features import Command
 
 
 def run(arguments: list[str]) -> None:
-    from toolkit.config.parse import begins_with_name, parse_recipe
+    from toolkit.config.parse import begins_with_name, parse, tasks
 
+    known = tasks()
     task = arguments.pop(0) if begins_with_name(arguments) else "cls"
     description = "Tokenizes and caches a recipe's data, as its first run would; takes the recipe's settings."
-    settings = parse_recipe(task, arguments, "prepare", description)
+    if task not in known:
+        raise UserError(f"toolkit prepare {task}{did_you_mean(task, known)}: {', '.join(known)}")
+    settings = parse(known[task], arguments, None, description, f"toolkit prepare [{'|'.join(known)}]")
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.config.sections import LongTrainingSettings

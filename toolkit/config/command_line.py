@@ -25,16 +25,17 @@ under `deepspeed`; timeouts in seconds: --rendezvous_timeout, --ddp_timeout, --p
 
 
 def command_line(
-    fields: Mapping[type, Mapping[str, Any]], help_all: bool, description: str | None, program: str | None
+    fields: Mapping[type, Mapping[str, Any]], help_all: bool, description: str | None, program: str | None, launch: bool
 ) -> argparse.ArgumentParser:
     """A parser of `--name value` that returns strings; a boolean may omit its value, as in transformers. `fields`:
     section -> {setting: pydantic's field}. Its help lists the most used settings, or all (`help_all`)."""
+    more = "" if help_all else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n"
     width = min(shutil.get_terminal_size().columns, 120)
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
         description=description,
-        epilog=_LAUNCH if help_all else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n{_LAUNCH}",
+        epilog=more + (_LAUNCH if launch else ""),
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

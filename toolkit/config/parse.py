@@ -99,7 +99,7 @@ _REPLACED_BY = {
 _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 
 
-def tasks() -> dict[str, type]:
+def tasks() -> dict[str, type[Any]]:
     """Recipe -> settings class: the core's recipes, then those of features."""
     return {"cls": TaskSettings, "bigbird": LongTaskSettings, **{n: c for f in features() for n, c in f.tasks.items()}}
 
@@ -110,6 +110,7 @@ def parse(
     demo: Path | None = None,
     description: str | None = None,
     program: str | None = None,
+    launch_help: bool = True,
 ) -> Settings:
     """`[FILE.yaml] --name value ...` -> settings; the command line overrides the file.
 
@@ -120,7 +121,7 @@ def parse(
     faults = Faults()
     fields = {section: fields_of(section) for section in sections_of(settings_class).values()}
     by_name = {name: field for section in fields.values() for name, field in section.items()}
-    parser = command_line(fields, "--help_all" in arguments, description, program)
+    parser = command_line(fields, "--help_all" in arguments, description, program, launch_help)
     if {"-h", "--help", "--help_all"} & set(arguments):
         parser.print_help()
         raise SystemExit(0)
@@ -363,11 +364,3 @@ def _fault_message(fault: Any) -> str:
 def begins_with_name(arguments: list[str]) -> bool:
     """Whether the first word is the name of a recipe or a model, not a setting or a settings file."""
     return bool(arguments) and not re.search(r"^-|\.ya?ml$", arguments[0])
-
-
-def parse_recipe(recipe: str, arguments: list[str], command: str, description: str) -> Any:
-    """The settings of a recipe, for `toolkit COMMAND RECIPE`. Raises UserError."""
-    known = tasks()
-    if recipe not in known:
-        raise UserError(f"toolkit {command} {recipe}{did_you_mean(recipe, known)}: {', '.join(known)}")
-    return parse(known[recipe], arguments, None, description, f"toolkit {command} [{'|'.join(known)}]")

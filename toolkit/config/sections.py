@@ -253,7 +253,7 @@ class TrainingSettings:
     resume: Literal["auto", "no"] | str = "auto"
     """auto: continue from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
-    """Any metric in eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
+    """In eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression, pretraining) or rougeL (titles)."""
     greater_is_better: bool | None = None
     """Whether a greater value of it is better; by default, unless it ends in loss, error, mse, mae or perplexity."""
     early_stopping_patience: int | None = Field(default=None, ge=1)

@@ -72,7 +72,7 @@ class Labels(Targets):
     @cached_property
     def _ids(self) -> dict[str, int]:
         ids = {_name(name): index for index, name in enumerate(self.values or self.names)}
-        unnamed = list(ids) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: ids are in the file
+        unnamed = list(ids) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: the file has ids
         return ids | {str(index): index for index in ids.values()} if unnamed else ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from pathlib import Path
 
-from toolkit.config.parse import begins_with_name, parse_recipe, tasks
+from toolkit.config.parse import begins_with_name, parse, tasks
 from toolkit.errors import UserError
 from toolkit.utils.features import Command, Feature
 from toolkit.utils.files import templates
@@ -27,13 +28,14 @@ def _run(arguments: list[str]) -> None:
     if options.num_processes < 1:
         raise UserError(f"--num_processes {options.num_processes}: give 1 or more")
     description = (
-        "Takes the name of a recipe or a model, and the recipe's settings; prints the memory of each of "
+        "Takes the name of a recipe or a model, and the recipe's settings; prints the memory of each of\n"
         "--num_processes N processes [2] under every strategy. Trains nothing."
     )
-    settings = parse_recipe(task, arguments, "estimate", description)
+    usage = "toolkit estimate [MODEL|cls|bigbird|title]"
+    read = partial(parse, tasks()[task], description=description, program=usage, launch_help=False)
+    settings = read(arguments)
     if settings.model.model_name_or_path is None:
-        demo_file = str(templates() / "recipes" / f"{task}_demo.yaml")
-        settings = parse_recipe(task, [demo_file, *arguments], "estimate", description)
+        settings = read([str(templates() / "recipes" / f"{task}_demo.yaml"), *arguments])
     from toolkit.features.estimate.command import run
 
     run(settings, options.num_processes)

@@ -20,9 +20,9 @@ _EPILOG = (
 def _add_predict(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
-    add("file", nargs="?", help="CSV, TSV, JSON, JSONL, Parquet, plain or .gz, or 'part-*.csv'; .txt: a text per line")
+    add("file", nargs="?", help="CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; 'part*.csv'; .txt: a text a line")
     add("--text", action="append", help="print the answer for this text (may be repeated); no FILE then")
-    add("--output", metavar="FILE", help="where to write [FILE.predictions.csv next to the input]")
+    add("--output", metavar="FILE", help="where to write [FILE.predictions.SUFFIX next to the input; .csv for .txt]")
     add("--overwrite", action="store_true", help="replace an existing output")
     add("--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]")
     add("--shard", type=_shard, metavar="3/64", help="predict only this part of the file; other processes do the rest")

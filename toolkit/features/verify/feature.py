@@ -12,7 +12,8 @@ CONFIGS = [f"accelerate_configs/{name}.yaml" for name in ("ddp", "zero2", "zero3
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", metavar="RECIPE.py")
-    add("--config_file", action="append", metavar="FILE", help=f"may be repeated [{CONFIGS}]")
+    configs = "may be repeated [ddp, zero2, zero3 and fsdp2 of accelerate_configs/]"
+    add("--config_file", action="append", metavar="FILE", help=configs)
     add("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
     add("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="in addition to fp32 [auto]")
     add("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
