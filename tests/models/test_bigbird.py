@@ -13,6 +13,7 @@ from transformers import BigBirdConfig, BigBirdForCausalLM, BigBirdForSequenceCl
 
 from tests.faults import refusal
 from toolkit.models import bigbird
+from toolkit.models.attention import head_groups
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.training.estimate import count_activations
@@ -107,7 +108,7 @@ def test_groups_of_samples_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = make(num_attention_heads=4, block_size=16).double()
     for blocks, groups in ((2 * 4 * 16, 2), (3 * 16, 6)):
         monkeypatch.setattr(gathered, "_BLOCKS", blocks)
-        assert len([*gathered._groups(3, 4, 16)]) == groups
+        assert len([*head_groups(3, 4, blocks // 16)]) == groups
         compare(fast(reference), reference, batch(256, "right", 3), 1e-12, 1e-12)
 
 

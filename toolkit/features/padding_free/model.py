@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
+from toolkit.models.attention import attend as attend_padded
+from toolkit.models.attention import scaled_dot_product_attention
 from toolkit.models.first_token import only_head_reads
 from toolkit.models.layers import outer_layers
 
@@ -76,7 +76,7 @@ def attend(
     (N, 1, nh, hs).
     """
     if packed is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        return attend_padded(module, query, key, value, attention_mask, dropout, scaling, **options)
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (T, nh, hs)
     window = packed.width if sliding_window is None else sliding_window - 1  # transformers' includes the token itself
     loop = q.device.type == "cpu" and _is_loop_faster(packed)
@@ -114,7 +114,7 @@ def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, 
     for parts in zip(queries, k.split(lengths), v.split(lengths), strict=True):
         query, key, value = (states.transpose(0, 1)[None] for states in parts)  # (1, nh, length, hs)
         mask = _window_mask(key.shape[2], window, q.device)[: query.shape[2]] if window < key.shape[2] else None
-        outputs.append(F.scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1))
+        outputs.append(scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -130,7 +130,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **opti
 
     has_all_queries = len(q) == len(k)
     query, mask = (pad(q), mask) if has_all_queries else (q.unsqueeze(2), mask[:, :, :1])
-    output = F.scaled_dot_product_attention(query, pad(k), pad(v), mask, **options).transpose(1, 2).flatten(0, 1)
+    output = scaled_dot_product_attention(query, pad(k), pad(v), mask, **options)
+    output = output.transpose(1, 2).flatten(0, 1)
     return output[packed.padded_indices] if has_all_queries else output
 
 

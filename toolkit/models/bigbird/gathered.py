@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.models.attention import head_groups, like_projection
 from toolkit.models.bigbird.plan import Pattern, tables
 
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache
@@ -96,14 +97,6 @@ def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Ten
     return keys, add
 
 
-def _groups(samples: int, heads: int, blocks: int) -> Iterator[tuple[slice, slice]]:
-    """Groups of samples and heads to compute together: all heads of some samples, or some heads of one."""
-    at_once, some = max(1, _BLOCKS // (blocks * heads)), min(heads, max(1, _BLOCKS // blocks))
-    for sample in range(0, samples, at_once):
-        for head in range(0, heads, some):
-            yield slice(sample, min(sample + at_once, samples)), slice(head, min(head + some, heads))
-
-
 class _Sparse(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -117,11 +110,11 @@ class _Sparse(torch.autograd.Function):
         random: Tensor,
     ) -> Tensor:
         samples, heads, length, _ = query.shape
-        context, ctx.block = _like(query), block
+        context, ctx.block = like_projection(query), block
         # of logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
         logs = query.new_empty(samples, heads, length, dtype=sum_dtype)
-        for group in _groups(samples, heads, length // block):
+        for group in head_groups(samples, heads, _BLOCKS // (length // block)):
             q, k, v = (_blocked(x[group], block) for x in (query, key, value))
             out, sums = torch.zeros_like(q, dtype=logs.dtype), logs.new_full(q.shape[:3], -torch.inf)
             group_bias = _bias_of(bias, group, block)
@@ -138,9 +131,9 @@ class _Sparse(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, bias, second, random, context, logs = ctx.saved_tensors
-        grads = [_like(query) for _ in range(3)]
+        grads = [like_projection(query) for _ in range(3)]
         samples, heads, length, _ = query.shape
-        for group in _groups(samples, heads, length // ctx.block):
+        for group in head_groups(samples, heads, _BLOCKS // (length // ctx.block)):
             g, q, k, v, out = (_blocked(x[group], ctx.block) for x in (grad, query, key, value, context))
             sums = logs[group].flatten(0, 1).unflatten(1, (-1, ctx.block))
             totals = [torch.zeros_like(q, dtype=logs.dtype) for _ in range(3)]
@@ -155,12 +148,6 @@ class _Sparse(torch.autograd.Function):
             for whole, total in zip(grads, totals, strict=True):
                 whole[group].copy_(total.view(whole[group].shape))
         return *grads, None, None, None, None
-
-
-def _like(query: Tensor) -> Tensor:
-    """Empty (B, nh, S, hs) with the memory layout (B, S, nh, hs), for the next projection."""
-    samples, heads, length, size = query.shape
-    return query.new_empty(samples, length, heads, size).transpose(1, 2)
 
 
 def _blocked(x: Tensor, block: int) -> Tensor:
@@ -202,7 +189,7 @@ def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value. `outputs` and `logs` are over all parts."""
-    if query.device.type != "cpu":
+    if query.device.type != "cpu" or query.dtype.itemsize == 2:  # torch's kernel takes 1.5 times as long in bf16
         return _plain_backward(grad, query, key, value, outputs, logs, bias)
     q_grad, k_grad, v_grad = _flash_backward(grad, query, key, value, outputs, logs, 0.0, False, attn_mask=bias)
     return q_grad, k_grad, v_grad
@@ -221,8 +208,9 @@ def _plain_backward(
     """`_attend_backward` on any device."""
     weights = (_scores(query, key, bias) - logs.unsqueeze(-1)).exp_()
     errors = _product(grad, value.mT) - (grad * outputs).sum(-1, keepdim=True, dtype=logs.dtype)
-    errors = errors.mul_(weights) * query.shape[-1] ** -0.5
-    return _product(errors, key), _product(errors.mT, query), _product(weights.mT, grad)
+    errors = errors.mul_(weights).mul_(query.shape[-1] ** -0.5).to(key.dtype)
+    with _without_autocast(query):
+        return errors @ key, errors.mT @ query, weights.to(grad.dtype).mT @ grad
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
@@ -233,7 +221,11 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """In at least float32."""
     dtype = torch.promote_types(left.dtype, torch.float32)
-    device = left.device.type
-    available = torch.amp.is_autocast_available(device)
-    with torch.autocast(device, enabled=False) if available else contextlib.nullcontext():
+    with _without_autocast(left):
         return left.to(dtype) @ right.to(dtype)
+
+
+def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    device = tensor.device.type
+    available = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else contextlib.nullcontext()

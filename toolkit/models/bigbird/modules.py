@@ -20,6 +20,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from toolkit.errors import UserError
+from toolkit.models.attention import scaled_dot_product_attention
 from toolkit.models.bigbird.attention import TILE, flex, gathered
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.pretrained import full_attention_up_to
@@ -61,7 +62,7 @@ class SparseAttention(theirs.BigBirdAttention):
         bias = _bias(visible, query, torch.finfo(query.dtype).min)
         mask = None if bias is None else bias[:, None, None].expand(-1, 1, query.shape[2], -1)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+        return scaled_dot_product_attention(query, key, value, mask, dropout)
 
 
 def runs_full(part: Any, length: int) -> bool:
