@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _SCORES = 1 << 19
 # Without dropout only up to this length, and not in float32: it needs memory for each score, torch's kernel does not.
 _SHORT = 256
-_RANDOM_VALUES = 1 << 16
 _Group = tuple[slice, slice]
 
 
@@ -87,8 +86,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float
     ) -> Tensor:
         samples, heads, queries, _ = query.shape
-        dropped = round(dropout * _RANDOM_VALUES)
-        context, factor = like_projection(query, value.shape[-1]), 1 / (1 - dropped / _RANDOM_VALUES)
+        context, factor = like_projection(query, value.shape[-1]), 1 / (1 - dropout)
         signed = query.new_empty(samples, heads, queries, key.shape[2])  # probabilities; below 0: dropped
         for group in head_groups(samples, heads, _SCORES // (queries * key.shape[2])):
             # products of float32, as in torch's kernel: scores in bf16 would have three times the error
@@ -96,8 +94,8 @@ class _Attention(torch.autograd.Function):
             if mask is not None:
                 _apply(mask[group], scores)
             signed[group] = scores.softmax(-1)
-            if dropped:
-                _mark(signed[group], dropped)
+            if dropout:
+                _mark(signed[group], dropout)
             context[group] = (signed[group].relu() @ value[group]).mul_(factor)
         ctx.save_for_backward(query, key, value, signed, context)
         ctx.scale, ctx.factor = scale, factor
@@ -128,14 +126,12 @@ def _apply(mask: Tensor, scores: Tensor) -> None:
         scores.add_(mask)
 
 
-def _mark(probabilities: Tensor, dropped: int) -> None:
-    """Sets the sign bit of random ones in place, each with the probability `dropped` / 65536."""
-    count, sign_bit = probabilities.numel(), 8 * probabilities.element_size() - 1
-    # four 16-bit numbers at a time: torch's bernoulli_ would take as long as the products
-    numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
-    drops = numbers.view(torch.int16)[:count].view(probabilities.shape) < dropped - _RANDOM_VALUES // 2
-    integers: torch.dtype = getattr(torch, f"int{sign_bit + 1}")
-    probabilities.view(integers).bitwise_or_(drops.to(integers).bitwise_left_shift_(sign_bit))
+def _mark(probabilities: Tensor, dropout: float) -> None:
+    """Sets the sign bit of random ones in place."""
+    bits = 8 * probabilities.element_size()
+    integers: torch.dtype = getattr(torch, f"int{bits}")
+    drops = torch.empty(probabilities.shape, dtype=integers).bernoulli_(dropout)
+    probabilities.view(integers).bitwise_or_(drops.bitwise_left_shift_(bits - 1))
 
 
 def head_groups(samples: int, heads: int, at_once: int) -> Iterator[_Group]:
