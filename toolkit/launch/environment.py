@@ -120,11 +120,15 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def started_by_accelerate_launch() -> bool:
-    """Whether this process's parent is an `accelerate launch`."""
+def accelerate_launch_words() -> Sequence[str] | None:
+    """The arguments of the `accelerate launch` that is this process's parent; None for other parents."""
     with contextlib.suppress(psutil.Error):
-        return accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None
-    return False
+        return accelerate_arguments(psutil.Process(os.getppid()).cmdline())
+    return None
+
+
+def started_by_accelerate_launch() -> bool:
+    return accelerate_launch_words() is not None
 
 
 def attempt() -> int:

@@ -13,6 +13,7 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import first_host, launch_request, parse_int
 from toolkit.launch.network import external_addresses, is_loopback, is_this_machine, resolve_addresses
 
+TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 RENDEZVOUS_PORT = 29600  # not torch's default, which the user's `accelerate launch` keeps open meanwhile
 
@@ -133,7 +134,7 @@ def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mappin
     if settings:
         raise UserError(
             f"{path} is for one machine (num_machines: 1), so {settings[0]} would have no effect: use "
-            "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2), or leave it out"
+            f"{TWO_NODE_FILES}, or leave it out"
         )
 
 
