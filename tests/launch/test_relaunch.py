@@ -207,21 +207,30 @@ def test_a_rank_that_torch_stops_was_not_killed(tmp_path: Path) -> None:
 
 
 def test_launcher_waits_for_its_ranks_though_each_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--max_restarts`, after a failure that would recur."""
+    """With `--max_restarts`, after a failure that would recur. Ctrl-C reaches the launcher alone: it forwards it, also
+    while torch waits for the ranks."""
+    forwarded: list[int] = []
 
     def stop(*_: object, **__: object) -> None:
         raise SignalException("", signal.SIGTERM)
 
+    def send(*numbers: int) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(launcher, "_forward_signal", lambda number, _: forwarded.append(number))
+    monkeypatch.setattr(launcher, "_close_process", lambda *_: send(signal.SIGINT))
     monkeypatch.setattr(launcher, "launch_command", stop)
-    monkeypatch.setattr(launcher, "_forward_signal", lambda *_: None)
-    monkeypatch.setattr(launcher.psutil, "wait_procs", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(launcher.psutil, "wait_procs", lambda *_, **__: send(*before))
     (tmp_path / "code").write_text("1")
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
+        launcher._close(SimpleNamespace(proc=SimpleNamespace(pid=0)), signal.SIGINT)  # type: ignore[arg-type]
         assert launcher._launch(Namespace(num_processes=2), tmp_path / "code", 0) == 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    assert forwarded == [signal.SIGINT, signal.SIGTERM, signal.SIGINT]
 
 
 STOPS = """
