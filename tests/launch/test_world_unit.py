@@ -163,6 +163,24 @@ def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypat
     assert state.distributed_type == DistributedType.MULTI_GPU
 
 
+@pytest.mark.parametrize(
+    ("launcher", "limit", "per_task", "threads"),
+    [("torchrun", None, "8", 2), ("torchrun", "max 100000", None, 2), ("torchrun", "350000 100000", None, 1),
+     ("srun", None, None, 2), ("srun", None, "8", 8), ("srun", None, "2", 2), ("srun", "350000 100000", "8", 4)],
+)  # fmt: skip
+def test_cores_per_process(
+    launcher: str, limit: str | None, per_task: str | None, threads: int, no_launcher: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Four processes, of which Slurm has bound this one to 8 cores; in a container with a limit."""
+    monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(world, "_CPU_LIMIT", tmp_path / "cpu.max")
+    if limit:
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    world.os.environ |= {"SLURM_CPUS_PER_TASK": per_task} if per_task else {}
+    assert world._cores_per_process(Place(launcher, 0, 4, 0, 4)) == threads
+
+
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [(f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))]
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores ("max": no limit) per period
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
 
@@ -326,10 +327,19 @@ def _set_threads(place: Place) -> None:
     """On GPUs too: an optimizer in host memory would compute on the one core that launchers give a process."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = environment.user_threads(os.environ) or max(1, cores // place.local_world_size)
+    threads = environment.user_threads(os.environ) or _cores_per_process(place)
     os.environ[environment.THREADS] = str(threads)
     torch.set_num_threads(threads)
+
+
+def _cores_per_process(place: Place) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _CPU_LIMIT.read_text(encoding="ascii").partition(" ") if _CPU_LIMIT.is_file() else ("", "", "")
+    if quota.isdigit():
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "") if place.launcher == "srun" else ""
+    # Slurm may have bound each task to its cores already
+    return min(cores, int(per_task)) if per_task.isdigit() else max(1, cores // place.local_world_size)
 
 
 def _skip_shared_memory_kernel() -> None:
