@@ -194,14 +194,15 @@ def test_more_processes_than_gpus(no_launcher: None, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    place = Place("torchrun", 3, 4, 3, 4)
+    place = Place("accelerate", 3, 4, 3, 4)
     for enough in (0, 4, 8):
         gpus(enough)
         _check_devices(place)
     gpus(2)
     refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2 ")
-    of_two_machines = Place("torchrun", 7, 8, 3, 4)
-    refusal(_check_devices, of_two_machines, match="pass --num_processes 4 ")
+    for way, option in (("accelerate", "--num_processes 4"), ("torchrun", "--nproc_per_node 2"), ("mpirun", "-np 4"),
+                        ("deepspeed", "--num_gpus 2"), ("srun", "--ntasks-per-node 2")):  # fmt: skip
+        refusal(_check_devices, Place(way, 7, 8, 3, 4), match=f"pass {option} ")  # on two machines
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
     _check_devices(place)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "no")

@@ -293,9 +293,12 @@ def _check_devices(place: Place) -> None:
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpirun_rsh", "mpiexec"):
         os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
     elif place.local_world_size > devices:
+        total = devices * place.world_size // place.local_world_size
+        options = {"torchrun": f"--nproc_per_node {devices}", "deepspeed": f"--num_gpus {devices}",
+                   "srun": f"--ntasks-per-node {devices}", "mpirun": f"-np {total}"}  # fmt: skip
         raise UserError(
             f"{place.local_world_size} processes are started on {socket.gethostname()}, which has {devices} "
-            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices * place.world_size // place.local_world_size} "
+            f"GPU{'s' * (devices > 1)}: pass {options.get(place.launcher, f'--num_processes {total}')} "
             "(or set CUDA_VISIBLE_DEVICES)"
         )
 
