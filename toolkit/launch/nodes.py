@@ -164,7 +164,12 @@ def _first_address(config: Mapping[str, Any], count: int, path: Path, env: Mappi
     address = config.get("main_process_ip")
     if address and PLACEHOLDER not in str(address):
         return str(address)
-    if env.get("SLURM_JOB_NODELIST") and env.get("SLURM_JOB_NUM_NODES") == str(count):
+    if env.get("SLURM_JOB_NODELIST") and (nodes := env.get("SLURM_JOB_NUM_NODES")):
+        if nodes != str(count):
+            raise UserError(
+                f"the Slurm job has --nodes {nodes}, and {path} num_machines: {count}: make them equal, or pass "
+                "--main_process_ip ADDRESS"
+            )
         return first_host(env["SLURM_JOB_NODELIST"])
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     places = (f", line {number}" for number, line in enumerate(lines, 1) if line.strip().startswith("main_process_ip:"))
