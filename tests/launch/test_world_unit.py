@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,21 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
     assert launch_info()["config_file"] is None
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
+
+
+def test_first_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def reduce(ones: torch.Tensor, reduction: str) -> torch.Tensor:
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+        return torch.tensor(2)
+
+    monkeypatch.setattr(world, "_HANG_SECONDS", 0)
+    gpus: Any = SimpleNamespace(device=torch.device("meta"), num_processes=2, reduce=reduce)
+    for rank in (1, 0):
+        assert "NCCL_DEBUG=INFO" not in capsys.readouterr().err
+        verify_world(gpus, Place("torchrun", rank, 2, rank, 2))
+    assert "NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 
 ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}

@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -42,6 +43,8 @@ DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores ("max": no limit) per period
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
+# If all ranks hang in one collective, the failure detector sees no rank that is late.
+_HANG_SECONDS = 60
 
 
 def make_accelerator(
@@ -202,7 +205,16 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     import torch
 
     ones = torch.ones(1, device=accelerator.device)
+    line = (
+        f"the first all-reduce has not finished in {_HANG_SECONDS} s: `export NCCL_DEBUG=INFO` shows why; try "
+        "NCCL_P2P_DISABLE=1 (one machine) or NCCL_IB_DISABLE=1 (several)"
+    )
+    timer = threading.Timer(_HANG_SECONDS, logger.warning, (line,))
+    timer.daemon = True
+    if place.rank == 0 and accelerator.device.type != "cpu":
+        timer.start()
     joined = int(accelerator.reduce(ones, reduction="sum").item())
+    timer.cancel()
     number, source = requested_processes(place)
     if number == joined == accelerator.num_processes:
         return
