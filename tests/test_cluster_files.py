@@ -39,6 +39,7 @@ OPTIONS: dict[str, str | None] = {
 # In place of srun and scontrol: logs its arguments and ends as `what` says.
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> {log}
+[ "$1" != show ] || printf 'gpu03\\ngpu04\\n'
 for word in "$@"; do case "$last" in --output_dir) folder=$word;; esac; last=$word; done
 trap 'exit 138' USR1
 touch {folder}/here
@@ -96,7 +97,7 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
         build_parser().parse_args(words)
 
 
-def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subprocess.Popen[str]:
+def start_batch(name: str, what: str, folder: Path, restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
     """Starts the script with `srun` and `scontrol` stubs that log their arguments."""
     (folder / "bin").mkdir()
     for command in ("srun", "scontrol"):
@@ -106,7 +107,7 @@ def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subpro
     text = text_of(name).replace("source .venv/bin/activate\n", "").replace("runs/reviews", str(folder / "run"))
     (folder / name).write_text(text, encoding="utf-8")
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_RESTART_COUNT": str(restarts)}
-    env = {**os.environ, **job, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    env = {**os.environ, **job, **variables, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.Popen(["bash", folder / name], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -137,6 +138,14 @@ def test_when_a_job_is_requeued(how: str, name: str, tmp_path: Path) -> None:
     called = (tmp_path / "log").read_text(encoding="utf-8")
     assert (process.returncode, "scontrol requeue 4711" in called) == (code, requeued), error
     assert ("20 requeues" in error) == (restarts == 20)
+
+
+@pytest.mark.parametrize(("nodes", "peers"), [("1", ""), ("2", " --peers gpu03,gpu04")])
+def test_doctor_of_any_number_of_nodes(nodes: str, peers: str, tmp_path: Path) -> None:
+    process = start_batch("slurm-srun.sbatch", "finishes", tmp_path, DOCTOR="yes", SLURM_JOB_NUM_NODES=nodes)
+    assert process.communicate(timeout=30)[1] == ""
+    lines = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert f"srun --cpus-per-task=1 --ntasks={nodes} --ntasks-per-node=1 toolkit doctor{peers}" in lines
 
 
 def started_by(name: str, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
           "help_all", "write", "ntasks-per-node", "no-deps", "signal", "machines", "max_restarts", "rendezvous_timeout",
           "peer_timeout", "stop_timeout", "ddp_timeout", "failure_detector",
           "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
-          "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export",
+          "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export", "bind-to", "cpus-per-task",
           "peers", "timeout", "gamma", "workers", "model", "model-id", "runner",
           "model_path", "model_name", "port", "rest_port", "local_dir", "backend-store-uri", "quiet"}  # fmt: skip
 

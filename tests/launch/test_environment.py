@@ -3,6 +3,7 @@ counts if the user has set it, not if a launcher has."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -121,6 +122,23 @@ def test_srun_on_several_nodes_has_a_port_of_its_job_and_step() -> None:
         ports.append(env["MASTER_PORT"])
     assert ports[0] == ports[1]
     assert len(set(ports[1:])) == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "other"),
+    [(SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}, {"SLURM_STEP_ID": "1"}),
+     (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMIX_NAMESPACE": "prterun-2@1"})],
+    ids=["srun", "mpirun"],
+)  # fmt: skip
+def test_port_behind_a_wrapper(task: dict[str, str], other: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one machine each task has a shell or container of its own as its parent."""
+    ports = []
+    for parent, changes in ((os.getpid(), {}), (os.getppid(), {}), (os.getpid(), other)):
+        monkeypatch.setattr(environment.os, "getppid", lambda parent=parent: parent)
+        env = task | changes
+        assert set_torch_variables(env).is_local
+        ports.append(env["MASTER_PORT"])
+    assert ports[0] == ports[1] != ports[2]
 
 
 def test_existing_address_and_port_are_kept() -> None:

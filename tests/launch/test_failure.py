@@ -120,3 +120,11 @@ def test_slow_step_after_a_stop_signal_may_finish() -> None:
     busy = ("with StopSignals(False) as signals:", "    time.sleep(2); signals.requested",
             "    os.kill(os.getpid(), signal.SIGUSR1)", "    threading.Event().wait(2.5)")  # fmt: skip
     assert run(*busy, TOOLKIT_STOP_TIMEOUT="1").code == 0
+
+
+@pytest.mark.parametrize(("handler", "requested"), [("SIG_DFL", 1), ("SIG_IGN", 0)])
+def test_end_of_the_terminal(handler: str, requested: int) -> None:
+    """SIGHUP, which `nohup` ignores; nothing can be printed any more."""
+    body = (f"signal.signal(signal.SIGHUP, signal.{handler})", "os.close(2)", "with StopSignals(True) as signals:",
+            "    os.kill(os.getpid(), signal.SIGHUP)", "    os._exit(40 + signals.requested)")  # fmt: skip
+    assert run(*body).code == 40 + requested

@@ -119,6 +119,7 @@ def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, s
 def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
     says = (f"{tmp_path / 'mine.yaml'}, line 3", PLACEHOLDER, "--main_process_ip")
     refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
+    refusal(find, {}, SLURM, num_machines=4, main_process_ip=PLACEHOLDER, says=["--nodes 2", "num_machines: 4"])
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,12 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
          {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
         # deepspeed's launcher adds --local_rank; many of its scripts take the flag --deepspeed
         ("--local_rank=1 --deepspeed --deepspeed_config z.json --train_file t",
-         {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
+         {"deepspeed_config": "z.json", "local_rank": "1", "deepspeed": True}, "--train_file t"),
         ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
         ("--config_file a --config_file b", {"config_file": "b"}, ""),
     ],
 )  # fmt: skip
-def test_split(argv: str, options: dict[str, str], rest: str) -> None:
+def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
     parsed, remaining = split_arguments(argv.split())
     assert {name: value for name, value in vars(parsed).items() if value is not None} == options
     assert remaining == rest.split()
@@ -207,21 +207,30 @@ def test_a_rank_that_torch_stops_was_not_killed(tmp_path: Path) -> None:
 
 
 def test_launcher_waits_for_its_ranks_though_each_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--max_restarts`, after a failure that would recur."""
+    """With `--max_restarts`, after a failure that would recur. Ctrl-C reaches the launcher alone: it forwards it, also
+    while torch waits for the ranks."""
+    forwarded: list[int] = []
 
     def stop(*_: object, **__: object) -> None:
         raise SignalException("", signal.SIGTERM)
 
+    def send(*numbers: int) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(launcher, "_forward_signal", lambda number, _: forwarded.append(number))
+    monkeypatch.setattr(launcher, "_close_process", lambda *_: send(signal.SIGINT))
     monkeypatch.setattr(launcher, "launch_command", stop)
-    monkeypatch.setattr(launcher, "_forward_signal", lambda *_: None)
-    monkeypatch.setattr(launcher.psutil, "wait_procs", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(launcher.psutil, "wait_procs", lambda *_, **__: send(*before))
     (tmp_path / "code").write_text("1")
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
+        launcher._close(SimpleNamespace(proc=SimpleNamespace(pid=0)), signal.SIGINT)  # type: ignore[arg-type]
         assert launcher._launch(Namespace(num_processes=2), tmp_path / "code", 0) == 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    assert forwarded == [signal.SIGINT, signal.SIGTERM, signal.SIGINT]
 
 
 STOPS = """
@@ -329,8 +338,9 @@ def test_process_becomes_the_launcher(launched: list[Any], monkeypatch: pytest.M
 
 
 def test_several_processes_on_cpus(launched: list[Any], config_file: Callable[..., Path]) -> None:
-    path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
-    assert planned(path)[0].multi_gpu
+    path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True, gpu_ids=1)
+    arguments = planned(path)[0]
+    assert (arguments.multi_gpu, arguments.gpu_ids) == (True, "1")
     relaunch_if_requested([SCRIPT, "--config_file", str(path)])
     ((_, env),) = launched
     assert env["ACCELERATE_USE_CPU"] == "true"
@@ -343,6 +353,46 @@ def test_only_local_rank_0_relaunches(launched: list[Any], monkeypatch: pytest.M
         relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
     assert left.value.code == 0
     assert launched == []
+
+
+TORCHRUN_8 = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+POD = {"RANK": "0", "WORLD_SIZE": "2"}  # of a PyTorchJob
+
+
+@pytest.mark.parametrize(
+    ("outer", "before", "behind", "says"),
+    [
+        # a config file for one machine, and several started
+        *((outer, "", "--config_file accelerate_configs/ddp.yaml", "2node.yaml")
+          for outer in (SRUN | {"SLURM_PROCID": "0"}, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, POD)),
+        (TORCHRUN_8, "", "--config_file accelerate_configs/zero3.yaml", "--num_processes 8 after"),
+        (TORCHRUN_8, "", "--config_file accelerate_configs/ddp.yaml --num_processes 8", ""),
+        (TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, "", "--config_file accelerate_configs/ddp.yaml", ""),
+        # the parent's options
+        *((TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, option, "--config_file accelerate_configs/ddp.yaml",
+           option.partition(" ")[0].partition("=")[0])
+          for option in ("--num_processes 4", "--num-processes=4", "--mixed_precision no", "--use_fsdp")),
+        ({}, "--num_cpu_threads_per_process 2", "--config_file accelerate_configs/ddp.yaml --num_processes 4", ""),
+        ({}, "", "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1", ""),
+        # a flag without effect
+        (TORCHRUN_8, "", "--deepspeed", "under torchrun: pass --deepspeed_config"),
+        ({}, "", "--deepspeed --config_file accelerate_configs/ddp.yaml", "zero2.yaml"),
+        (DEEPSPEED, "", "--deepspeed", ""), ({}, "", "--deepspeed --deepspeed_config ds_configs/zero2.json", ""),
+    ],
+)  # fmt: skip
+def test_what_would_have_no_effect(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
+) -> None:
+    """Each would silently train another way than requested, or a model per machine."""
+    line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
+    monkeypatch.setattr(environment.psutil, "Process", lambda *_: SimpleNamespace(cmdline=lambda: line, parents=list))
+    monkeypatch.setattr("toolkit.launch.relaunch.stop_with_parent", lambda: None)
+    os.environ.update(outer)
+    if says:
+        refusal(relaunch_if_requested, [SCRIPT, *behind.split()], says=[says])
+    else:
+        relaunch_if_requested([SCRIPT, *behind.split()])
+    assert len(launched) == (not says and "--config_file" in behind)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,21 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
     assert launch_info()["config_file"] is None
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
+
+
+def test_first_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def reduce(ones: torch.Tensor, reduction: str) -> torch.Tensor:
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+        return torch.tensor(2)
+
+    monkeypatch.setattr(world, "_HANG_SECONDS", 0)
+    gpus: Any = SimpleNamespace(device=torch.device("meta"), num_processes=2, reduce=reduce)
+    for rank in (1, 0):
+        assert "NCCL_DEBUG=INFO" not in capsys.readouterr().err
+        verify_world(gpus, Place("torchrun", rank, 2, rank, 2))
+    assert "NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 
 ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}
@@ -163,6 +179,24 @@ def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypat
     assert state.distributed_type == DistributedType.MULTI_GPU
 
 
+@pytest.mark.parametrize(
+    ("launcher", "limit", "per_task", "threads"),
+    [("torchrun", None, "8", 2), ("torchrun", "max 100000", None, 2), ("torchrun", "350000 100000", None, 1),
+     ("srun", None, None, 2), ("srun", None, "8", 8), ("srun", None, "2", 2), ("srun", "350000 100000", "8", 4)],
+)  # fmt: skip
+def test_cores_per_process(
+    launcher: str, limit: str | None, per_task: str | None, threads: int, no_launcher: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Four processes, of which Slurm has bound this one to 8 cores; in a container with a limit."""
+    monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(world, "_CPU_LIMIT", tmp_path / "cpu.max")
+    if limit:
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    world.os.environ |= {"SLURM_CPUS_PER_TASK": per_task} if per_task else {}
+    assert world._cores_per_process(Place(launcher, 0, 4, 0, 4)) == threads
+
+
 def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [(f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))]
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])
@@ -176,14 +210,15 @@ def test_more_processes_than_gpus(no_launcher: None, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
-    place = Place("torchrun", 3, 4, 3, 4)
+    place = Place("accelerate", 3, 4, 3, 4)
     for enough in (0, 4, 8):
         gpus(enough)
         _check_devices(place)
     gpus(2)
     refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2 ")
-    of_two_machines = Place("torchrun", 7, 8, 3, 4)
-    refusal(_check_devices, of_two_machines, match="pass --num_processes 4 ")
+    for way, option in (("accelerate", "--num_processes 4"), ("torchrun", "--nproc_per_node 2"), ("mpirun", "-np 4"),
+                        ("deepspeed", "--num_gpus 2"), ("srun", "--ntasks-per-node 2")):  # fmt: skip
+        refusal(_check_devices, Place(way, 7, 8, 3, 4), match=f"pass {option} ")  # on two machines
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
     _check_devices(place)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "no")

@@ -120,11 +120,15 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def started_by_accelerate_launch() -> bool:
-    """Whether this process's parent is an `accelerate launch`."""
+def accelerate_launch_words() -> Sequence[str] | None:
+    """The arguments of the `accelerate launch` that is this process's parent; None for other parents."""
     with contextlib.suppress(psutil.Error):
-        return accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None
-    return False
+        return accelerate_arguments(psutil.Process(os.getppid()).cmdline())
+    return None
+
+
+def started_by_accelerate_launch() -> bool:
+    return accelerate_launch_words() is not None
 
 
 def attempt() -> int:
@@ -193,19 +197,26 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     )
     if place.launcher == "environment":
         return place  # MASTER_ADDR and MASTER_PORT were set by hand, too
-    job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-    job = f"{job}.{env.get('SLURM_STEP_ID', '')}"
-    if place.is_local:
-        if place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500":
-            del env["MASTER_PORT"]  # its default, which it passes even if the port is taken
-        parent = psutil.Process(os.getppid())
-        job = f"{parent.pid} {parent.create_time():.2f}"
+    if place.is_local and place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500":
+        del env["MASTER_PORT"]  # its default, which it passes even if the port is taken
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = "127.0.0.1" if place.is_local else _first_machine(place, env)
     if "MASTER_PORT" not in env:  # the same for all processes of the job, most likely another for the next job
-        digest = hashlib.sha256(job.encode()).digest()
+        digest = hashlib.sha256(_job_id(place, env).encode()).digest()
         env["MASTER_PORT"] = str(FIRST_PORT + int.from_bytes(digest[:4], "big") % PORTS)
     return place
+
+
+def _job_id(place: Place, env: Mapping[str, str]) -> str:
+    """The parent is the launcher only where no shell or container lies between, so the scheduler's id comes first."""
+    step = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+    namespace = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
+    if place.launcher == "mpirun" and namespace:  # two in one Slurm job differ
+        return namespace
+    if place.is_local and not (place.launcher == "srun" and "SLURM_STEP_ID" in env):
+        parent = psutil.Process(os.getppid())
+        return f"{parent.pid} {parent.create_time():.2f}"
+    return step
 
 
 def _check_master(place: Place, env: Mapping[str, str]) -> None:

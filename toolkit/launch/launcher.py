@@ -74,6 +74,8 @@ def launch(words: Sequence[str]) -> NoReturn:
         os.environ |= {EXIT_CODE_FILE: str(exit_code_file), LAUNCHER_PID: str(os.getpid())}
         arguments.config_file = str(_drop_machines(Path(arguments.config_file), Path(folder)))
         signal.signal(signal.SIGTERM, _raise_signal)  # as torch does while it runs
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, _raise_signal)
         code = _launch(arguments, exit_code_file, _count_oom_kills())
     _end_accelerate_launch(code)
     sys.stdout.flush()
@@ -115,6 +117,8 @@ _close_process, _stopped = SubprocessHandler.close, dict[int, set[int]]()
 def _close(process: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
     """Stops a rank, as torch does after another rank's failure; `_stopped` gets its PID and the exit codes that this
     explains. The rank may be dead for another reason already: a GPU's memory takes time to be freed."""
+    if death_sig == signal.SIGINT:  # a second Ctrl-C ends the ranks at once
+        signal.signal(signal.SIGINT, _forward_signal)
     _stopped.setdefault(process.proc.pid, {-signal.SIGABRT}).add(-(death_sig or signal.SIGTERM))
     _close_process(process, death_sig)
 
@@ -138,9 +142,10 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     except subprocess.CalledProcessError as error:
         return _report_exit(error.returncode, "the process", oom_kills)
     except (SignalException, KeyboardInterrupt) as error:
-        for number in (signal.SIGINT, signal.SIGTERM):  # more come: from each rank (`stop_launcher`), from the kernel
-            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # more come: from each rank (`stop_launcher`), from the kernel
         if isinstance(error, SignalException):  # torch's launcher loses the ranks that it was just starting
+            signal.signal(signal.SIGINT, _forward_signal)  # a terminal's reaches the launcher alone
             _forward_signal(signal.SIGTERM, None)  # unlike SIGINT it prints nothing while Python starts
         psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # accelerate waits for none
         if exit_code_file.exists():

@@ -13,6 +13,7 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import first_host, launch_request, parse_int
 from toolkit.launch.network import external_addresses, is_loopback, is_this_machine, resolve_addresses
 
+TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 RENDEZVOUS_PORT = 29600  # not torch's default, which the user's `accelerate launch` keeps open meanwhile
 
@@ -133,7 +134,7 @@ def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mappin
     if settings:
         raise UserError(
             f"{path} is for one machine (num_machines: 1), so {settings[0]} would have no effect: use "
-            "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2), or leave it out"
+            f"{TWO_NODE_FILES}, or leave it out"
         )
 
 
@@ -163,7 +164,12 @@ def _first_address(config: Mapping[str, Any], count: int, path: Path, env: Mappi
     address = config.get("main_process_ip")
     if address and PLACEHOLDER not in str(address):
         return str(address)
-    if env.get("SLURM_JOB_NODELIST") and env.get("SLURM_JOB_NUM_NODES") == str(count):
+    if env.get("SLURM_JOB_NODELIST") and (nodes := env.get("SLURM_JOB_NUM_NODES")):
+        if nodes != str(count):
+            raise UserError(
+                f"the Slurm job has --nodes {nodes}, and {path} num_machines: {count}: make them equal, or pass "
+                "--main_process_ip ADDRESS"
+            )
         return first_host(env["SLURM_JOB_NODELIST"])
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     places = (f", line {number}" for number, line in enumerate(lines, 1) if line.strip().startswith("main_process_ip:"))

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.launch import environment
 from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.nodes import find_nodes
+from toolkit.launch.nodes import TWO_NODE_FILES, find_nodes
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import templates
 from toolkit.utils.log import logger
@@ -39,16 +39,18 @@ _SET_BY_LAUNCHERS = re.compile(
 )
 
 
+# options of `accelerate launch` that a config file after the script replaces
+_REPLACED = re.compile(r"(--(?:num.processes|mixed.precision|main.process.ip|cpu|use[-_][\w-]+))(?:=.*)?")
+
+
 def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits a script's arguments into (launch options: str or None, the rest in order). Raises UserError."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
         choices = ("on", "off") if name == "failure_detector" else None
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", choices=choices)
-    parser.add_argument("--deepspeed", action="store_true")  # a flag that many DeepSpeed scripts take
-    options, rest = parser.parse_known_args(list(argv))
-    del options.deepspeed
-    return options, rest
+    parser.add_argument("--deepspeed", action="store_true", default=None)  # a flag that many DeepSpeed scripts take
+    return parser.parse_known_args(list(argv))
 
 
 def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
@@ -65,8 +67,11 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         os.environ[environment.FAILURE_DETECTOR] = options.failure_detector
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
     if not present:
+        if options.deepspeed and not options.deepspeed_config:
+            _refuse_without_deepspeed(os.environ)
         return [argv[0], *rest], options
-    if environment.place_of(os.environ).local_rank != 0:
+    place = environment.place_of(os.environ)
+    if place.local_rank != 0:
         raise SystemExit(0)  # local rank 0 starts all processes of this machine
     if options.config_file is None:
         raise UserError(
@@ -74,6 +79,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
             "of that folder)"
         )
     arguments, requested = plan_launch(options, [argv[0], *rest], os.environ, module)
+    _refuse_other_launch(place, module or argv[0], requested)
     count, rank, source = (requested["nodes"][name] for name in ("count", "rank", "rank_source"))
     if count > 1:
         logger.info(f"this is machine {rank} ({socket.gethostname()}) of {count}: {source}")
@@ -81,6 +87,32 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         # `-m` would import from the current folder, perhaps a downloaded one, which this process does not
         os.environ["PYTHONSAFEPATH"] = "1"
     return _become_launcher(arguments, {**requested, "argv": argv})
+
+
+def _refuse_without_deepspeed(env: Mapping[str, str]) -> None:
+    launcher = environment.place_of(env).launcher
+    if launcher != "deepspeed" and env.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        raise UserError(f"--deepspeed has no effect under {launcher}: pass --deepspeed_config ds_configs/zero2.json")
+
+
+def _refuse_other_launch(place: environment.Place, script: str, requested: Mapping[str, Any]) -> None:
+    """Raises UserError if the words before the script ask for another launch than the config file after it, which would
+    replace it."""
+    path, count, local = requested["config_file"], requested["nodes"]["count"], place.local_world_size
+    if count == 1 and place.world_size > local:
+        raise UserError(
+            f"this was started on several machines ({place.launcher}, {place.world_size} processes), and {path} is for "
+            f"one: each would train a model of its own: use {TWO_NODE_FILES}"
+        )
+    if place.launcher in ("torchrun", "srun", "mpirun") and 1 < local != requested["num_processes"] // count:
+        raise UserError(
+            f"{place.launcher} started {local} processes on {socket.gethostname()}, and {path} asks for "
+            f"{requested['num_processes'] // count}: pass --num_processes {local * count} after the script"
+        )
+    words = environment.accelerate_launch_words() or ()
+    before = words[: words.index(script)] if script in words else ()
+    if option := next(filter(None, map(_REPLACED.fullmatch, before)), None):
+        raise UserError(f"{option[1]} before the script has no effect with --config_file {path} after it: put it after")
 
 
 def plan_launch(
@@ -103,6 +135,8 @@ def plan_launch(
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
         if uses_deepspeed:  # its default, pdsh, silently runs on one machine if there is no hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
+    if config.get("gpu_ids") not in (None, "all"):  # accelerate splits it, and YAML reads 1 as a number
+        arguments += ["--gpu_ids", str(config["gpu_ids"])]
     if options.max_restarts is not None:
         environment.parse_int("--max_restarts", options.max_restarts, minimum=0)
         arguments += ["--max_restarts", options.max_restarts]
@@ -111,10 +145,10 @@ def plan_launch(
         raise UserError(
             f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
         )
-    if options.deepspeed_config and not uses_deepspeed:
+    if (options.deepspeed or options.deepspeed_config) and not uses_deepspeed:
         raise UserError(
-            f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect: use "
-            "accelerate_configs/zero2.yaml, or leave it out"
+            f"{path} does not use DeepSpeed, so --deepspeed{'_config' * bool(options.deepspeed_config)} would have no "
+            "effect: use accelerate_configs/zero2.yaml, or leave it out"
         )
     if name := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]

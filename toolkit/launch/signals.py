@@ -1,7 +1,8 @@
-"""Stop signals (SIGTERM, SIGUSR1, Ctrl-C): the run stops after the current step."""
+"""Stop signals (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C): the run stops after the current step."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from toolkit.launch.failure import exit_process
 _REPEAT_SECONDS = 3.0
 # After SIGTERM wait this long before printing: a launcher also sends it when a peer died, which is reported first.
 _REPORT_SECONDS = 2.5
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # A global: a process has one handler per signal, and an evaluation during training stops on the same signal.
 current: StopSignals | None = None
@@ -70,7 +71,10 @@ class StopSignals:
         self._read = time.monotonic()
         self._exited.clear()
         if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
-            self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
+            numbers = list(_STOP_SIGNALS)
+            if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+                numbers.remove(signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
             reader, self._socket = socket.socketpair()
             self._socket.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
@@ -103,12 +107,13 @@ class StopSignals:
         if self._prints and not exit_state.exit_code and not is_failing:
             # os.write: a signal handler must not wait for a stream's lock
             line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
-            os.write(2, line.encode())
+            with contextlib.suppress(OSError):  # the terminal is closed
+                os.write(2, line.encode())
 
     def _watch(self, reader: socket.socket) -> None:
         with reader:
             while data := reader.recv(1):  # empty at the end of the run
-                if data[0] in _STOP_SIGNALS:  # other handlers' signals are written, too
+                if data[0] in self._before:  # other handlers' signals are written, too
                     self._exit_if_stuck(data[0])
 
     def _exit_if_stuck(self, number: int) -> None:

@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -39,8 +40,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores ("max": no limit) per period
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
+# If all ranks hang in one collective, the failure detector sees no rank that is late.
+_HANG_SECONDS = 60
 
 
 def make_accelerator(
@@ -201,7 +205,16 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     import torch
 
     ones = torch.ones(1, device=accelerator.device)
+    line = (
+        f"the first all-reduce has not finished in {_HANG_SECONDS} s: `export NCCL_DEBUG=INFO` shows why; try "
+        "NCCL_P2P_DISABLE=1 (one machine) or NCCL_IB_DISABLE=1 (several)"
+    )
+    timer = threading.Timer(_HANG_SECONDS, logger.warning, (line,))
+    timer.daemon = True
+    if place.rank == 0 and accelerator.device.type != "cpu":
+        timer.start()
     joined = int(accelerator.reduce(ones, reduction="sum").item())
+    timer.cancel()
     number, source = requested_processes(place)
     if number == joined == accelerator.num_processes:
         return
@@ -292,9 +305,12 @@ def _check_devices(place: Place) -> None:
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpirun_rsh", "mpiexec"):
         os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
     elif place.local_world_size > devices:
+        total = devices * place.world_size // place.local_world_size
+        options = {"torchrun": f"--nproc_per_node {devices}", "deepspeed": f"--num_gpus {devices}",
+                   "srun": f"--ntasks-per-node {devices}", "mpirun": f"-np {total}"}  # fmt: skip
         raise UserError(
             f"{place.local_world_size} processes are started on {socket.gethostname()}, which has {devices} "
-            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices * place.world_size // place.local_world_size} "
+            f"GPU{'s' * (devices > 1)}: pass {options.get(place.launcher, f'--num_processes {total}')} "
             "(or set CUDA_VISIBLE_DEVICES)"
         )
 
@@ -326,10 +342,19 @@ def _set_threads(place: Place) -> None:
     """On GPUs too: an optimizer in host memory would compute on the one core that launchers give a process."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = environment.user_threads(os.environ) or max(1, cores // place.local_world_size)
+    threads = environment.user_threads(os.environ) or _cores_per_process(place)
     os.environ[environment.THREADS] = str(threads)
     torch.set_num_threads(threads)
+
+
+def _cores_per_process(place: Place) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _CPU_LIMIT.read_text(encoding="ascii").partition(" ") if _CPU_LIMIT.is_file() else ("", "", "")
+    if quota.isdigit():
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK", "") if place.launcher == "srun" else ""
+    # Slurm may have bound each task to its cores already
+    return min(cores, int(per_task)) if per_task.isdigit() else max(1, cores // place.local_world_size)
 
 
 def _skip_shared_memory_kernel() -> None:
