@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.faults import Fault
-from tests.runs import digests, failed, lines_of, losses_of, run_of, slow_but, train
+from tests.runs import digests, failed, lines_of, losses_of, run_of, slow_but, start, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # 16 are an epoch
@@ -126,6 +126,10 @@ def test_a_lost_model_folder_gets_the_average_of_the_weights_again(settings: lis
     again, trained = (load_file(run / name) for name in files)
     assert all((again[name] == values).all() for name, values in saved.items())
     assert any((trained[name] != values).any() for name, values in saved.items())
+    line = start(["toolkit", "convert", run / "checkpoints" / "best", tmp_path / "out"]).succeeded().out
+    assert "--ema_decay" in line
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert all((converted[name] == values).all() for name, values in saved.items())
 
 
 def test_lines_lost_in_a_power_cut_are_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:

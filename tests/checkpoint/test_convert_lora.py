@@ -14,6 +14,7 @@ import torch
 from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import refusal
+from tests.runs import edit_json
 
 pytestmark = pytest.mark.multiprocess
 
@@ -107,6 +108,13 @@ def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: 
     run = by_hand(tmp_path / "run", factors, **{"r": 3, "lora_alpha": 5, **content})
     refusal(convert, run, tmp_path / "out", merge_lora=True, match=message)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("merge_lora", [True, False])
+def test_an_adapter_for_some_of_the_layers_is_refused(merge_lora: bool, tiny_model: Path, tmp_path: Path) -> None:
+    run = saved(make_peft(tiny_model), tmp_path / "run", tiny_model, without_base=True)
+    edit_json(run / "manifest.json", identity={"num_hidden_layers": 2})
+    refusal(convert, run, tmp_path / "out", merge_lora=merge_lora, base_model=tiny_model, match="--num_hidden_layers")
 
 
 def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ class CheckpointReader:
     """What the model computed in: F32, BF16 or F16."""
     model_folder: Path | None = None
     """Has config.json, the tokenizer, and adapter_config.json under LoRA, if the run has them."""
-    details: Mapping[str, object] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     """For `--inspect`: ds_version, groups, partition counts, ..."""
 
     def tensors(self) -> Iterator[TensorIndex]:
