@@ -135,9 +135,14 @@ def _saved_at(folder: Path) -> tuple[float, str]:
         return 0.0, folder.name
 
 
+def newest_save_time(checkpoints: Path) -> float:
+    """When the newest checkpoint was saved, in seconds since the epoch; 0 where there is none."""
+    return max((_saved_at(folder)[0] for folder in _step_folders(checkpoints)), default=0.0)
+
+
 def next_save_time(checkpoints: Path) -> float:
     """The time of a new checkpoint: now, or just after the newest one if the clock was set back."""
-    return max([time.time(), *(_saved_at(folder)[0] + 1e-3 for folder in _step_folders(checkpoints))])
+    return max(time.time(), newest_save_time(checkpoints) + 1e-3)
 
 
 def create_empty(folder: Path) -> None:

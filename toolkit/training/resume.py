@@ -24,7 +24,7 @@ from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
-from toolkit.launch.environment import attempt
+from toolkit.launch.environment import attempt, launcher_start
 from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights
 from toolkit.training.checkpoints import Checkpoints
@@ -47,14 +47,20 @@ class Origin:
 def precision_of(settings: TrainingSettings) -> str:
     """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's."""
     resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
-    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not attempt()
+    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
+    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not previous_attempt_in(checkpoints)
     if settings.mixed_precision != "auto" or not resumes or starts_over:
         return settings.mixed_precision
     with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again
-        path = _resume_path(settings.resume, Path(settings.output_dir or ".") / "checkpoints")
+        path = _resume_path(settings.resume, checkpoints)
         folder = path if (path / folders.MANIFEST).is_file() else next(iter(folders.complete(path)), None)
         return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
     return "auto"
+
+
+def previous_attempt_in(checkpoints: Path) -> bool:
+    """Whether a previous attempt of this job (`--max_restarts`) has saved the newest checkpoint."""
+    return attempt() > 0 and folders.newest_save_time(checkpoints) > launcher_start()
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
