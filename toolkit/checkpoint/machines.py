@@ -56,7 +56,7 @@ def collect_files(
             _send(accelerator, folder / name, int(entry["bytes"]), rank, [0])
     accelerator.wait_for_everyone()
     if remote.get(accelerator.process_index) == accelerator.process_index:
-        folders.prune(folder.parent, sys.maxsize)  # this copy, and those of killed runs: they have no manifest
+        folders.prune(folder.parent, sys.maxsize, 0)  # this copy, and those of killed runs: they have no manifest
 
 
 @contextlib.contextmanager

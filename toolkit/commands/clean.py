@@ -41,7 +41,7 @@ def clean(path: Path) -> str:
             for folder in folders:
                 remove(folder)
             for name in ("best", "last"):
-                (checkpoints / name).unlink(missing_ok=True)
+                remove(checkpoints / name)
         except OSError as error:
             raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
         if remaining := [folder.name for folder in folders if folder.exists()]:
