@@ -20,7 +20,7 @@ from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
-from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
+from toolkit.checkpoint.tensor_index import model_checksum
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
@@ -127,10 +127,8 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 def _checksum(model: Path) -> str:
     """Of the folder's config and weights; of its exported graph where that is all it has."""
-    suffixes = (".onnx", ".onnx_data", ".data", ".xml", ".bin") if export_format(model) else (".safetensors", ".bin")
-    files = sorted(path for path in model.iterdir() if path.name == "config.json" or path.suffix in suffixes)
-    text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
-    return f"{crc32(text.encode()):08x}"
+    graph = (".onnx", ".onnx_data", ".data", ".xml", ".bin")
+    return model_checksum(model, graph) if export_format(model) else model_checksum(model)
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from toolkit.checkpoint.convert.model_files import (
 from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import first_with, step_number
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, model_checksum
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import explain_write_errors, replace_folder
@@ -336,6 +336,12 @@ def _from_base(
     folder = settings.base_model
     if folder is None and reader.excluded and base_name and first_with(CONFIG, Path(model_path(base_name))):
         folder = Path(model_path(base_name))
+        trained_on = reader.details.get("identity", {}).get("model")
+        if Path(base_name).is_dir() and trained_on and model_checksum(folder) != trained_on:
+            raise UserError(
+                f"{folder} is not the base model that {reader.path} was trained on: its files have changed. Pass the "
+                "folder of that model as --base_model FOLDER"
+            )
     if folder is None and missing:
         raise UserError(
             f"{reader.path} lacks {len(missing)} frozen parameters ({listing(missing, 3)}): pass the folder of the "
