@@ -172,6 +172,7 @@ CONTRADICTIONS = [
      {"problem_type": "multi_label_classification", "label_smoothing_factor": 0.1}),
     (("focal_gamma", "loss"), {"focal_gamma": 1}),
     (("freeze_layers", "lora_r"), {"freeze_layers": 0, "lora_r": 8}),
+    (("num_hidden_layers", "lora_r"), {"num_hidden_layers": 2, "lora_r": 8}),
     (("fgm_epsilon", "per_device_batch_size"), {"fgm_epsilon": 1, "per_device_batch_size": "auto"}),
 ]  # fmt: skip
 

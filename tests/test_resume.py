@@ -12,8 +12,9 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.faults import Fault
-from tests.runs import digests, failed, lines_of, losses_of, run_of, slow_but, train
+from tests.runs import digests, failed, lines_of, losses_of, run_of, slow_but, start, train
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.model_folder import read_step
 
 STEPS = 20  # 16 are an epoch
 
@@ -102,8 +103,11 @@ def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: 
     assert "one process, cpu, mixed precision no" in message
     assert "changed since" not in message
     assert_same_run(run, whole)
-    message = train(*auto, "--mixed_precision", "bf16", "--output_dir", rewound(whole, tmp_path / "other", 18))
-    assert "settings that changed since: mixed_precision was no and is bf16" in message
+    other = rewound(whole, tmp_path / "other", 18)
+    message = train(*auto, "--mixed_precision", "bf16", "--save_dtype", "bf16", "--output_dir", other)
+    assert "mixed_precision was no and is bf16" in message
+    assert read_step(other / "model") == best_step(whole)
+    assert json.loads((other / "model" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_torn_last_line_and_a_lost_model_are_written_again(settings: list[Any], whole: Path, tmp_path: Path) -> None:
@@ -126,6 +130,12 @@ def test_a_lost_model_folder_gets_the_average_of_the_weights_again(settings: lis
     again, trained = (load_file(run / name) for name in files)
     assert all((again[name] == values).all() for name, values in saved.items())
     assert any((trained[name] != values).any() for name, values in saved.items())
+    line = start(["toolkit", "convert", run / "checkpoints" / "best", tmp_path / "out"]).succeeded().out
+    assert "--ema_decay" in line
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert all((converted[name] == values).all() for name, values in saved.items())
+    train(*settings, "--max_steps", 10, "--output_dir", run)
+    assert not any(name.startswith("ema.") for name in load_file(run / "checkpoints" / "last/optimizer.safetensors"))
 
 
 def test_lines_lost_in_a_power_cut_are_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:

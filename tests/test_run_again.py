@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 from unittest.mock import ANY
@@ -41,6 +42,13 @@ def test_refused(changed: list[str], message: str, settings: list[str], finished
     before = digests(finished)
     assert message in failed(*settings, "--checkpoint_every", "2", *changed, "--output_dir", finished)
     assert digests(finished) == before
+
+
+def test_a_failed_evaluation_is_repeated_with_smaller_batches(
+    settings: list[str], finished: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    train(*settings, "--max_steps", 4, "--checkpoint_every", 2, "--max_tokens_per_batch", 140, "--output_dir", run)
 
 
 def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:

@@ -14,6 +14,8 @@ import torch
 from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import refusal
+from tests.runs import edit_json
+from toolkit.checkpoint.tensor_index import model_checksum
 
 pytestmark = pytest.mark.multiprocess
 
@@ -107,6 +109,23 @@ def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: 
     run = by_hand(tmp_path / "run", factors, **{"r": 3, "lora_alpha": 5, **content})
     refusal(convert, run, tmp_path / "out", merge_lora=True, match=message)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("merge_lora", [True, False])
+def test_an_adapter_for_some_of_the_layers_is_refused(merge_lora: bool, tiny_model: Path, tmp_path: Path) -> None:
+    run = saved(make_peft(tiny_model), tmp_path / "run", tiny_model, without_base=True)
+    edit_json(run / "manifest.json", identity={"num_hidden_layers": 2})
+    refusal(convert, run, tmp_path / "out", merge_lora=merge_lora, base_model=tiny_model, match="--num_hidden_layers")
+
+
+def test_a_base_model_that_has_changed_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    run, base = saved(make_peft(tiny_model), tmp_path / "run", tiny_model, without_base=True), tmp_path / "base"
+    make_peft(tiny_model).unload().save_pretrained(base)
+    edit_json(run / "manifest.json", base_model=str(base), identity={"model": model_checksum(base)})
+    convert(run, tmp_path / "out", merge_lora=True)
+    edit_json(base / "config.json", changed=True)
+    refusal(convert, run, tmp_path / "other", merge_lora=True, match=f"{base} is not the base model .*--base_model")
+    convert(run, tmp_path / "other", merge_lora=True, base_model=base)
 
 
 def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, tmp_path: Path) -> None:

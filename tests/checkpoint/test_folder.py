@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -92,15 +94,30 @@ def test_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
     assert folders.find_resumable(tmp_path)[0] == folders.list_newest_first(tmp_path) == [new, old]
 
 
-def test_the_targets_of_links_are_never_removed(tmp_path: Path) -> None:
-    last, best = save(tmp_path, 1, at=1.0), save(tmp_path, 2, at=2.0)
-    for step in range(3, 6):
+@pytest.mark.parametrize("code", [None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_the_best_is_never_removed(code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `code` on a disk without symbolic links: Google Drive, exFAT, SMB."""
+    if code:
+        monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(code, "Operation not permitted")))
+    for step in range(1, 6):
         save(tmp_path, step, at=float(step))
-    folders.set_link(tmp_path, "last", last)
-    folders.set_link(tmp_path, "best", best)
-    folders.prune(tmp_path, keep=2)
-    assert names_in(tmp_path) == ["best", "last", *(f"step-{step:08d}" for step in (1, 2, 4, 5))]
-    assert ((tmp_path / "best").resolve(), (tmp_path / "last").resolve()) == (best, last)
+    folders.set_links(tmp_path, best_step=2)
+    folders.prune(tmp_path, keep=2, best_step=2)
+    links = [] if code else ["best", "last"]
+    assert names_in(tmp_path) == [*links, *(f"step-{step:08d}" for step in (2, 4, 5))]
+
+
+def test_a_run_copied_with_its_links_followed_gets_them_again(tmp_path: Path) -> None:
+    best, last = save(tmp_path, 1), save(tmp_path, 2)
+    for name, folder in (("best", best), ("last", last)):
+        shutil.copytree(folder, tmp_path / name)
+    folders.set_links(tmp_path, best_step=1)
+    assert [(tmp_path / name).readlink().name for name in ("best", "last")] == [best.name, last.name]
+    (tmp_path / "last").unlink()
+    last.rename(tmp_path / "last")  # no other folder has it
+    with pytest.raises(IsADirectoryError):
+        folders.set_links(tmp_path, best_step=1)
+    assert not folders.find_fault(tmp_path / "last")
 
 
 def test_files_of_killed_saves_are_removed(tmp_path: Path) -> None:
@@ -112,7 +129,7 @@ def test_files_of_killed_saves_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".last.123").symlink_to("step-00000002")
     (tmp_path / "step-1").mkdir()
     (tmp_path / "notes").mkdir()  # not of a run
-    folders.prune(tmp_path, keep=3)
+    folders.prune(tmp_path, keep=3, best_step=2)
     assert names_in(tmp_path) == ["notes", "step-00000001", "step-1"]
     assert folders.find_resumable(tmp_path) == ([whole], [])
 
@@ -143,5 +160,5 @@ def test_a_checkpoint_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: 
     """A read-only one; the run continues."""
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     monkeypatch.setattr(folders, "remove", Mock(side_effect=PermissionError(13, "Permission denied")))
-    folders.prune(tmp_path, keep=1)
+    folders.prune(tmp_path, keep=1, best_step=2)
     assert folders.complete(tmp_path) == [newer, older]

@@ -18,9 +18,9 @@ from toolkit.errors import UserError
 from toolkit.utils.units import size_text
 
 
-def finished_run(path: Path, steps: int = 6, **config: Any) -> Path:
+def finished_run(path: Path, steps: int = 6, waited: int = 0, **config: Any) -> Path:
     for step in (3, 6):
-        folder = save(path / "checkpoints", step)
+        folder = save(path / "checkpoints", step, best={"waited": waited})
         folders.set_link(path / "checkpoints", "last", folder)
     folders.set_link(path / "checkpoints", "best", folder)
     (path / "config.json").write_text(json.dumps({"data": {"total_steps": 6}, "settings": {}, **config}))
@@ -64,8 +64,12 @@ def test_clean_refuses_unfinished_runs(tmp_path: Path) -> None:
     os.utime(run / "report.html", (1, 1))  # of before it went on
     refusal(clean, run, match="is not finished")
     assert len(folders.complete(run / "checkpoints")) == 2
-    stopped_early = finished_run(tmp_path / "early", steps=4, settings={"early_stopping_patience": 2})
+    patience = {"early_stopping_patience": 2}
+    killed = finished_run(tmp_path / "patient", steps=4, waited=1, settings=patience)  # and then `toolkit report`
+    refusal(clean, killed, match="has taken 4 of 6 steps")
+    stopped_early = finished_run(tmp_path / "early", steps=4, waited=2, settings=patience)
     assert "freed" in clean(stopped_early)
+    assert "there were no checkpoints" in clean(stopped_early)
 
 
 def test_checkpoint_size_is_compared_with_free_space(tmp_path: Path) -> None:

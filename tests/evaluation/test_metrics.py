@@ -152,4 +152,7 @@ def test_the_best_evaluation(metric: str, values: list[Any], counters: list[int]
         best = Best(metric, SINGLE)
         best.restore(state)
     assert best.step == best_step
+    reversed_best = Best(metric, SINGLE, greater_is_better=best.sign < 0)
+    reversed_best.restore(state)
+    assert reversed_best.step == 0
     refusal(best.update, Evaluation("validation", {"other": 1.0}, None), 9, says=[metric, "other"])

@@ -87,6 +87,19 @@ def test_a_path_to_a_damaged_checkpoint(what: str, run: Path) -> None:
     refusal(choose_origin, str(folder), run / "checkpoints", FACTS, match=message)
 
 
+@pytest.mark.parametrize(("saved_at", "expected"), [(1.0, []), (None, [8, 6, 4, 2])])
+def test_a_restart_resumes_only_what_its_job_has_saved(
+    saved_at: float | None, expected: list[int], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        save(run / "checkpoints", step, 1.0, **FACTS)
+    save(run / "checkpoints", 8, saved_at, **FACTS, mixed_precision="fp16")
+    settings = TrainingSettings(output_dir=str(run), overwrite_output_dir=True, checkpoint_every=2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert precision_of(settings) == ("fp16" if expected else "auto")
+    assert steps(create_run_folder(settings, "cls", FACTS).origin) == expected
+
+
 def test_a_path_without_checkpoints(run: Path, tmp_path: Path) -> None:
     refusal(choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="no such folder")
     (tmp_path / "empty").mkdir()

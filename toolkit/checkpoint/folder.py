@@ -7,6 +7,8 @@ processes are flushed, and removed first. So no half-written or half-removed fol
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
 import os
 import re
@@ -135,9 +137,14 @@ def _saved_at(folder: Path) -> tuple[float, str]:
         return 0.0, folder.name
 
 
+def newest_save_time(checkpoints: Path) -> float:
+    """When the newest checkpoint was saved, in seconds since the epoch; 0 where there is none."""
+    return max((_saved_at(folder)[0] for folder in _step_folders(checkpoints)), default=0.0)
+
+
 def next_save_time(checkpoints: Path) -> float:
     """The time of a new checkpoint: now, or just after the newest one if the clock was set back."""
-    return max([time.time(), *(_saved_at(folder)[0] + 1e-3 for folder in _step_folders(checkpoints))])
+    return max(time.time(), newest_save_time(checkpoints) + 1e-3)
 
 
 def create_empty(folder: Path) -> None:
@@ -166,15 +173,29 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def set_link(checkpoints: Path, name: str, folder: Path) -> None:
-    """Points `best` or `last` to a checkpoint, atomically."""
-    with replace_file(checkpoints / name, flush=False) as draft:
-        draft.symlink_to(folder.name)
+    """Points `best` or `last` to a checkpoint, atomically; not on a disk without links."""
+    try:
+        with replace_file(checkpoints / name, flush=False) as draft:
+            draft.symlink_to(folder.name)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        _warn_of_missing_links(checkpoints)
+
+
+@functools.cache  # once
+def _warn_of_missing_links(checkpoints: Path) -> None:
+    logger.warning(f"{checkpoints} is on a disk without symbolic links: name a checkpoint's step, not best or last")
 
 
 def set_links(checkpoints: Path, best_step: int) -> None:
     """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
     `best_step`, or removes the link where it is gone: a run that resumed an older checkpoint ignores better ones after
     it."""
+    manifests = [(folder / MANIFEST).read_bytes() for folder in complete(checkpoints)]
+    for copy in (checkpoints / "best", checkpoints / "last"):  # the run was copied, with links followed
+        if copy.is_dir() and not copy.is_symlink() and (copy / MANIFEST).read_bytes() in manifests:
+            remove(copy)
     for newest in complete(checkpoints)[:1]:
         set_link(checkpoints, "last", newest)
     folder = step_folder(checkpoints, best_step)
@@ -184,17 +205,16 @@ def set_links(checkpoints: Path, best_step: int) -> None:
         (checkpoints / "best").unlink(missing_ok=True)
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints and those that `best` and `last` point to."""
+def prune(checkpoints: Path, keep: int, best_step: int) -> None:
+    """Removes all but the newest `keep` complete checkpoints and that of `best_step`."""
     for draft in checkpoints.glob(".*"):  # of a process that was killed
         if draft.is_symlink() or draft.name.startswith(PROBE):
             draft.unlink(missing_ok=True)  # another node that shares this disk may have removed it
         elif draft.name.startswith(SENT):
             remove(draft)
-    newest = complete(checkpoints)[:keep]
-    targets = [(checkpoints / name).resolve() for name in ("best", "last")]
+    ordered, best = complete(checkpoints), step_folder(checkpoints, best_step)
     for folder in _step_folders(checkpoints):
-        if folder not in newest and folder.resolve() not in targets:
+        if folder not in ordered[:keep] and not (folder == best and best in ordered):
             try:
                 remove(folder)
             except OSError as error:  # read-only: the new checkpoint is complete all the same

@@ -30,7 +30,7 @@ _CHUNK = 16 << 20  # bytes
 
 def remote_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
     """The ranks that do not share rank 0's disk at `folder` -> the lowest rank of their node. Collective; creates the
-    folder."""
+    folder on each."""
     nodes: list[str] = gather_object([node_id()])
     if len(set(nodes)) == 1:
         return {}
@@ -39,6 +39,9 @@ def remote_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
         folder.mkdir(parents=True, exist_ok=True)
         probe.open("xb").close()
     accelerator.wait_for_everyone()
+    # an NFS client remembers for a minute that the folder was missing, unless it fails to create it
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     shared: list[bool] = gather_object([os.access(probe, os.F_OK)])
     if accelerator.is_main_process:
         probe.unlink()
@@ -56,7 +59,7 @@ def collect_files(
             _send(accelerator, folder / name, int(entry["bytes"]), rank, [0])
     accelerator.wait_for_everyone()
     if remote.get(accelerator.process_index) == accelerator.process_index:
-        folders.prune(folder.parent, sys.maxsize)  # this copy, and those of killed runs: they have no manifest
+        folders.prune(folder.parent, sys.maxsize, 0)  # this copy, and those of killed runs: they have no manifest
 
 
 @contextlib.contextmanager

@@ -135,6 +135,15 @@ def read_step(folder: Path) -> int | None:
         return None
 
 
+def has_dtype(folder: Path, dtype: str) -> bool:
+    """Whether a model folder's config records this dtype (a key of `DTYPES`), or none."""
+    try:
+        recorded = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+    except (OSError, ValueError, AttributeError):
+        return True
+    return recorded in (None, str(DTYPES[dtype]).removeprefix("torch."))
+
+
 def lora_config(model: torch.nn.Module) -> Any | None:
     """The LoraConfig of an unwrapped model, or None for one without LoRA."""
     configs = getattr(model, "peft_config", None)

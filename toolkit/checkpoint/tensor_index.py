@@ -91,6 +91,13 @@ def crc32_of_range(file: Path, start: int = 0, size: int | None = None, value: i
     return value
 
 
+def model_checksum(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bin")) -> str:
+    """Of a model's config and weights: the files with these suffixes."""
+    files = sorted(path for path in folder.iterdir() if path.name == "config.json" or path.suffix in suffixes)
+    text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
+    return f"{crc32(text.encode()):08x}"
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """Bytes with one checksum: a member of a zip file, or a tensor of a safetensors file."""
@@ -254,7 +261,7 @@ class CheckpointReader:
     """What the model computed in: F32, BF16 or F16."""
     model_folder: Path | None = None
     """Has config.json, the tokenizer, and adapter_config.json under LoRA, if the run has them."""
-    details: Mapping[str, object] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     """For `--inspect`: ds_version, groups, partition counts, ..."""
 
     def tensors(self) -> Iterator[TensorIndex]:

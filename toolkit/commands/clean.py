@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folder import list_newest_first, remove
+from toolkit.checkpoint.folder import complete, list_newest_first, read_manifest, remove
 from toolkit.errors import UserError, listing
 from toolkit.utils.features import Command
 from toolkit.utils.files import read_table
@@ -41,7 +41,7 @@ def clean(path: Path) -> str:
             for folder in folders:
                 remove(folder)
             for name in ("best", "last"):
-                (checkpoints / name).unlink(missing_ok=True)
+                remove(checkpoints / name)
         except OSError as error:
             raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
         if remaining := [folder.name for folder in folders if folder.exists()]:
@@ -65,7 +65,11 @@ def _unfinished(path: Path, config: dict[str, Any]) -> str:
         step = json.loads((path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
     except (OSError, ValueError, LookupError, TypeError):
         return "has no readable metrics.jsonl with the steps it has taken"
-    return "" if step == total or settings.get("early_stopping_patience") else f"has taken {step} of {total} steps"
+    patience = settings.get("early_stopping_patience")
+    # `toolkit report` writes the report of an unfinished run, too
+    waited = [read_manifest(folder)["best"]["waited"] for folder in complete(path / "checkpoints")[:1]]
+    stopped_early = patience and all(count >= patience for count in waited)
+    return "" if step == total or stopped_early else f"has taken {step} of {total} steps"
 
 
 @contextlib.contextmanager

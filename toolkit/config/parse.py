@@ -41,6 +41,7 @@ _EXCLUSIVE = [
 _CONFLICTS = [
     *((name, "teacher", "its second pass has no teacher") for name in ("r_drop_alpha", "fgm_epsilon")),
     *((name, "lora_r", "LoRA trains only its own matrices") for name in ("freeze_layers", "reinit_layers")),
+    ("num_hidden_layers", "lora_r", "the adapter would not fit the base model, which has more layers"),
 ]
 # a setting -> the setting that it requires
 _REQUIRES = {

@@ -65,11 +65,12 @@ class Best:
     def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON."""
         value = None if math.isinf(self.value) else self.value
-        return {"metric": self.metric, "value": value, "step": self.step, "waited": self.patience_counter}
+        state = {"value": value, "step": self.step, "waited": self.patience_counter}
+        return {"metric": self.metric, "sign": self.sign, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's state; a state of another metric is ignored."""
-        if state["metric"] == self.metric:
+        """Continues from a checkpoint's state; a state of another metric or `--greater_is_better` is ignored."""
+        if (state["metric"], state.get("sign", self.sign)) == (self.metric, self.sign):
             value = -math.inf if state["value"] is None else state["value"]  # no evaluation gave a number yet
             self.value, self.step, self.patience_counter = value, state["step"], state["waited"]
 

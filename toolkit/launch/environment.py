@@ -33,6 +33,7 @@ MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # variables by which to recognise a process that our launcher, torchrun or `accelerate launch` started
 _SET_BY_LAUNCHERS = (MARKER, "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 # set by `toolkit verify`: added to every seed except those of the sample order and the initial weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
 FIRST_PORT, PORTS = 20000, 12000  # below the ephemeral ports
@@ -134,7 +135,16 @@ def started_by_accelerate_launch() -> bool:
 def attempt() -> int:
     """The number of restarts so far (`--max_restarts`): when a process has failed, torchrun and `accelerate launch`
     start all processes of the node again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return int(os.environ.get(_RESTARTS) or 0)
+
+
+def launcher_start() -> float:
+    """When the launcher that counts the restarts was started, in seconds since the epoch: before the first attempt. 0
+    where it cannot be read."""
+    with contextlib.suppress(psutil.Error):
+        parents = psutil.Process().parents()
+        return next((each.create_time() for each in parents if _RESTARTS not in each.environ()), 0.0)
+    return 0.0
 
 
 def max_restarts() -> int:

@@ -44,6 +44,11 @@ class Average:
             torch._foreach_lerp_(averages, tensors, 1 - min(self._decay, (1 + updates) / (10 + updates)))
 
 
+def remove_average(live: LiveState) -> None:
+    for state in live.optimizer.state.values():
+        state.pop(_KEY, None)
+
+
 @contextlib.contextmanager
 def average_as_weights(live: Callable[[], LiveState], steps: int) -> Iterator[None]:
     """Within this context the model's weights are their average, if there is one, for evaluating and saving; all

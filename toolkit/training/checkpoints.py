@@ -127,7 +127,7 @@ class Checkpoints:
             manifest["files"] |= {draft.name: save.write(draft, folder) for draft in drafts}
             folders.publish(folder, manifest)
         folders.set_links(self.path, manifest["best"]["step"])
-        folders.prune(self.path, self.settings.keep_checkpoints)
+        folders.prune(self.path, self.settings.keep_checkpoints, manifest["best"]["step"])
 
     def _in_background(self, file_format: str) -> bool:
         return self.settings.checkpoint_in_background and file_format == "whole"
@@ -188,7 +188,8 @@ class Checkpoints:
     def set_links(self) -> None:
         """Points the links `best` and `last` to the checkpoints of the best and the last step."""
         if self.accelerator.is_main_process:
-            folders.set_links(self.path, self.best.step)
+            with explain_write_errors(self.path):
+                folders.set_links(self.path, self.best.step)
 
     def notes(self) -> list[str]:
         """Lines for the log: settings without effect, the size of checkpoints, nodes without a shared disk. Raises

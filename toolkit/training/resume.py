@@ -15,18 +15,17 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.machines import local_copy
-from toolkit.checkpoint.model_folder import read_step as model_folder_step
-from toolkit.checkpoint.model_folder import save_model
+from toolkit.checkpoint.model_folder import has_dtype, read_step, save_model
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
-from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
+from toolkit.checkpoint.tensor_index import model_checksum
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
-from toolkit.launch.environment import attempt
+from toolkit.launch.environment import attempt, launcher_start
 from toolkit.models.exported import export_format
-from toolkit.training.average import average_as_weights
+from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.steps import Steps
@@ -47,14 +46,20 @@ class Origin:
 def precision_of(settings: TrainingSettings) -> str:
     """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's."""
     resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
-    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not attempt()
+    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
+    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not previous_attempt_in(checkpoints)
     if settings.mixed_precision != "auto" or not resumes or starts_over:
         return settings.mixed_precision
     with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again
-        path = _resume_path(settings.resume, Path(settings.output_dir or ".") / "checkpoints")
+        path = _resume_path(settings.resume, checkpoints)
         folder = path if (path / folders.MANIFEST).is_file() else next(iter(folders.complete(path)), None)
         return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
     return "auto"
+
+
+def previous_attempt_in(checkpoints: Path) -> bool:
+    """Whether a previous attempt of this job (`--max_restarts`) has saved the newest checkpoint."""
+    return attempt() > 0 and folders.newest_save_time(checkpoints) > launcher_start()
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
@@ -121,10 +126,8 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 def _checksum(model: Path) -> str:
     """Of the folder's config and weights; of its exported graph where that is all it has."""
-    suffixes = (".onnx", ".onnx_data", ".data", ".xml", ".bin") if export_format(model) else (".safetensors", ".bin")
-    files = sorted(path for path in model.iterdir() if path.name == "config.json" or path.suffix in suffixes)
-    text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
-    return f"{crc32(text.encode()):08x}"
+    graph = (".onnx", ".onnx_data", ".data", ".xml", ".bin")
+    return model_checksum(model, graph) if export_format(model) else model_checksum(model)
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -205,6 +208,8 @@ def _resume_from(
     manifest, total = folders.read_manifest(copy), steps.schedule.total_steps
     step, world = int(manifest["step"]), manifest["world"]
     ignored = NOT_OF_TRAINING.union(ignored)
+    if step == total:  # only the evaluation is left, which may have run out of memory
+        ignored |= {"per_device_batch_size", "max_tokens_per_batch"}
     settings = {name: value for name, value in checkpoints.facts["settings"].items() if name not in ignored}
     changes = folders.differences(manifest["settings"], settings)
     changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
@@ -212,6 +217,8 @@ def _resume_from(
     best.restore(manifest["best"])
     lines = [*skipped, *_restore_best_model(checkpoints, folder)]
     restore(checkpoints.live(), open_checkpoint(copy), step)
+    if None in (checkpoints.settings.ema_decay, manifest["settings"].get("ema_decay")):
+        remove_average(checkpoints.live())  # of the steps before --ema_decay was left out
     if same_run := folder.parent.resolve() == checkpoints.path.resolve():
         checkpoints.set_links()
     set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
@@ -226,20 +233,24 @@ def _resume_from(
 
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
-    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint where it is missing or newer than
-    the resumed one. Where the best checkpoint is gone, the next evaluation counts as the best."""
-    model_folder, best = checkpoints.path.with_name("model"), checkpoints.best
-    saved_step = broadcast_object_list([model_folder_step(model_folder)])[0]
-    if not best.step or saved_step == best.step:
+    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint where it is missing, newer than
+    the resumed one or of another `--save_dtype`. Where the best checkpoint is gone, the next evaluation counts as the
+    best."""
+    model_folder, best, dtype = checkpoints.path.with_name("model"), checkpoints.best, checkpoints.settings.save_dtype
+    saved_step, same_dtype = broadcast_object_list([(read_step(model_folder), has_dtype(model_folder, dtype))])[0]
+    if not best.step or (saved_step == best.step and same_dtype):
         return []
     # the link `best` may point to a later checkpoint
     with _verified_copy(checkpoints, folders.step_folder(folder.parent, best.step)) as (copy, fault):
+        if fault and saved_step == best.step:
+            return [f"model/ is not saved in {dtype}: the checkpoint of its step {best.step} is gone"]
         if fault:
             step = best.step
             best.reset()
             return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
         restore(checkpoints.live(), open_checkpoint(copy), best.step)
-    dtype = checkpoints.settings.save_dtype
+        if folders.read_manifest(copy)["settings"].get("ema_decay") is None:
+            remove_average(checkpoints.live())
     with average_as_weights(checkpoints.live, best.step):
         save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
     return []

@@ -18,7 +18,7 @@ from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch.environment import attempt, launch_request, max_restarts
-from toolkit.training.resume import Origin, choose_origin
+from toolkit.training.resume import Origin, choose_origin, previous_attempt_in
 from toolkit.utils.files import refuse_link_out, remove_drafts
 
 _FILES = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "model", "checkpoints", "report.html")
@@ -67,7 +67,7 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
     if not settings.output_dir and not attempt():
         path = _unused_path(path)
-    if attempt() and complete(path / "checkpoints"):  # of the previous attempt, despite --resume no
+    if previous_attempt_in(path / "checkpoints"):  # continues it, despite --resume no
         settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")

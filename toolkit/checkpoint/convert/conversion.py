@@ -27,7 +27,7 @@ from toolkit.checkpoint.convert.model_files import (
 from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import first_with, step_number
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, model_checksum
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import explain_write_errors, replace_folder
@@ -75,7 +75,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     """Converts a checkpoint, and returns the lines to print. Raises UserError, and has changed nothing then."""
     opened, dtype = open_checkpoint(settings.checkpoint), DTYPES[settings.dtype]
     _check_output(settings)
-    reader = _select_model(opened, settings.prefix)
+    averages = _averages(opened)
+    reader = _select_model(dataclasses.replace(opened, weights={**opened.weights, **averages}), settings.prefix)
     folder = _config_folder(settings, reader)
     reader = _strip_attribute(reader, folder)
     adapter = _adapter_config(settings, reader)
@@ -104,6 +105,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     outputs = [Output(name, tensor, written_dtype(tensor, dtype), deltas.get(name)) for name, tensor in tensors.items()]
     shards = split_into_shards(outputs, settings.max_shard_bytes, is_adapter)
     lines = [] if files else [f"weights only: {reader.path} has no config; pass a folder that has one as --config_from"]
+    if averages:
+        lines.append("the weights are their moving averages (--ema_decay), as in the run's model/")
     lines += _dry_run(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files, tied)
     if tied:
         pairs = listing(f"{other} (tied to {name})" for other, name in tied.items())
@@ -196,6 +199,13 @@ def _write(
     return [*lines, summary]
 
 
+def _averages(reader: CheckpointReader) -> dict[str, TensorIndex]:
+    """Parameter name -> its moving average, in a checkpoint of a run with `--ema_decay`."""
+    if reader.details.get("settings", {}).get("ema_decay") is None:  # a run resumed without it keeps a stale average
+        return {}
+    return {name: state["ema"] for name, state in reader.optimizer_state.items() if "ema" in state}
+
+
 def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     """The tensors whose names begin with `prefix`, by the model's names.
 
@@ -270,6 +280,11 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
         if settings.merge_lora:
             raise UserError(f"{reader.path} has no LoRA adapter: drop --merge_lora")
         return None
+    if reader.details.get("identity", {}).get("num_hidden_layers"):  # of runs before these settings excluded each other
+        raise UserError(
+            f"{reader.path} has an adapter for some of the base model's layers (--num_hidden_layers), and does not "
+            "record for which: take the run's model/, the merged model of its best step"
+        )
     folder = reader.path if reader.path.is_dir() else reader.path.parent
     if not (folder / lora.ADAPTER_CONFIG).is_file():  # not a folder that peft saved
         with_config = first_with(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
@@ -321,6 +336,12 @@ def _from_base(
     folder = settings.base_model
     if folder is None and reader.excluded and base_name and first_with(CONFIG, Path(model_path(base_name))):
         folder = Path(model_path(base_name))
+        trained_on = reader.details.get("identity", {}).get("model")
+        if Path(base_name).is_dir() and trained_on and model_checksum(folder) != trained_on:
+            raise UserError(
+                f"{folder} is not the base model that {reader.path} was trained on: its files have changed. Pass the "
+                "folder of that model as --base_model FOLDER"
+            )
     if folder is None and missing:
         raise UserError(
             f"{reader.path} lacks {len(missing)} frozen parameters ({listing(missing, 3)}): pass the folder of the "

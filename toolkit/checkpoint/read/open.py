@@ -42,7 +42,7 @@ _EXPECTED = (
 )
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # other files of Trainer and accelerate
-_DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
+_DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best", "settings", "identity")
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
