@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _SCORES = 1 << 19
 # Without dropout only up to this length, and not in float32: it needs memory for each score, torch's kernel does not.
 _SHORT = 256
-_Group = tuple[slice, slice]
 
 
 def install() -> None:
@@ -34,15 +33,15 @@ def attend(
     scaling: float | None = None, is_causal: bool | None = None, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """transformers' attention `sdpa`: (B, nh, Q, hs) and twice (B, nh, K, hs) -> (B, Q, nh, hs), and no weights."""
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = attention_mask is None and query.shape[2] > 1 and bool(is_causal)
     known = all(options.get(name) is None for name in ("position_bias", "cache", "softcap"))
-    if is_causal or not known or not _is_faster(query, key, value, attention_mask, dropout):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
-        )
-    context = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scaling)
-    return context.transpose(1, 2).contiguous(), None
+    if known and _is_faster(query, key, value, attention_mask, dropout):
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if attention_mask is not None or query.shape[2] == 1 or not causal:
+            context = scaled_dot_product_attention(query, key, value, attention_mask, dropout, scaling)
+            return context.transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
+    )
 
 
 def scaled_dot_product_attention(
@@ -134,7 +133,7 @@ def _mark(probabilities: Tensor, dropout: float) -> None:
     probabilities.view(integers).bitwise_or_(drops.bitwise_left_shift_(bits - 1))
 
 
-def head_groups(samples: int, heads: int, at_once: int) -> Iterator[_Group]:
+def head_groups(samples: int, heads: int, at_once: int) -> Iterator[tuple[slice, slice]]:
     """Groups of at most `at_once` heads to compute together: all heads of some samples, or some heads of one."""
     some_samples, some_heads = max(1, at_once // heads), min(heads, max(1, at_once))
     for sample in range(0, samples, some_samples):
