@@ -66,6 +66,9 @@ def check_parameters(
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {HOW_TO_FREEZE}")
     if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {HOW_TO_FREEZE}")
+    if low := [name for name, each in items if each.requires_grad and each.dtype in (torch.bfloat16, torch.float16)]:
+        how = "load the model with dtype=torch.float32, within `toolkit.whole_weights()`"
+        faults.add(f"{listing(low, 4)}: 16 bits lose small updates: {how} (--mixed_precision computes in 16 bits)")
     if any(group["lr"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
         faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
