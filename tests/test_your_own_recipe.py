@@ -256,8 +256,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "model.get_input_embeddings()(batch.inputs['input_ids'])\n"
         "            logits = model(**batch.inputs).logits\n            accelerator",
         ("FSDP2", "ddp")),
-    "a model that torch compiles": (
-        "single", "metric", OPTIMIZER, f"    model = torch.compile(model)\n{OPTIMIZER}", ("--torch_compile true",)),
+    **{f"a model that torch compiles before {name}": (
+        "single", "metric", line, f"    model = torch.compile(model)\n{line}", ("--torch_compile true",))
+       for name, line in (("the optimizer", OPTIMIZER), ("the objective", "    objective = toolkit.make"))},
     "a step without a closure": (
         "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
         ("Mine", "positional argument")),

@@ -92,6 +92,11 @@ PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[str, bool]], list[
 a recipe passes only the model from `prepare` to a step."""
 
 
+def refuse_compiled(model: torch.nn.Module) -> None:
+    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
+        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
+
+
 def check_scheduler(optimizer: Any, scheduler: Any) -> None:
     """Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler
     that `accelerator.prepare` returns counts each step once per process."""

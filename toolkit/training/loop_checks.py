@@ -123,7 +123,8 @@ class LoopChecks:
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         self._refuse_means(self._micro_batches - 1)
-        if self._means and self._accumulates and all(each.grad is None for each in self._accumulates.parameters()):
+        model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
+        if model is not None and all(each.grad is None for each in model.parameters()):
             raise UserError(
                 f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
                 "`optimizer.zero_grad()` only after `optimizer.step()`"

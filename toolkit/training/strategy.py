@@ -21,7 +21,7 @@ from toolkit.errors import Faults, UserError
 from toolkit.launch import log_on_main
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
-from toolkit.training.checks import check_parameters, optimizer_fault
+from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.half_precision import choose_precision, choose_reduction
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
@@ -67,8 +67,7 @@ def align_strategy(
         raise UserError(
             f"--attn_implementation {attention} computes in bf16 and fp16 only: pass --mixed_precision bf16"
         )
-    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
-        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
+    refuse_compiled(model)
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
