@@ -16,6 +16,7 @@ from accelerate.utils import DynamoBackend
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 from toolkit.checkpoint.live import persistent_buffers
+from toolkit.checkpoint.model_folder import check_adapter
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError
 from toolkit.launch import log_on_main
@@ -68,6 +69,7 @@ def align_strategy(
             f"--attn_implementation {attention} computes in bf16 and fp16 only: pass --mixed_precision bf16"
         )
     refuse_compiled(model)
+    check_adapter(model)
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
