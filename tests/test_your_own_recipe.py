@@ -270,6 +270,12 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "parameters that the loss does not use": (
         "ddp x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
         ("unused.weight", "unused.bias")),
+    **{f"parameters unused under {way}": (
+        f"{way} x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
+        ("unused.weight", "unused.bias")) for way in ("zero2", "fsdp2")},
+    "a parameter outside the model under FSDP2": (
+        "fsdp2 x2", "metric", LOSS, "step.mean(objective(batch, logits) * torch.nn.Parameter(torch.ones(1)))",
+        ("of shape (1,)", "docs/your-own-recipe.md")),
     "an optimizer that was not prepared": (
         "zero2 x2", "metric", "    objective = toolkit.make", f"    optimizer = {SGD}\n    objective = toolkit.make",
         ("SGD", "toolkit.prepare")),

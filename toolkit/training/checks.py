@@ -120,3 +120,10 @@ def not_in_model(parameters: list[Any]) -> str:
         f"parameters that are not the model's ({shapes}): processes would train different copies, and no checkpoint "
         f"would save them. Make them part of the model ({LOSS_PARAMETERS})"
     )
+
+
+def not_in_loss(names: list[str]) -> str:
+    return (
+        f"the loss does not use parameters that are trained: {listing(names, 4)}. Leave them out of the model "
+        "(`add_pooling_layer=False`), freeze them before the optimizer is created, or use them in each micro-batch"
+    )

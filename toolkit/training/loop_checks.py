@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_model
+from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_loss, not_in_model
+from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
 REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
@@ -132,7 +134,9 @@ class LoopChecks:
         self._means += 1
         if self._unchecked is None:
             return
-        refuse_foreign_parameters(self._unchecked, losses)
+        state = self.accelerator.state
+        # DDP refuses unused parameters itself; in shards gradients of other parameters would take their places
+        refuse_foreign_parameters(self._unchecked, losses, bool(state.deepspeed_plugin or self.accelerator.is_fsdp2))
         self._unchecked = None
         if not self._forwards:
             raise UserError(
@@ -197,14 +201,23 @@ def refuse_changes(model: Any) -> None:
         raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
 
 
-def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
-    """Raises UserError where losses depend on parameters outside the model."""
-    parameters = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
-    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-        return  # FSDP2 computes with gathered copies
+def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
+    """Raises UserError where losses depend on parameters outside the model; with `uses_all` also where they do not
+    depend on all trained ones."""
+    module = unwrapped(model)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for part in module.modules():
+        if isinstance(part, FSDPModule):  # it computes with gathered copies
+            for group in require(part, "_get_fsdp_state", "torch")()._fsdp_param_groups:
+                copies = (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+                names |= {id(each._unsharded_param): each._param_fqn for each in copies}
     leaves = [leaf for leaf in autograd_leaves(losses) if isinstance(leaf, torch.nn.Parameter)]
-    if foreign := [leaf for leaf in leaves if id(leaf) not in parameters]:
+    if foreign := [leaf for leaf in leaves if id(leaf) not in names]:
         raise UserError(f"the loss has {not_in_model(foreign)}")
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    used = {names[id(leaf)] for leaf in leaves}
+    if uses_all and (unused := [name for name in trained if name not in used]):
+        raise UserError(not_in_loss(unused))
 
 
 @contextlib.contextmanager

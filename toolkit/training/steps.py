@@ -30,6 +30,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
+from toolkit.training.checks import not_in_loss
 from toolkit.training.dropout import install_fast_dropout
 from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
@@ -209,11 +210,7 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
     if "did not receive grad" in str(error):  # DDP's, in the step after the first
         places = re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
         trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
-        unused = listing([trained[int(place)] for place in places], 4)
-        return (
-            f"the loss does not use parameters whose gradients DDP waits for: {unused}. Leave them out "
-            "of the model (`add_pooling_layer=False`), or freeze them before the optimizer is created"
-        )
+        return not_in_loss([trained[int(place)] for place in places])
     if "already been lazily initialized" in str(error):  # FSDP2's
         return (
             "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
