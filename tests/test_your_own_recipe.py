@@ -270,6 +270,13 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "parameters that the loss does not use": (
         "ddp x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
         ("unused.weight", "unused.bias")),
+    "clipping between two passes in fp16": (
+        "single", "metric", CLIP, f"        accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
+        f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "--mixed_precision bf16")),
+    "a second model loaded in shards": (
+        "zero3 x2", "own_model", LOSS,
+        "step.mean(objective(batch, logits) + AutoModel.from_pretrained(settings.model.model_name_or_path)"
+        "(**batch.inputs).last_hidden_state.sum())", ("toolkit.whole_weights()",)),
     **{f"parameters unused under {way}": (
         f"{way} x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
         ("unused.weight", "unused.bias")) for way in ("zero2", "fsdp2")},
@@ -332,3 +339,15 @@ def test_a_loop_that_ends_early_is_logged_and_evaluated(tmp_path: Path, tiny_mod
     assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [2]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
+def test_running_means_are_equal_in_all_processes(way: str, tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    layer = "model.classifier = torch.nn.Sequential(model.classifier, torch.nn.BatchNorm1d(2))"
+    means = "means = accelerator.gather(toolkit.unwrapped(model).classifier[1].running_mean[None])"
+    text = edited([]).replace(OPTIMIZER, f"    {layer}\n{OPTIMIZER}")
+    text = text.replace(AFTER, f"{AFTER}\n        {means}\n        assert means.any() and not means.diff(dim=0).any()")
+    (tmp_path / "own_means.py").write_text(text, encoding="utf-8")
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]])

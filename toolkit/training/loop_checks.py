@@ -101,6 +101,11 @@ class LoopChecks:
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
                 "`step.micro_batches`, which can be used once in a step: launch with ddp (accelerate_configs/)"
             )
+        if number == self._step and self._unscaled and self.accelerator.scaler is not None:
+            raise UserError(
+                f"step {number}: fp16's gradients can be clipped once in a step, after its last pass over "
+                "`step.micro_batches`: clip there only, or pass --mixed_precision bf16"
+            )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
         self.mean_loss, self._unscaled, self._accumulates = None, False, None
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself

@@ -216,6 +216,11 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
             "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
             "change there, in a model class of your own, or launch with ddp (accelerate_configs/)"
         )
+    if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
+        return (
+            "a model was sharded when it was loaded, and not prepared: load it within `toolkit.whole_weights()` "
+            "(docs/your-own-recipe.md, Another model class)"
+        )
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return memory.explain(batch, recomputes, error)
 

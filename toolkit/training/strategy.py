@@ -26,6 +26,7 @@ from toolkit.training.checks import check_parameters, optimizer_fault, refuse_co
 from toolkit.training.half_precision import choose_precision, choose_reduction
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
+from toolkit.utils.modules import unwrapped
 
 # of one layer: training or evaluation, with or without a mask, one text or several
 _MAX_GRAPHS = 32
@@ -139,6 +140,15 @@ def align_strategy(
         _set_bucket_sizes(zero, model)
     if plugin.zero_stage == 3:  # needed to gather the final weights
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def broadcast_buffers(accelerator: Accelerator, model: Any) -> None:
+    """Gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with other
+    ones. Call this after each step."""
+    if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
+        for _, buffer in persistent_buffers(unwrapped(model)):
+            if buffer.is_floating_point():
+                torch.distributed.broadcast(buffer, 0)
 
 
 @contextlib.contextmanager
