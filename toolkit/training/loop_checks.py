@@ -139,9 +139,8 @@ class LoopChecks:
         self._means += 1
         if self._unchecked is None:
             return
-        state = self.accelerator.state
-        # DDP refuses unused parameters itself; in shards gradients of other parameters would take their places
-        refuse_foreign_parameters(self._unchecked, losses, bool(state.deepspeed_plugin or self.accelerator.is_fsdp2))
+        # DDP and shards would average gradients of different parameters, or none
+        refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
         self._unchecked = None
         if not self._forwards:
             raise UserError(
