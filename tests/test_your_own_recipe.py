@@ -256,8 +256,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "model.get_input_embeddings()(batch.inputs['input_ids'])\n"
         "            logits = model(**batch.inputs).logits\n            accelerator",
         ("FSDP2", "ddp")),
-    "a model that torch compiles": (
-        "single", "metric", OPTIMIZER, f"    model = torch.compile(model)\n{OPTIMIZER}", ("--torch_compile true",)),
+    **{f"a model that torch compiles before {name}": (
+        "single", "metric", line, f"    model = torch.compile(model)\n{line}", ("--torch_compile true",))
+       for name, line in (("the optimizer", OPTIMIZER), ("the objective", "    objective = toolkit.make"))},
     "a step without a closure": (
         "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
         ("Mine", "positional argument")),
@@ -266,9 +267,23 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "clipping by torch, which DeepSpeed ignores": (
         "zero2 x2", "metric", "accelerator.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_",
         ("accelerator.clip_grad_norm_", "--max_grad_norm")),
-    "parameters that the loss does not use": (
-        "ddp x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
-        ("unused.weight", "unused.bias")),
+    "noise that differs between processes": (
+        "ddp x2", "metric", CLIP,
+        f"        [each.grad.add_(torch.randn_like(each)) for each in model.parameters()]\n{CLIP}",
+        ("step 1", "torch.Generator")),
+    "clipping between two passes in fp16": (
+        "single", "metric", CLIP, f"        accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
+        f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "--mixed_precision bf16")),
+    "a second model loaded in shards": (
+        "zero3 x2", "own_model", LOSS,
+        "step.mean(objective(batch, logits) + AutoModel.from_pretrained(settings.model.model_name_or_path)"
+        "(**batch.inputs).last_hidden_state.sum())", ("toolkit.whole_weights()",)),
+    **{f"parameters unused under {way}": (
+        f"{way} x2", "metric", OPTIMIZER, f"    model.unused = torch.nn.Linear(2, 2)\n{OPTIMIZER}",
+        ("unused.weight", "unused.bias")) for way in ("ddp", "zero2", "fsdp2")},
+    "a parameter outside the model under FSDP2": (
+        "fsdp2 x2", "metric", LOSS, "step.mean(objective(batch, logits) * torch.nn.Parameter(torch.ones(1)))",
+        ("of shape (1,)", "docs/your-own-recipe.md")),
     "an optimizer that was not prepared": (
         "zero2 x2", "metric", "    objective = toolkit.make", f"    optimizer = {SGD}\n    objective = toolkit.make",
         ("SGD", "toolkit.prepare")),
@@ -312,9 +327,7 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    assert len(lines_of(metrics) if metrics.exists() else []) == (
-        2 if "requires_grad" in name else 1 if "does not use" in name else 0
-    )
+    assert len(lines_of(metrics) if metrics.exists() else []) == (2 if "requires_grad" in name else 0)
 
 
 def test_a_loop_that_ends_early_is_logged_and_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
@@ -325,3 +338,15 @@ def test_a_loop_that_ends_early_is_logged_and_evaluated(tmp_path: Path, tiny_mod
     assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [2]
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["zero2 x2", "fsdp2 x2"])
+def test_running_means_are_equal_in_all_processes(way: str, tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    layer = "model.classifier = torch.nn.Sequential(model.classifier, torch.nn.BatchNorm1d(2))"
+    means = "means = accelerator.gather(toolkit.unwrapped(model).classifier[1].running_mean[None])"
+    text = edited([]).replace(OPTIMIZER, f"    {layer}\n{OPTIMIZER}")
+    text = text.replace(AFTER, f"{AFTER}\n        {means}\n        assert means.any() and not means.diff(dim=0).any()")
+    (tmp_path / "own_means.py").write_text(text, encoding="utf-8")
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]])

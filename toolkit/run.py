@@ -30,11 +30,12 @@ from toolkit.report.summary import RunSummary
 from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.checks import OWN_SCHEDULE, check_scheduler
+from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
+from toolkit.training.strategy import broadcast_buffers
 from toolkit.utils.features import features, hooks, write_results
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
@@ -84,7 +85,8 @@ class Run:
     ) -> None:
         """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
         runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
-        and for an optimizer or scheduler that is not prepared."""
+        for an optimizer or scheduler that is not prepared, and for a compiled model."""
+        refuse_compiled(model)
         check_scheduler(optimizer, scheduler)
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
@@ -155,6 +157,7 @@ class Run:
         if updated and not self._updates and self.accelerator.sync_gradients:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
         self._updates.clear()
+        broadcast_buffers(self.accelerator, self.checkpoints.model)
         if self._average and updated:
             self._average.update(updates)
         self._gathered: StepMetrics | None = None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.data.batches import Collator, GlobalBatches, accumulation_of, collator_of, even_width, micro_batches
 from toolkit.data.tokens import LengthBuckets, Split
@@ -146,6 +147,7 @@ def test_padding(split: Split, side: str, second: list[int]) -> None:
     extra = np.arange(24, dtype=np.float32).reshape(12, 2)
     batch = collator(replace(split, columns={"extra": extra}), side)(np.array([2, 0]))
     assert batch.columns["extra"].tolist() == [[4, 5], [0, 1]]
+    refusal(replace, split, columns={"extra": extra[:11]}, says=["extra", "11 values for 12 samples", "split.rows"])
     assert batch.inputs["input_ids"].tolist() == [[200, 201, 202], second]
     assert torch.equal(batch.inputs["attention_mask"], (batch.inputs["input_ids"] != 7).long())
     assert {tensor.dtype for tensor in batch.inputs.values()} == {torch.int64}

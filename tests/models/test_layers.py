@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
 from tests.training.test_optimizer import LAYERS, tiny
-from toolkit.models.layers import freeze_layers, keep_layers, outer_layers, reinit_layers
+from toolkit.models.layers import distances, freeze_layers, keep_layers, outer_layers, reinit_layers
 
 FAMILIES = [family for family in LAYERS if family != "albert"]
 
@@ -68,7 +68,7 @@ def test_more_layers_than_the_model_has(change: Any) -> None:
 def test_kept_layers_are_evenly_spaced() -> None:
     model: Any = torch.nn.Module()
     model.config = SimpleNamespace(num_hidden_layers=12, layer_types=[*range(12)])
-    model.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(12))
+    model.layers = torch.nn.ModuleList(torch.nn.LayerNorm(1) for _ in range(12))
     before = list(model.layers)
     keep_layers(model, 6, "m")
     assert [before.index(layer) for layer in model.layers] == [0, 2, 4, 7, 9, 11]  # as DistilBERT's
@@ -81,3 +81,14 @@ def test_blocks_of_layers() -> None:
     config = AutoConfig.for_model("funnel", block_sizes=[1, 2], **sizes)
     model = AutoModelForSequenceClassification.from_config(config)
     assert {type(layer).__name__ for layer in outer_layers(model)} == {"FunnelLayer"}
+
+
+def test_heads_in_a_list_are_no_layers() -> None:
+    model = tiny("bert")
+    layers = outer_layers(model)
+    model.heads = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(24, 2)) for _ in range(3))
+    assert outer_layers(model) == layers
+    assert {distances(model)[id(each)] for each in model.heads.parameters()} == {0}
+    part: Any = torch.nn.Module()
+    part.encoder, part.heads = model.base_model, torch.nn.ModuleList(torch.nn.Linear(24, 2) for _ in range(3))
+    assert outer_layers(part) == layers

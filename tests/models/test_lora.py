@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import IA3Config
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES, fault_of, load
-from toolkit.checkpoint.model_folder import merge_lora, save_model
+from toolkit.checkpoint.model_folder import check_adapter, merge_lora, save_model
 from toolkit.config import ModelSettings, TaskSettings, parse
 from toolkit.models.lora import describe
 
@@ -70,6 +71,13 @@ def test_factors_that_cannot_be_merged_are_named(tiny_model: Path) -> None:
     model = load(tiny_model, **LORA)
     state = {**model.state_dict(), "base_model.model.x.lora_embedding_A.default": torch.ones(2, 3)}
     refusal(merge_lora, model, state, match="lora_embedding_A.default cannot be merged")
+    check_adapter(model)
+    config = model.peft_config["default"]
+    for configs in ({"mine": config}, {"default": config, "mine": config}, {"default": IA3Config()}):
+        model.peft_config = configs
+        refusal(check_adapter, model, says=["--lora_r", "merge_and_unload"])
+    config.use_dora, model.peft_config = True, {"default": config}
+    refusal(check_adapter, model, says=["use_dora"])
 
 
 @pytest.mark.parametrize("settings", [{}, LORA])

@@ -46,7 +46,9 @@ def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
     every = [*model.parameters()]
     model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
     refusal(check, model, every, says=[*names, "are frozen"])
+    model.base_model.bfloat16()  # type: ignore[operator, union-attr]
     check(model, head)
+    refusal(check, model.half(), head, says=["classifier.weight", "dtype=torch.float32"])
 
 
 def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import TORCH_DTYPES, live_state, reshard, tied_names
-from toolkit.checkpoint.lora import in_adapter, in_merged_model, merged_name, saved_name
+from toolkit.checkpoint.lora import AdapterConfig, in_adapter, in_merged_model, merged_name, saved_name
 from toolkit.checkpoint.restore import copy_elements
 from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import TensorIndex
@@ -148,6 +148,20 @@ def lora_config(model: torch.nn.Module) -> Any | None:
     """The LoraConfig of an unwrapped model, or None for one without LoRA."""
     configs = getattr(model, "peft_config", None)
     return configs.get("default") if isinstance(configs, dict) and hasattr(model, "get_base_model") else None
+
+
+def check_adapter(model: torch.nn.Module) -> None:
+    """Raises UserError where the model has an adapter of peft that `merge_lora` cannot merge."""
+    configs: Any = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict):
+        return
+    embeds = any(".lora_embedding_" in name for name, _ in model.named_parameters())
+    if not lora_config(model) or len(configs) > 1 or configs["default"].peft_type != "LORA" or embeds:
+        raise UserError(
+            "of peft's adapters only LoRA of linear layers can be saved, made by `peft.get_peft_model(model, config)` "
+            "under its default name: pass --lora_r, or merge the adapter before the training (merge_and_unload)"
+        )
+    AdapterConfig(Path("the model's LoRA"), configs["default"].to_dict()).check_mergeable(base_excluded=True)
 
 
 def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -91,6 +91,14 @@ class Split:
     collator: Any = field(default=None, kw_only=True)
     """A subclass of `toolkit.data.batches.Collator`, or a function that makes one; None: `Collator`."""
 
+    def __post_init__(self) -> None:
+        for name, values in self.columns.items():
+            if len(values) != len(self):
+                raise UserError(
+                    f"column {name} of the {self.name} split has {len(values)} values for {len(self)} samples: index "
+                    "the values of the file's rows with `split.rows` (docs/data.md, Labels)"
+                )
+
     def __len__(self) -> int:
         return len(self.rows)
 

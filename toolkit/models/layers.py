@@ -17,9 +17,11 @@ def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for stack in _stacks(model) for layer in stack]
 
 
-def _stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
-    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
+def _stacks(model: Any) -> list[list[torch.nn.Module]]:
+    modules = getattr(model, "base_model", model).named_modules()  # the rest is a head, which may have a list, too
+    lists = {name: part for name, part in modules if isinstance(part, torch.nn.ModuleList)}
     outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    outer = [part for part in outer if not all(isinstance(item, torch.nn.Linear) for item in part)]
     # Funnel's items are blocks of layers
     return [
         [layer for item in part for layer in (item if isinstance(item, torch.nn.ModuleList) else [item])]

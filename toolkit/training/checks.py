@@ -66,6 +66,9 @@ def check_parameters(
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {HOW_TO_FREEZE}")
     if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {HOW_TO_FREEZE}")
+    if low := [name for name, each in items if each.requires_grad and each.dtype in (torch.bfloat16, torch.float16)]:
+        how = "load the model with dtype=torch.float32, within `toolkit.whole_weights()`"
+        faults.add(f"{listing(low, 4)}: 16 bits lose small updates: {how} (--mixed_precision computes in 16 bits)")
     if any(group["lr"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
         faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
@@ -87,6 +90,11 @@ def check_parameters(
 PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[str, bool]], list[Any]]] = WeakKeyDictionary()
 """Model -> (name, requires_grad) of each parameter before `accelerator.prepare`; the parameters after it. Global, since
 a recipe passes only the model from `prepare` to a step."""
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
+        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
 
 
 def check_scheduler(optimizer: Any, scheduler: Any) -> None:
@@ -111,4 +119,11 @@ def not_in_model(parameters: list[Any]) -> str:
     return (
         f"parameters that are not the model's ({shapes}): processes would train different copies, and no checkpoint "
         f"would save them. Make them part of the model ({LOSS_PARAMETERS})"
+    )
+
+
+def not_in_loss(names: list[str]) -> str:
+    return (
+        f"the loss does not use parameters that are trained: {listing(names, 4)}. Leave them out of the model "
+        "(`add_pooling_layer=False`), freeze them before the optimizer is created, or use them in each micro-batch"
     )

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_model
+from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_loss, not_in_model
+from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
 REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
@@ -99,6 +101,11 @@ class LoopChecks:
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
                 "`step.micro_batches`, which can be used once in a step: launch with ddp (accelerate_configs/)"
             )
+        if number == self._step and self._unscaled and self.accelerator.scaler is not None:
+            raise UserError(
+                f"step {number}: fp16's gradients can be clipped once in a step, after its last pass over "
+                "`step.micro_batches`: clip there only, or pass --mixed_precision bf16"
+            )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
         self.mean_loss, self._unscaled, self._accumulates = None, False, None
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
@@ -123,7 +130,8 @@ class LoopChecks:
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         self._refuse_means(self._micro_batches - 1)
-        if self._means and self._accumulates and all(each.grad is None for each in self._accumulates.parameters()):
+        model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
+        if model is not None and all(each.grad is None for each in model.parameters()):
             raise UserError(
                 f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
                 "`optimizer.zero_grad()` only after `optimizer.step()`"
@@ -131,7 +139,8 @@ class LoopChecks:
         self._means += 1
         if self._unchecked is None:
             return
-        refuse_foreign_parameters(self._unchecked, losses)
+        # DDP and shards would average gradients of different parameters, or none
+        refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
         self._unchecked = None
         if not self._forwards:
             raise UserError(
@@ -196,14 +205,23 @@ def refuse_changes(model: Any) -> None:
         raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
 
 
-def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
-    """Raises UserError where losses depend on parameters outside the model."""
-    parameters = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
-    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-        return  # FSDP2 computes with gathered copies
+def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
+    """Raises UserError where losses depend on parameters outside the model; with `uses_all` also where they do not
+    depend on all trained ones."""
+    module = unwrapped(model)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for part in module.modules():
+        if isinstance(part, FSDPModule):  # it computes with gathered copies
+            for group in require(part, "_get_fsdp_state", "torch")()._fsdp_param_groups:
+                copies = (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
+                names |= {id(each._unsharded_param): each._param_fqn for each in copies}
     leaves = [leaf for leaf in autograd_leaves(losses) if isinstance(leaf, torch.nn.Parameter)]
-    if foreign := [leaf for leaf in leaves if id(leaf) not in parameters]:
+    if foreign := [leaf for leaf in leaves if id(leaf) not in names]:
         raise UserError(f"the loss has {not_in_model(foreign)}")
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    used = {names[id(leaf)] for leaf in leaves}
+    if uses_all and (unused := [name for name in trained if name not in used]):
+        raise UserError(not_in_loss(unused))
 
 
 @contextlib.contextmanager

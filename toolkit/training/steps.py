@@ -30,6 +30,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
+from toolkit.training.checks import not_in_loss
 from toolkit.training.dropout import install_fast_dropout
 from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
@@ -142,7 +143,7 @@ class Step:
         accelerator, sync_each_batch = self.steps.accelerator, self.steps.settings.sync_each_batch
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
-        checks = self.steps.checks
+        self.steps.model, checks = model, self.steps.checks
         checks.begin_step(self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2)
         self._losses, self._ids, self._computed_tokens = [], [], 0  # of the last pass, where there are two
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
@@ -209,15 +210,16 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
     if "did not receive grad" in str(error):  # DDP's, in the step after the first
         places = re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
         trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
-        unused = listing([trained[int(place)] for place in places], 4)
-        return (
-            f"the loss does not use parameters whose gradients DDP waits for: {unused}. Leave them out "
-            "of the model (`add_pooling_layer=False`), or freeze them before the optimizer is created"
-        )
+        return not_in_loss([trained[int(place)] for place in places])
     if "already been lazily initialized" in str(error):  # FSDP2's
         return (
             "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
             "change there, in a model class of your own, or launch with ddp (accelerate_configs/)"
+        )
+    if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
+        return (
+            "a model was sharded when it was loaded, and not prepared: load it within `toolkit.whole_weights()` "
+            "(docs/your-own-recipe.md, Another model class)"
         )
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return memory.explain(batch, recomputes, error)
@@ -261,6 +263,8 @@ class Steps:
         """(lengths of texts, seconds) -> MFU."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.checks = LoopChecks(accelerator)
+        self.model: Any = None
+        """Prepared; set by the first step."""
         self.set_randomness: Callable[[], None] = self._seed_dropout
         self._pending: list[Step] = []
         self._steps_per_gather, self._seconds_per_step = settings.logging_steps or 1, math.inf
@@ -333,9 +337,15 @@ class Steps:
         numbers = [peak_memory_bytes(device), signal, self._seconds_per_step, *computed]
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_norm_tensor(step.grad_norm).to(device, dtype) for step in finished]
-        local = torch.cat([torch.tensor(numbers, dtype=dtype, device=device), torch.stack([*sums, *norms])])
-        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
+        results = torch.stack([*sums, *norms, self._sample_weights(dtype)])
+        local = torch.cat([torch.tensor(numbers, dtype=dtype, device=device), results])
+        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 4 + 3 steps)
         launch.explain_failures()  # later failures are not a micro-batch's
+        if any(abs(rank[-1] - ranks[0][-1]) > 1e-5 * abs(ranks[0][-1]) for rank in ranks):
+            raise UserError(
+                f"step {finished[-1].number}: weights differ between processes: use each trained parameter in each "
+                "micro-batch, and draw random numbers of an update from a torch.Generator with one seed"
+            )
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
         if self.settings.logging_steps is None and device.type != "cpu":
             self._steps_per_gather = max(1, int(_GATHER_SECONDS / ranks[0][2]))
@@ -359,6 +369,14 @@ class Steps:
                 mfu=mfu,
                 peak_memory_bytes=peak,
             )
+
+    def _sample_weights(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum of the trained parameters' first elements: equal on all ranks under DDP. 0 otherwise."""
+        replicated = isinstance(self.model, torch.nn.parallel.DistributedDataParallel)
+        parameters = self.model.parameters() if replicated else ()
+        first = [each.detach().flatten()[0] for each in parameters if each.requires_grad and each.numel()]
+        first = first or [torch.zeros((), device=self.accelerator.device)]
+        return torch.stack(first).to(dtype).abs().sum()
 
 
 def _norm_tensor(norm: Any) -> torch.Tensor:

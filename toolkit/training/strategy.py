@@ -16,15 +16,17 @@ from accelerate.utils import DynamoBackend
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 from toolkit.checkpoint.live import persistent_buffers
+from toolkit.checkpoint.model_folder import check_adapter
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError
 from toolkit.launch import log_on_main
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
-from toolkit.training.checks import check_parameters, optimizer_fault
+from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.half_precision import choose_precision, choose_reduction
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
+from toolkit.utils.modules import unwrapped
 
 # of one layer: training or evaluation, with or without a mask, one text or several
 _MAX_GRAPHS = 32
@@ -67,8 +69,8 @@ def align_strategy(
         raise UserError(
             f"--attn_implementation {attention} computes in bf16 and fp16 only: pass --mixed_precision bf16"
         )
-    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
-        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
+    refuse_compiled(model)
+    check_adapter(model)
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
@@ -138,6 +140,15 @@ def align_strategy(
         _set_bucket_sizes(zero, model)
     if plugin.zero_stage == 3:  # needed to gather the final weights
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def broadcast_buffers(accelerator: Accelerator, model: Any) -> None:
+    """Gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with other
+    ones. Call this after each step."""
+    if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
+        for _, buffer in persistent_buffers(unwrapped(model)):
+            if buffer.is_floating_point():
+                torch.distributed.broadcast(buffer, 0)
 
 
 @contextlib.contextmanager
