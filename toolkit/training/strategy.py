@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -142,13 +142,19 @@ def align_strategy(
         zero["stage3_gather_16bit_weights_on_model_save"] = True
 
 
-def broadcast_buffers(accelerator: Accelerator, model: Any) -> None:
-    """Gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with other
-    ones. Call this after each step."""
+def buffer_broadcast(accelerator: Accelerator, model: Any) -> Callable[[], None]:
+    """Returns a function that gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each
+    would evaluate with other ones. Call it after each step."""
+    root, owners = unwrapped(model), list[tuple[Any, str]]()
     if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
-        for _, buffer in persistent_buffers(unwrapped(model)):
-            if buffer.is_floating_point():
-                torch.distributed.broadcast(buffer, 0)
+        names = (name.rpartition(".") for name, each in persistent_buffers(root) if each.is_floating_point())
+        owners = [(root.get_submodule(owner), short) for owner, _, short in names]
+
+    def broadcast() -> None:
+        for owner, name in owners:
+            torch.distributed.broadcast(getattr(owner, name), 0)
+
+    return broadcast
 
 
 @contextlib.contextmanager
