@@ -107,14 +107,15 @@ class _Attention(torch.autograd.Function):
         grads = [like_projection(each) for each in (query, key, value)]
         samples, heads, queries, keys = signed.shape
         for group in head_groups(samples, heads, _SCORES // (queries * keys)):
-            g, remaining, probabilities = grad[group] * ctx.factor, signed[group].relu(), signed[group].float()
-            grads[2][group] = remaining.mT @ g
+            g, remaining, probabilities = grad[group].float(), signed[group].relu(), signed[group].float()
+            grads[2][group] = (remaining.mT @ grad[group]).mul_(ctx.factor)
             # of the softmax: P * (dP - sum(dP * P)), where the sum is that of the outputs times their gradients
-            sums = (grad[group].float() * context[group].float()).sum(-1, keepdim=True)
-            score_grads = (g.float() @ value[group].float().mT).mul_(probabilities.relu())
+            sums = (g * context[group].float()).sum(-1, keepdim=True).mul_(ctx.scale)
+            # scaled in float32: fp16 could overflow
+            score_grads = ((g * (ctx.factor * ctx.scale)) @ value[group].float().mT).mul_(probabilities.relu())
             score_grads = score_grads.addcmul_(probabilities.abs_(), sums, value=-1).to(query.dtype)
-            grads[0][group] = (score_grads @ key[group]).mul_(ctx.scale)
-            grads[1][group] = (score_grads.mT @ query[group]).mul_(ctx.scale)
+            grads[0][group] = score_grads @ key[group]
+            grads[1][group] = score_grads.mT @ query[group]
         return *grads, None, None, None
 
 
