@@ -319,7 +319,13 @@ def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any
         if contestant == "prepare":  # fills the cache of tokens
             return {"folder": str(load_job(settings, samples).data.folder)}
         clock = Clock()
-        result = contenders[contestant](load_job(settings, samples), task, clock)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        job = load_job(settings, samples)
+        if contestant != "ours":  # loading has replaced it in this process
+            ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa_attention_forward)
+        result = contenders[contestant](job, task, clock)
     import torch
 
     if task == "train" and result["steps"] != samples // TEXTS[length][1]:
