@@ -113,6 +113,11 @@ def test_a_run_copied_with_its_links_followed_gets_them_again(tmp_path: Path) ->
         shutil.copytree(folder, tmp_path / name)
     folders.set_links(tmp_path, best_step=1)
     assert [(tmp_path / name).readlink().name for name in ("best", "last")] == [best.name, last.name]
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()  # the copy was interrupted: no manifest
+    with pytest.raises(IsADirectoryError):
+        folders.set_links(tmp_path, best_step=1)
+    (tmp_path / "best").rmdir()
     (tmp_path / "last").unlink()
     last.rename(tmp_path / "last")  # no other folder has it
     with pytest.raises(IsADirectoryError):

@@ -194,7 +194,8 @@ def set_links(checkpoints: Path, best_step: int) -> None:
     it."""
     manifests = [(folder / MANIFEST).read_bytes() for folder in complete(checkpoints)]
     for copy in (checkpoints / "best", checkpoints / "last"):  # the run was copied, with links followed
-        if copy.is_dir() and not copy.is_symlink() and (copy / MANIFEST).read_bytes() in manifests:
+        manifest = copy / MANIFEST
+        if not copy.is_symlink() and manifest.is_file() and manifest.read_bytes() in manifests:
             remove(copy)
     for newest in complete(checkpoints)[:1]:
         set_link(checkpoints, "last", newest)

@@ -91,7 +91,7 @@ class _Attention(torch.autograd.Function):
             # products of float32, as in torch's kernel: scores in bf16 would have three times the error
             scores = (query[group].float() * scale) @ key[group].float().mT
             if mask is not None:
-                _apply(mask[group], scores)
+                _mask_scores(scores, mask[group])
             signed[group] = scores.softmax(-1)
             if dropout:
                 _mark(signed[group], dropout)
@@ -119,7 +119,8 @@ class _Attention(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _apply(mask: Tensor, scores: Tensor) -> None:
+def _mask_scores(scores: Tensor, mask: Tensor) -> None:
+    """In place; a bool mask is True for keys to hide."""
     if mask.dtype == torch.bool:
         scores.masked_fill_(mask, torch.finfo(scores.dtype).min)
     else:
