@@ -51,6 +51,7 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", 
         ({"RANK": "0", "WORLD_SIZE": "1"}, Place("environment", 0, 1, 0, 1)),
         (BY_HAND, Place("environment", 3, 8, 3, 8)),
         (BY_HAND | {"NODE_RANK": "0"}, Place("environment", 3, 8, 3, 1)),  # Azure ML
+        (BY_HAND | {"NODE_RANK": "0", "AZUREML_NODE_COUNT": "2"}, Place("environment", 3, 8, 3, 4)),
         (BY_HAND | {"NODE_RANK": "0", "ACCELERATE_USE_CPU": "yes"}, Place("accelerate", 3, 8, 3, 8)),  # a notebook
         # mpirun and torchrun inside a Slurm step: the inner launcher counts
         (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),

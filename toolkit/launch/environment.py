@@ -102,7 +102,8 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
     # Azure ML sets LOCAL_RANK and NODE_RANK, and not how many processes a node has
     is_local = "LOCAL_RANK" in env and not (launcher == "environment" and "NODE_RANK" in env)
-    local = _number(env, variable) if variable else (world if is_local else 1)
+    by_azure = world // _number(env, "AZUREML_NODE_COUNT") if "AZUREML_NODE_COUNT" in env else 1
+    local = _number(env, variable) if variable else (world if is_local else by_azure)
     return Place(launcher, _number(env, "RANK"), world, local_rank, local)
 
 
