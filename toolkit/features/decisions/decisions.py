@@ -142,7 +142,7 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     if path is None:
         return None
     content = read_table(path, _KINDS)
-    remedy = f"repeat the run's command to write a new one, or remove {path} to answer with the likeliest class"
+    remedy = f"repeat the run's command to write a new one, or remove {path} to answer with the most probable class"
     thresholds, names = content.get("thresholds") or {}, list(labels.names)
     if content.get("labels") != names:
         raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {remedy}")
@@ -345,8 +345,8 @@ def _correct(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> np.ndarra
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
     """`ece`, `brier`, and `bins` of a reliability diagram: [rows, mean probability, share correct].
 
-    With one label per row, the expected calibration error is that of the likeliest class (Guo et al., 2017; bins of
-    equal width), and Brier's score (1950) a sum over classes; with several, both take each label of each row alone.
+    With one label per row, the expected calibration error is that of the most probable class (Guo et al., 2017; bins of
+    equal width), and Brier's score (1950) a sum over classes; with several, both count each label of each row.
     """
     if truth.ndim == 2:
         confidence, correct = probabilities.ravel(), truth.ravel()
