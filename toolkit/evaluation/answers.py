@@ -148,7 +148,7 @@ def _decode_label(label: Any, labels: Labels) -> Any:
 
 
 def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs. Raises UserError where one has no name of its own."""
+    """A saved model's labels, in the order of its outputs. Raises UserError where one has no name, or another's."""
     where = f"{config.name_or_path}: id2label in config.json"
     if sorted(config.id2label) != list(range(config.num_labels)):
         raise UserError(f"{where} has {listing(config.id2label)}, and needs a name for 0 to {config.num_labels - 1}")

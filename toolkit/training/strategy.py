@@ -35,7 +35,7 @@ _LIMITED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "torch_autocast"), ([], "use the settings instead")),
     "activation_checkpointing": ([], "it has no effect: pass --gradient_checkpointing true"),
     **dict.fromkeys(("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-                    ([], "it trains with an Adam of its own, not with --optimizer")),
+                    ([], "it trains with its own Adam, not with --optimizer")),
     "tensor_parallel.autotp_size": ([0, 1], "its processes would need the same texts"),
     "data_efficiency": ([], "it has no effect: the settings choose samples and tokens"),
     **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"),
