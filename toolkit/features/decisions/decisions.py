@@ -67,8 +67,8 @@ class Decisions(ClassAnswers):
         return f"their probabilities are below {self.abstain_below:g}, the abstain_below of the model's decisions.json"
 
     def as_json(self) -> dict[str, Any]:
-        values = {"temperature": self.temperature, "thresholds": dict(self.thresholds)}
-        return values | {"abstain_below": self.abstain_below}
+        thresholds = dict(self.thresholds)
+        return {"temperature": self.temperature, "thresholds": thresholds, "abstain_below": self.abstain_below}
 
     def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
         """Replaces metrics and predictions by those of these decisions; on the main process. Adds `decisions`: metrics
