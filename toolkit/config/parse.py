@@ -81,7 +81,7 @@ _REPLACED_BY = {
                     "--optimizer_args 'betas=(0.9,0.98),eps=1e-6'"),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
                      "dataloader_persistent_workers"),
-                    "tokens are made ahead and read without copies: there are no workers to set"),
+                    "texts are tokenized before training, and read without copies: there are no workers to set"),
     "dataloader_drop_last": "no sample is dropped: the last batch is smaller",
     **dict.fromkeys(("logging_strategy", "logging_first_step"), "every optimizer step is logged; --logging_steps N "
                     "gathers N steps at once"),
