@@ -191,11 +191,10 @@ def drop_empty(table: Table, texts: Mapping[str, str], separator: str, allowed: 
         if blank.all():
             raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
         if blank.any() and not allowed:
+            hint = " (or --sample_by paragraph, where they separate texts)" * table.name.endswith(".txt")
             raise UserError(
                 f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
-                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
-                + " (or --sample_by paragraph, where they separate texts)"
-                * table.name.endswith(".txt")
+                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text{hint}"
             )
     numbers = np.flatnonzero(~flags.any(axis=0))
     if not len(numbers):
