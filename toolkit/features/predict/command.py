@@ -252,12 +252,12 @@ def _format_answer(line: dict[str, Any], answers: Answers) -> str:
     if labels.problem_type == "regression":
         numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
         return " ".join(f"{name} {number:.4g}" for name, number in numbers)
-    chances = dict(zip(labels.names, line["probabilities"], strict=True))
+    probabilities = dict(zip(labels.names, line["probabilities"], strict=True))
     if prediction is None:
-        best = max(chances, key=lambda name: chances[name])
-        return f"no answer (most probable: {best} {chances[best]:.4f})"
+        best = max(probabilities, key=lambda name: probabilities[name])
+        return f"no answer (most probable: {best} {probabilities[best]:.4f})"
     names = [prediction] if isinstance(prediction, str) else prediction
-    return " ".join(f"{name} {chances[name]:.4f}" for name in names) or "none"
+    return " ".join(f"{name} {probabilities[name]:.4f}" for name in names) or "none"
 
 
 def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -> dict[str, list[Any]]:
