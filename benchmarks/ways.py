@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/ways.md")
     options = parser.parse_args()
-    lines = ["| typed | processes | strategy | loss of step 10 | seconds |", "|---|---|---|---|---|"]
+    lines = ["| command | processes | strategy | loss of step 10 | seconds |", "|---|---|---|---|---|"]
     for command in COMMANDS:
         lines.append(measure(command))
         print(lines[-1], flush=True)

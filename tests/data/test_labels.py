@@ -269,7 +269,7 @@ def test_chinese_separators() -> None:
     assert not list(doubtful_names(["a/b", "a", "b", "c|d"]))
 
 
-def test_bytes_and_objects(tmp_path: Path) -> None:
+def test_bytes_and_objects() -> None:
     """Strings without their type in Parquet, as of older Spark; they were trained on as `b'...'`."""
     table = Table(datasets.Dataset.from_dict({"text": ["好".encode(), b"x"], "label": [b"neg", b"pos"]}), "f", "d")
     assert [*text_blocks(table, ["text"], " ")] == [[["好", "x"]]]

@@ -127,7 +127,9 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
     refusal(prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'")
 
 
-def test_the_way_of_the_data_is_short(reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path) -> None:
+def test_few_files_run_between_a_csv_and_its_tokens(
+    reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path
+) -> None:
     """From a CSV to tokens on disk through ten files and general helpers, and no feature that no setting turns on."""
     files = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
     settings, called = build(TaskSettings, files), set()

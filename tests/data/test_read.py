@@ -47,7 +47,7 @@ def write(path: Path, content: str | bytes) -> str:
 
 @pytest.fixture(autouse=True, params=["at once", "in batches, kept in the cache"])
 def _as_large_files_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
-    """Every test runs a second time in the way of large files."""
+    """Every test runs a second time in batches, as large files are read."""
     if request.param != "at once":
         for module in (table, text_files, read):
             monkeypatch.setattr(module, "BATCH_ROWS", 50)

@@ -211,7 +211,7 @@ def test_dropout_under_gpt2s_names() -> None:
     assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.3, 0.3, 0.3)
 
 
-def test_models_that_need_an_end_or_ignore_padding(tiny_model: Path, tmp_path: Path) -> None:
+def test_models_that_need_an_end_or_ignore_padding(tmp_path: Path) -> None:
     """BART reads the state of the last </s>; FNet mixes padding into the text: it takes no attention mask."""
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
              "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}  # fmt: skip

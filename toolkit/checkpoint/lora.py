@@ -109,7 +109,7 @@ class AdapterConfig:
         expected = self._layer_value(layer, "rank_pattern", "r")
         if expected != rank:
             fault = f"{self.path} has rank {expected} for {layer} and the checkpoint {rank}"
-            raise UserError(f"{fault}: it is of another adapter")
+            raise UserError(f"{fault}: the config belongs to another adapter")
         alpha = self._layer_value(layer, "alpha_pattern", "lora_alpha")
         scaling = float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
         delta = LoraDelta(a, b, scaling, is_embedding or bool(self.content.get("fan_in_fan_out")))

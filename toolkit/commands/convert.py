@@ -136,7 +136,7 @@ def _lines(reader: CheckpointReader, facts: dict[str, Any]) -> list[str]:
         f"{reader.path}: {reader.strategy}, {reader.world} process{'es' * (reader.world > 1)}, {step}",
         f"  parameters  {facts['parameters']} with {facts['numbers']:,} elements ({dtypes}), "
         f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
-        f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
+        f"  also        {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
         + (", a LoRA adapter" if facts["lora"] else ""),
         f"  optimizer   moments of {facts['moments']} parameters",
         f"  config      {reader.model_folder or 'none'}",

@@ -32,10 +32,10 @@ _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 # pairs of settings that exclude each other, and why
 _EXCLUSIVE = [
     ("train_file", "dataset_name", "name the files or the data set"),
-    ("validation_file", "dataset_name", "a data set brings its own splits"),
-    ("test_file", "dataset_name", "a data set brings its own splits"),
+    ("validation_file", "dataset_name", "a data set has its own splits"),
+    ("test_file", "dataset_name", "a data set has its own splits"),
     ("warmup_ratio", "warmup_steps", "they set the same thing"),
-    ("validation_file", "validation_split", "rows are held back only where there is no validation file"),
+    ("validation_file", "validation_split", "rows are held out only where there is no validation file"),
 ]  # fmt: skip
 # further pairs, for which the command line does not replace the file's setting
 _CONFLICTS = [
@@ -47,9 +47,9 @@ _CONFLICTS = [
 _REQUIRES = {
     "dataset_config_name": ("dataset_name", ""),
     **dict.fromkeys(("distillation_temperature", "distillation_alpha"),
-                    ("teacher", ", the model that teaches: name its folder")),
+                    ("teacher", ": pass the teacher's folder")),
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"),
-                    ("lora_r", ", which turns LoRA on: give it (8 is usual)")),
+                    ("lora_r", ", which turns LoRA on: pass it (8 is usual)")),
 }  # fmt: skip
 # other trainers' name of a setting -> ours
 _OTHER_NAMES = {
@@ -67,7 +67,7 @@ _REPLACED_BY = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"),
                     "a strategy is a file: --config_file accelerate_configs/zero2.yaml (ddp, zero1, zero3, fsdp2), or "
                     "deepspeed recipes/cls.py --deepspeed_config ds.json"),
-    "train_sampling_strategy": "texts of like length share a batch unless --group_by_length false; --sampling draws "
+    "train_sampling_strategy": "texts of similar length share a batch unless --group_by_length false; --sampling draws "
                                "rare classes more often",
     **dict.fromkeys(("save_strategy", "save_only_model"),
                     "--checkpoint_every 500 saves every 500 optimizer steps; the best model is always saved"),
@@ -81,7 +81,7 @@ _REPLACED_BY = {
                     "--optimizer_args 'betas=(0.9,0.98),eps=1e-6'"),
     **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
                      "dataloader_persistent_workers"),
-                    "tokens are made ahead and read without copies: there are no workers to set"),
+                    "texts are tokenized before training, and read without copies: there are no workers to set"),
     "dataloader_drop_last": "no sample is dropped: the last batch is smaller",
     **dict.fromkeys(("logging_strategy", "logging_first_step"), "every optimizer step is logged; --logging_steps N "
                     "gathers N steps at once"),
@@ -211,17 +211,17 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     if smoothing and values.get("loss") == "focal":
         yield f"--label_smoothing_factor {smoothing} has no effect with --loss focal: leave one of them out"
     if is_set("focal_gamma") and values.get("loss") != "focal":
-        yield "--focal_gamma is given without --loss focal, which it belongs to"
+        yield "--focal_gamma has no effect without --loss focal"
     for name in ("validation_file", "test_file"):
         if is_set(name) and not is_set("train_file") and not is_set("dataset_name"):
             yield f"--{name} is given without --train_file: name the file to train on"
     shorter, longest = values.get("compare_max_length"), values.get("max_length")
     with contextlib.suppress(TypeError, ValueError):  # a number may still be the command line's text
         if int(shorter) >= int(longest):  # type: ignore[arg-type]
-            yield f"--compare_max_length {shorter} is no less than --max_length {longest}: name fewer tokens"
+            yield f"--compare_max_length {shorter} is no less than --max_length {longest}: pass a smaller number"
     for name in ("r_drop_alpha", "fgm_epsilon"):
         if is_set(name) and values.get("per_device_batch_size") == "auto":
-            yield f"--per_device_batch_size auto measures one pass, and --{name} takes two: give a number"
+            yield f"--per_device_batch_size auto measures one pass, and --{name} takes two: pass a number"
     for name, (needed, why) in _REQUIRES.items():
         if is_set(name) and not is_set(needed):
             yield f"--{name} is given without --{needed}{why}"

@@ -65,7 +65,7 @@ class ModelSettings(PretrainedSettings):
 
 @section
 class ObjectiveSettings:
-    """The loss, and uneven classes."""
+    """The loss, and imbalanced classes."""
 
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
     """The loss of classes; focal (Lin et al., 2017) gives rows with confident correct predictions less weight."""
@@ -112,9 +112,9 @@ class TextSettings:
     """Where the texts are."""
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; several by a pattern, 'part-*.csv'; .txt for texts alone."""
+    """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; several by a pattern, 'part-*.csv'; .txt: only texts."""
     validation_file: str | None = None
-    """Evaluated during training; when not given, a part of the training rows is held back."""
+    """Evaluated during training; when not given, a part of the training rows is held out."""
     test_file: str | None = None
     """Evaluated once, at the end, with the best model."""
     dataset_name: str | None = None
@@ -134,7 +134,7 @@ class TextSettings:
     column_names: str | None = None
     """Column names of CSV and TSV files without a header line: `label,text`."""
     validation_split: float = Field(default=0.1, gt=0, lt=1)
-    """The part of the training rows that is held back when there is no validation file."""
+    """The part of the training rows that is held out when there is no validation file."""
     preprocessing_num_workers: int | None = Field(default=None, ge=1)
     """Threads of a fast tokenizer; all cores when not given."""
     drop_empty_text: bool = False
@@ -144,11 +144,11 @@ class TextSettings:
     min_length: int | None = Field(default=None, ge=1)
     """Tokens; texts with fewer are left out, from training and from evaluation."""
     max_train_samples: int | None = Field(default=None, ge=1)
-    """For a trial: the number of training rows, drawn by `data_seed`."""
+    """For a quick test: the number of training rows, drawn by `data_seed`."""
     max_eval_samples: int | None = Field(default=None, ge=1)
-    """For a trial: the number of rows of each evaluated split, drawn by `data_seed`."""
+    """For a quick test: the number of rows of each evaluated split, drawn by `data_seed`."""
     data_seed: int | None = Field(default=None, ge=0, lt=2**31)
-    """Draws the rows that are held back or used in a trial; `seed` when not given. `seed` decides their order."""
+    """Draws the rows that are held out, or used in a quick test; `seed` when not given. `seed` decides their order."""
 
 
 @section
@@ -247,7 +247,7 @@ class TrainingSettings:
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between checkpoints; only at a stop signal, when not given."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints are kept, besides the best one."""
+    """How many of the newest checkpoints are kept, in addition to the best one."""
     checkpoint_in_background: bool = False
     """Write checkpoints while training continues; needs memory for a copy, three times the weights' size."""
     resume: Literal["auto", "no"] | str = "auto"

@@ -1,4 +1,4 @@
-"""Uneven classes: their rows, their weights in the loss and how often their rows are sampled."""
+"""Imbalanced classes: their rows, their weights in the loss and how often their rows are sampled."""
 
 from __future__ import annotations
 

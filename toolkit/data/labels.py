@@ -115,7 +115,7 @@ class Labels(Targets):
         if not set(self.columns) <= set(table.rows.column_names):
             return False
         blocks = (cells for column in self.columns for _, cells in _cells(table, (column,), None))
-        return all(_is_missing(value) or str(value).isspace() or value == "" for cells in blocks for value in cells)
+        return all(_is_missing(value) or not str(value).strip() for cells in blocks for value in cells)
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else _name(value)

@@ -92,7 +92,7 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
     length, longest = getattr(getattr(settings, "long", None), "compare_max_length", None), facts["max_length"]
     if length and length >= longest:
-        raise UserError(f"--compare_max_length {length}: texts are cut at {longest} tokens anyway: name fewer")
+        raise UserError(f"--compare_max_length {length}: texts are cut at {longest} tokens anyway: pass fewer")
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
     if several is not None:  # before an hour of work on different data
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}

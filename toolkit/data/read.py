@@ -180,8 +180,8 @@ def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) ->
         return schema
     if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
         raise UserError(
-            f"{path} has the columns {listing(schema.names)}, and the file before it {listing(before.names)}: make "
-            "them alike, or name a pattern that leaves it out"
+            f"{path} has the columns {listing(schema.names)}, and the file before it {listing(before.names)}: give "
+            "both the same columns, or use a pattern that leaves it out"
         )
     try:
         return unify_schemas(before, schema)

@@ -79,7 +79,7 @@ class Targets:
         """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """Writes a split's targets beside its tokens: `labels.npy`, and other files that its `split_class` reads.
+        """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
         Returns notes."""
         np.save(folder / "labels.npy", rows.targets)
         return []
@@ -158,7 +158,7 @@ def select_rows(
         notes += more
     others = {split: table for split, table in tables.items() if split not in splits}
     if "validation" in splits and others:
-        notes.append(f"the other splits of the data take no part: {', '.join(others)}")
+        notes.append(f"the other splits of the data are not used: {', '.join(others)}")
         others = {}
     for split, table in others.items():
         if split == "test" and targets.all_missing(table):
@@ -191,11 +191,10 @@ def drop_empty(table: Table, texts: Mapping[str, str], separator: str, allowed: 
         if blank.all():
             raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
         if blank.any() and not allowed:
+            hint = " (or --sample_by paragraph, where they separate texts)" * table.name.endswith(".txt")
             raise UserError(
                 f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
-                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
-                + " (or --sample_by paragraph, where they separate texts)"
-                * table.name.endswith(".txt")
+                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text{hint}"
             )
     numbers = np.flatnonzero(~flags.any(axis=0))
     if not len(numbers):
@@ -235,12 +234,12 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[di
     count = max(1, round(len(places) * share))
     if count >= len(places):
         raise UserError(
-            f"{name}: {len(rows)} rows are too few to hold a part of {share:g} back for validation: give "
+            f"{name}: {len(rows)} rows are too few to hold out a part of {share:g} for validation: pass "
             "--validation_file, or another --validation_split"
         )
     if strata is not None and min(count, len(places) - count) < len(np.unique(strata)):
         strata = None
-        notes.append(f"{name}: too few rows to hold some of each class back")
+        notes.append(f"{name}: too few rows to hold out some of each class")
     validation = np.zeros(len(rows), bool)
     validation[places[_stratified_sample(strata, len(places), count, seed)]] = True
     held_back = f"{count} of {len(rows)} rows are held back for validation"

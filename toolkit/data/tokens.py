@@ -382,8 +382,8 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     rows = getattr(encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
-            "model's own tokenizer files into its folder"
+            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are of different models; put "
+            "the model's tokenizer files into its folder"
         )
 
 

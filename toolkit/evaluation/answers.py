@@ -52,7 +52,7 @@ class Answers:
         return evaluation
 
     def describe(self, evaluation: Evaluation) -> list[str]:
-        """Lines for the screen: how these answers change the metrics."""
+        """Lines to print: how these answers change the metrics."""
         return []
 
 
@@ -88,13 +88,13 @@ class ClassAnswers(Answers):
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
         """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
         labels = self.labels
-        for chances, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
-            rounded = [round(float(chance), 6) for chance in chances]
+        for probabilities, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
+            rounded = [round(float(probability), 6) for probability in probabilities]
             if labels.problem_type == "regression":
                 yield {"prediction": rounded[0] if labels.size == 1 else rounded}
             elif labels.problem_type == _SINGLE:
                 index = int(scores.argmax())
-                prediction = None if self.abstains(chances[index]) else labels.names[index]
+                prediction = None if self.abstains(probabilities[index]) else labels.names[index]
                 yield {"prediction": prediction, "probabilities": rounded}
             else:
                 yield {"prediction": _decode_label(scores > 0, labels), "probabilities": rounded}
@@ -129,7 +129,7 @@ def evaluate_classifier(
     labels: Labels,
 ) -> Evaluation:  # fmt: skip
     """Evaluates a prepared classifier on a split, each sample exactly once; a collective. recipes/cls.py has the same
-    loop in the open."""
+    loop, to be edited."""
     model.eval()
     outputs = Outputs(accelerator, split)
     for batch in evaluation_batches(accelerator, split, tokenizer, settings):
@@ -148,7 +148,7 @@ def _decode_label(label: Any, labels: Labels) -> Any:
 
 
 def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs. Raises UserError where one has no name of its own."""
+    """A saved model's labels, in the order of its outputs. Raises UserError where one has no name, or another's."""
     where = f"{config.name_or_path}: id2label in config.json"
     if sorted(config.id2label) != list(range(config.num_labels)):
         raise UserError(f"{where} has {listing(config.id2label)}, and needs a name for 0 to {config.num_labels - 1}")

@@ -32,7 +32,7 @@ _PARTS = ("settings", "data", "identity", "launch")
 def training_run(name: str) -> dict[str, Any]:
     """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model; empty without such
     a run."""
-    try:  # strict: a name of the hub is no folder beside some run's config.json
+    try:  # strict: a hub name must not count as a folder next to some run's config.json
         run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
         return {part: dict(run[part]) for part in _PARTS[:2]} | {part: dict(run.get(part, {})) for part in _PARTS[2:]}
     except (OSError, ValueError, KeyError, TypeError):
@@ -70,7 +70,7 @@ def choose_columns(
 def empty_text_warning(rows: Sequence[int], count: int) -> str:
     """A warning about `rows` (from 0) of `count`, whose text, or one text of a pair, is empty; "" without rows."""
     where = listing(row + 1 for row in rows)
-    return f"{len(rows)} of {count} rows have an empty text (rows {where}): their predictions mean nothing" * bool(rows)
+    return f"{len(rows)} of {count} rows have an empty text (rows {where}): meaningless predictions" * bool(rows)
 
 
 class SavedModel:

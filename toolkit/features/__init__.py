@@ -1,1 +1,1 @@
-"""Leaves: nothing else in the package needs them, and none needs another."""
+"""Features: no other part of the package depends on one, and no feature on another."""

@@ -83,7 +83,7 @@ def place_of(env: Mapping[str, str]) -> Place:
         if rank in env and world in env and local_rank in env:
             size = _local_tasks(env, local_world) if local_world in env else _number(env, world)
             return Place(launcher, _number(env, rank), _number(env, world), _number(env, local_rank), size)
-    if (env.get("PMI_SIZE") or "1") != "1":  # each process would train a model of its own
+    if (env.get("PMI_SIZE") or "1") != "1":  # each process would train a separate model
         raise UserError(
             f"PMI_SIZE is {env['PMI_SIZE']}, but MPI_LOCALRANKID is not set: set RANK, WORLD_SIZE and LOCAL_RANK"
         )

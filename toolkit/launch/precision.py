@@ -155,10 +155,6 @@ def faster_precision(milliseconds: Milliseconds) -> str:
     return "bf16" if milliseconds["no"] >= MIN_SPEEDUP * milliseconds["bf16"] else "no"
 
 
-def describe_trial(milliseconds: Milliseconds) -> str:
-    return "a layer of this width took {no:.3g} ms in fp32 and {bf16:.3g} ms in bf16 on this CPU".format(**milliseconds)
-
-
 def measure(widths: Widths) -> Milliseconds:
     """CPU time of one thread, which other load hardly changes: the minimum of a few alternating passes."""
     import torch

@@ -102,7 +102,7 @@ def _refuse_other_launch(place: environment.Place, script: str, requested: Mappi
     if count == 1 and place.world_size > local:
         raise UserError(
             f"this was started on several machines ({place.launcher}, {place.world_size} processes), and {path} is for "
-            f"one: each would train a model of its own: use {TWO_NODE_FILES}"
+            f"one: each would train a separate model: use {TWO_NODE_FILES}"
         )
     if place.launcher in ("torchrun", "srun", "mpirun") and 1 < local != requested["num_processes"] // count:
         raise UserError(

@@ -166,15 +166,9 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
     DDP raises for them, and sharded optimizers would decay them. Takes one forward pass of a short sample, and searches
     the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
     """
-    training, ones, config = (
-        model.training,
-        torch.ones(1, 8, dtype=torch.long),
-        cast(Any, getattr(model, "config", None)),
-    )
-    ids = ones
-    if getattr(
-        config, "is_encoder_decoder", False
-    ):  # BART reads the state of the last </s>; mBART's token 1 is padding
+    training, config = model.training, cast(Any, getattr(model, "config", None))
+    ids = ones = torch.ones(1, 8, dtype=torch.long)
+    if getattr(config, "is_encoder_decoder", False):  # BART reads the state of the last </s>; for mBART, 1 is padding
         ids = torch.tensor([[3] * 7 + [config.eos_token_id]])
     with torch.random.fork_rng(devices=[]), cpu_attention(model):
         logits = model.train()(input_ids=ids, attention_mask=ones, **inputs).logits

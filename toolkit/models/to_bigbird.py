@@ -240,7 +240,7 @@ def _check_kind(name: str, config: Any) -> None:
     if kind == "big_bird":
         raise UserError(f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it")
     if kind != "bert":
-        good = "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT in spite of its name)"
+        good = "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT despite its name)"
         raise UserError(f"{name} has model_type {kind}, and only bert can be converted: use {good}, or a BigBird")
     positions = getattr(config, "position_embedding_type", None) or "absolute"  # old configs have it
     if positions != "absolute":

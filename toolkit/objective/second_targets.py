@@ -1,5 +1,5 @@
-"""Terms that draw the outputs towards others: a teacher's (Hinton et al., 2015, "Distilling the Knowledge in a Neural
-Network"), and those of a second forward pass (R-Drop, Liang et al., 2021)."""
+"""Terms for the distance to other outputs: a teacher's (Hinton et al., 2015, "Distilling the Knowledge in a Neural
+Network"), or those of a second forward pass (R-Drop, Liang et al., 2021)."""
 
 from __future__ import annotations
 

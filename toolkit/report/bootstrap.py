@@ -61,7 +61,7 @@ def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
     return Scores(["accuracy", "f1_macro", *["f1_micro"] * several], rows, metrics)
 
 
-def intervals(scores: Scores, seed: int = 0) -> dict[str, dict[str, float]]:
+def intervals(scores: Scores) -> dict[str, dict[str, float]]:
     """Each metric's `value`, with its 95 % percentile interval over resampled rows (`low`, `high`)."""
     count = scores.rows.shape[0]
 
@@ -73,13 +73,13 @@ def intervals(scores: Scores, seed: int = 0) -> dict[str, dict[str, float]]:
     low = high = values = statistic(np.arange(count)[None])[:, 0]
     if count > 1:  # scipy refuses a single row
         low, high = stats.bootstrap(
-            (np.arange(count),), statistic, vectorized=True, method="percentile", rng=seed, **_resamples(count),
+            (np.arange(count),), statistic, vectorized=True, method="percentile", rng=0, **_resamples(count),
         ).confidence_interval  # fmt: skip
     rows = zip(scores.names, *np.stack([values, low, high]).tolist(), strict=True)
     return {name: {"value": value, "low": low, "high": high} for name, value, low, high in rows}
 
 
-def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
+def p_values(one: Scores, other: Scores) -> dict[str, float]:
     """Two-sided p of each metric's difference between two models on the same rows, by a paired permutation test, which
     swaps the two models' predictions of random rows (for accuracy this is McNemar's test)."""
     change = other.rows - one.rows
@@ -95,7 +95,7 @@ def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
         return difference.reshape(*swapped.shape[:-1], -1)
 
     p = stats.permutation_test(
-        (np.zeros(differing), np.ones(differing)), statistic, permutation_type="samples", vectorized=True, rng=seed,
+        (np.zeros(differing), np.ones(differing)), statistic, permutation_type="samples", vectorized=True, rng=0,
         **_resamples(differing),
     ).pvalue  # fmt: skip
     return dict(zip(one.names, p.tolist(), strict=True))

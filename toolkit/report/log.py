@@ -1,4 +1,4 @@
-"""Logging during training: metrics.jsonl and eval.jsonl, trackers (`--report_to`), and the screen."""
+"""Logging during training: metrics.jsonl and eval.jsonl, trackers (`--report_to`), and the terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_CLASSES = 20
 
 
 class RunLog:
-    """Logs steps and evaluations to files, trackers and the screen. All ranks call every method."""
+    """Logs steps and evaluations to files, trackers and the terminal. All ranks call every method."""
 
     def __init__(self, accelerator: Accelerator, files: RunFiles, total_steps: int, done: int) -> None:
         """`done`: the step that the run resumes from."""

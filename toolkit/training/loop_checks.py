@@ -272,8 +272,8 @@ class _RefuseShards(TorchFunctionMode):
 
 
 class _RefuseChanges(TorchFunctionMode):
-    """Refuses the recipe's changes of weights and uses of `grad` under DeepSpeed, which computes both from copies of
-    its own: a change of a weight is overwritten in the next step, and `grad` is None."""
+    """Refuses the recipe's changes of weights and uses of `grad` under DeepSpeed, which computes both from its own
+    copies: a change of a weight is overwritten in the next step, and `grad` is None."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class _RefuseChanges(TorchFunctionMode):
             tensors = filter(torch.is_tensor, tree_leaves(args[:1]))
             names = (self.weights.get(each.untyped_storage().data_ptr()) for each in tensors)
             name = next(filter(None, names), "")
-            fault = "DeepSpeed overwrites weights that the loop changes with copies of its own. To change them"
+            fault = "DeepSpeed overwrites weights that the loop changes with its own copies. To change them"
         if not name or _called_by_strategy():
             return function(*args, **(kwargs or {}))
         raise UserError(f"{name}: {fault}, {REMEDY_IN_OPTIMIZER}")

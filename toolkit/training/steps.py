@@ -61,7 +61,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     if max_tokens is not None and longest > max_tokens:
         raise UserError(
             f"--max_tokens_per_batch {max_tokens} is less than the longest text, which has {longest} tokens: raise it, "
-            f"or cut texts with --max_length {max_tokens}"
+            f"or truncate texts with --max_length {max_tokens}"
         )
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
@@ -214,7 +214,7 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
     if "already been lazily initialized" in str(error):  # FSDP2's
         return (
             "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
-            "change there, in a model class of your own, or launch with ddp (accelerate_configs/)"
+            "change there, in your own model class, or launch with ddp (accelerate_configs/)"
         )
     if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
         return (

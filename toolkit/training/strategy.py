@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
-from toolkit.checkpoint.live import persistent_buffers
+from toolkit.checkpoint.live import full_shape, persistent_buffers
 from toolkit.checkpoint.model_folder import check_adapter
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError
@@ -35,7 +35,7 @@ _LIMITED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "torch_autocast"), ([], "use the settings instead")),
     "activation_checkpointing": ([], "it has no effect: pass --gradient_checkpointing true"),
     **dict.fromkeys(("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-                    ([], "it trains with an Adam of its own, not with --optimizer")),
+                    ([], "it trains with its own Adam, not with --optimizer")),
     "tensor_parallel.autotp_size": ([0, 1], "its processes would need the same texts"),
     "data_efficiency": ([], "it has no effect: the settings choose samples and tokens"),
     **dict.fromkeys(("checkpoint.writer", "datastates_ckpt"),
@@ -239,7 +239,7 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
     """As accelerate does, with the model's largest width in place of a config's `hidden_size`."""
-    shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in model.parameters()]
+    shapes = map(full_shape, model.parameters())
     width = max((min(shape) for shape in shapes if len(shape) > 1), default=1)
     sizes = {
         "reduce_bucket_size": width * width,

@@ -105,8 +105,8 @@ def find_damage(folder: Path) -> str | None:
 
 
 def verified_marker(folder: Path) -> Path:
-    """The file beside a cached folder that holds the stat values for which the checksums matched. Its mtime is the
-    folder's last use."""
+    """The file next to a cached folder with the stat values for which the checksums matched. Its mtime is the folder's
+    last use."""
     return folder.with_name(f".{folder.name}.checked")
 
 

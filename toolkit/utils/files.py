@@ -28,7 +28,7 @@ def cache_folder() -> Path:
 
 
 def draft_path(path: Path, kind: str = "draft") -> Path:
-    """A hidden, random name beside `path`: unique across machines and containers, which may share process ids."""
+    """A hidden, random name next to `path`: unique across machines and containers, which may share process ids."""
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
 
 
@@ -157,7 +157,7 @@ def explain_write_errors(path: Path, state: str = "nothing was left behind") -> 
     except UserError:
         raise
     except Exception as error:
-        # safetensors, tokenizers and PyTorch's zip writer raise errors of their own
+        # safetensors, tokenizers and PyTorch's zip writer raise other errors than OSError
         if not isinstance(error, OSError) and not _DISK_ERROR.search(str(error)):
             raise
         why = getattr(error, "strerror", None) or first_line(error)

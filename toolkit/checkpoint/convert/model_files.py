@@ -154,7 +154,7 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Coll
     expected = {name: tuple(shape) for name, shape in model["shapes"].items()}
     differences = {
         "lacks": [name for name in expected if name not in {*shapes, *model["tied"], *tied}],
-        "has in surplus": [name for name in shapes if name not in expected],
+        "has in addition": [name for name in shapes if name not in expected],
         "has in another shape": [name for name, shape in shapes.items() if expected.get(name, shape) != shape],
     }
     faults = [f"{what} {listing(names, 5)}" for what, names in differences.items() if names]

@@ -34,7 +34,7 @@ _MAX_WEIGHTS = 10**6
 def write_baselines(
     folder: Path, data: Prepared | None, outputs: tuple[Split, np.ndarray], answers: ClassAnswers
 ) -> list[str]:
-    """Writes `folder`/baselines.json and returns the lines for the screen. `outputs`: (split, its logits (N, C)); no
+    """Writes `folder`/baselines.json and returns the lines to print. `outputs`: (split, its logits (N, C)); no
     baseline is trained without `data`."""
     (folder / FILE).unlink(missing_ok=True)
     split, train = outputs[0], data.train if data else None
@@ -89,7 +89,7 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
 
 
 def describe(content: dict[str, Any]) -> list[str]:
-    """Lines for the screen: F1 (macro) of each model, and a warning if the linear one is about as good."""
+    """Lines to print: F1 (macro) of each model, and a warning if the linear one is about as good."""
     values = {name: metrics["f1_macro"] for name, metrics in content.get("models", {}).items()}
     if not values:
         return []

@@ -67,8 +67,8 @@ class Decisions(ClassAnswers):
         return f"their probabilities are below {self.abstain_below:g}, the abstain_below of the model's decisions.json"
 
     def as_json(self) -> dict[str, Any]:
-        values = {"temperature": self.temperature, "thresholds": dict(self.thresholds)}
-        return values | {"abstain_below": self.abstain_below}
+        thresholds = dict(self.thresholds)
+        return {"temperature": self.temperature, "thresholds": thresholds, "abstain_below": self.abstain_below}
 
     def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
         """Replaces metrics and predictions by those of these decisions; on the main process. Adds `decisions`: metrics
@@ -142,7 +142,7 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
     if path is None:
         return None
     content = read_table(path, _KINDS)
-    remedy = f"repeat the run's command to write a new one, or remove {path} to answer with the likeliest class"
+    remedy = f"repeat the run's command to write a new one, or remove {path} to answer with the most probable class"
     thresholds, names = content.get("thresholds") or {}, list(labels.names)
     if content.get("labels") != names:
         raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {remedy}")
@@ -345,8 +345,8 @@ def _correct(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> np.ndarra
 def calibration_error(probabilities: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
     """`ece`, `brier`, and `bins` of a reliability diagram: [rows, mean probability, share correct].
 
-    With one label per row, the expected calibration error is that of the likeliest class (Guo et al., 2017; bins of
-    equal width), and Brier's score (1950) a sum over classes; with several, both take each label of each row alone.
+    With one label per row, the expected calibration error is that of the most probable class (Guo et al., 2017; bins of
+    equal width), and Brier's score (1950) a sum over classes; with several, both count each label of each row.
     """
     if truth.ndim == 2:
         confidence, correct = probabilities.ravel(), truth.ravel()

@@ -39,6 +39,6 @@ def report(areas: Mapping[str, Sequence[Finding]]) -> str:
 
 
 def summary(levels: Sequence[Level]) -> str:
-    """`failures: 2, warnings: 1`, or `all well`."""
+    """`failures: 2, warnings: 1`, or `no problems found`."""
     failures, warnings = levels.count("fail"), levels.count("warn")
-    return f"failures: {failures}, warnings: {warnings}" if failures or warnings else "all well"
+    return f"failures: {failures}, warnings: {warnings}" if failures or warnings else "no problems found"

@@ -269,6 +269,6 @@ def _write_card(draft: Path, source: Path, options: Any, result: str) -> None:
     (draft / "README.md").write_text(
         f"{text}\n## Exported\n\nThe model above for {options.to} ({kind}), made with {packages}. Compared "
         f"with torch: {result}. `toolkit predict` takes this folder; docs/export.md of finetune-toolkit has a script "
-        "that needs the runtime alone.\n",
+        "that needs only the runtime.\n",
         encoding="utf-8",
     )

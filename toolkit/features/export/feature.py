@@ -21,13 +21,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calibration_file", metavar="FILE", help="for --int8; the run's training rows if not given")
     for name in ("text_column", "text_pair", "label_column"):
         add(f"--{name}", metavar="NAME", help="of these files")
-    add("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+    add("--max_length", type=int, metavar="TOKENS", help="the model's limit when not given")
 
 
 FEATURE = Feature(
     Command(
         "export",
-        "export a classifier to OpenVINO or ONNX Runtime, in 8 bits if asked",
+        "export a classifier to OpenVINO or ONNX Runtime, optionally in 8 bits",
         "toolkit.features.export.command:export",
         _add_arguments,
         "Writes OUT, a folder that `toolkit predict` takes like any model. It is compared with MODEL on the "

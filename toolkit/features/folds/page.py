@@ -54,7 +54,7 @@ def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[st
 
 
 def write_folds(folder: Path) -> list[str]:
-    """Joins the parts: out_of_fold.jsonl, label_errors.jsonl and report.html. Returns lines for the screen.
+    """Joins the parts: out_of_fold.jsonl, label_errors.jsonl and report.html. Returns lines to print.
 
     Raises UserError for unfinished folds, and unless each row has exactly one prediction.
     """
@@ -64,7 +64,8 @@ def write_folds(folder: Path) -> list[str]:
     records = [Record.load(run) for run in runs]
     lines = sorted((line for run in runs for line in read_lines(run / PART)), key=lambda line: line["id"])
     expected = sum(record.data["samples"]["validation"] for record in records)
-    fault = ids_fault(np.array([line["id"] for line in lines]), np.unique([line["id"] for line in lines]))
+    ids = np.array([line["id"] for line in lines])
+    fault = ids_fault(ids, np.unique(ids))
     if fault or expected != len(lines):
         raise UserError(f"{folder}: not one prediction for each row ({fault or f'{len(lines)} of {expected}'})")
     write_atomically(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))

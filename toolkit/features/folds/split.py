@@ -76,19 +76,19 @@ def select_rows(
 
 
 def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
-    """Raises UserError where `--model_name_or_path` or `--teacher` is of a run that learned the labels of these rows,
-    which out-of-fold predictions would repeat. Warns of other teachers: what they were trained on is unknown."""
+    """Raises UserError where `--model_name_or_path` or `--teacher` was trained on the labels of these rows, which
+    out-of-fold predictions would repeat. Warns of other teachers: what they were trained on is unknown."""
     values = flat(settings)
     for setting in ("model_name_or_path", "teacher"):
         name = str(values.get(setting) or "")
         run = training_run(name) if name else {"data": {}}
         if run["data"].get("labels") and _source(run["settings"], run["launch"].get("folder")) == _source(values):
             other = "leave --teacher out" if setting == "teacher" else "name the model that it was fine-tuned from"
-            why = "has learned the labels of these rows (its run's config.json), and --folds would predict them again"
+            why = "was trained on these rows' labels (its run's config.json), and --folds would predict them again"
             raise UserError(f"--{setting} {name} {why}: {other}")
     if values.get("teacher") and accelerator is not None:
         why = "the folds repeat them: the out-of-fold predictions are too good, and hide wrong labels"
-        line = f"--teacher {values['teacher']}: if it has learned the labels of these rows, {why}"
+        line = f"--teacher {values['teacher']}: if it was trained on these rows' labels, {why}"
         launch.log_on_main(accelerator, line)
 
 

@@ -252,17 +252,17 @@ def _format_answer(line: dict[str, Any], answers: Answers) -> str:
     if labels.problem_type == "regression":
         numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
         return " ".join(f"{name} {number:.4g}" for name, number in numbers)
-    chances = dict(zip(labels.names, line["probabilities"], strict=True))
+    probabilities = dict(zip(labels.names, line["probabilities"], strict=True))
     if prediction is None:
-        best = max(chances, key=lambda name: chances[name])
-        return f"no answer (likeliest: {best} {chances[best]:.4f})"
+        best = max(probabilities, key=lambda name: probabilities[name])
+        return f"no answer (most probable: {best} {probabilities[best]:.4f})"
     names = [prediction] if isinstance(prediction, str) else prediction
-    return " ".join(f"{name} {chances[name]:.4f}" for name in names) or "none"
+    return " ".join(f"{name} {probabilities[name]:.4f}" for name in names) or "none"
 
 
 def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -> dict[str, list[Any]]:
     """The columns of predictions for titles, or (N, C) logits: for probabilities (`all`, `none`, or `top-3`: names and
-    probabilities of the three likeliest) a column for each class in CSV, one of lists in other formats."""
+    probabilities of the three most probable) a column for each class in CSV, one of lists in other formats."""
     no_classes = not isinstance(answers, ClassAnswers) or answers.labels.problem_type == "regression"
     if no_classes and probabilities.startswith("top"):
         raise UserError(f"--probabilities {probabilities}: the model has no classes: leave it out")

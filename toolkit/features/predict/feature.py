@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.utils.features import Command, Feature
 
 _EPILOG = (
-    "Runs alone, or on several processes: --config_file accelerate_configs/ddp.yaml, or "
+    "Runs in one process, or in several: --config_file accelerate_configs/ddp.yaml, or "
     "`accelerate launch -m toolkit ...`, `torchrun --nproc_per_node 2 -m toolkit ...`."
 )
 
@@ -49,7 +49,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--delimiter", metavar="CHARACTER", help="between cells; by the file's suffix when not given")
     add("--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]")
     add("--column_names", metavar="NAMES", help="of a file without a header: label,text")
-    add("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+    add("--max_length", type=int, metavar="TOKENS", help="the model's limit when not given")
     add("--per_device_batch_size", type=_positive, default=64, metavar="SAMPLES", help="[64]")
     tokens = "padding counted [2048 on a CPU, 16384 on a GPU]"
     add("--max_tokens_per_batch", type=_positive, metavar="TOKENS", help=tokens)
@@ -99,7 +99,7 @@ FEATURE = PredictFeature(
     ),
     Command(
         "evaluate",
-        "judge a classifier on labelled rows: metrics, a report, predictions",
+        "evaluate a classifier on labelled rows: metrics, a report, predictions",
         "toolkit.features.predict.evaluate:evaluate_file",
         _add_evaluate,
         "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.",

@@ -60,7 +60,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
 
 def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     """Makes a masked-language model accept `target_positions` and `target_ids` (B, K) and then return `logits`
-    (B, K, 2): the loss of each masked token, and in evaluation 1 where the likeliest token is correct."""
+    (B, K, 2): the loss of each masked token, and in evaluation 1 where the most probable token is correct."""
     masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()
     training, ids = model.training, torch.full((1, 8), 3)
     with torch.no_grad(), cpu_attention(model):

@@ -159,8 +159,7 @@ class Sweep:
                 child.terminate()
                 child.wait()
         if child.returncode:
-            error = last_error(log.read_text(encoding="utf-8", errors="replace"))
-            raise UserError(f"{folder.name} failed: {error} ({log})")
+            raise UserError(f"{folder.name} failed: {last_error(log)} ({log})")
 
     def _command(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.recipe, *self.words, *_options(settings)]

@@ -9,7 +9,7 @@ from toolkit.utils.features import Command, Feature
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    search = "learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried"
+    search = "learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated; lists only: a grid"
     configs = "run the best settings under each config"
     add("recipe", metavar="RECIPE.py")
     add("--search", action="append", default=[], metavar="NAME=VALUES", help=search)

@@ -65,7 +65,7 @@ class Titles(Targets):
 
     column: str
     max_length: int
-    """Predicted tokens, including the end token; longer titles are cut."""
+    """Predicted tokens, including the end token; longer titles are truncated."""
 
     column_setting, usual_columns, split_class = "title_column", USUAL, TitleSplit
 

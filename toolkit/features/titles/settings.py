@@ -24,7 +24,7 @@ class TitleDataSettings(TextSettings):
     title_column: str | None = None
     """Found by its name (title, summary, ...) when not given."""
     max_target_length: int = Field(default=32, ge=2)
-    """Tokens of a title, its end token included; longer ones are cut in training, and none longer are written."""
+    """Tokens of a title, its end token included: longer ones are truncated in training; none longer is generated."""
 
 
 @section
@@ -32,11 +32,11 @@ class GenerationSettings:
     """Beam search, and ROUGE."""
 
     num_beams: int = Field(default=4, ge=1)
-    """Beams of the search; 1 takes the likeliest token each time."""
+    """Beams of the search; 1 is greedy search."""
     length_penalty: float = 1.0
-    """Above 0 it favours longer titles, below 0 shorter ones; for beams."""
+    """For beam search: above 0 it favours longer titles, below 0 shorter ones."""
     no_repeat_ngram_size: int = Field(default=0, ge=0)
-    """No sequence of so many tokens occurs twice in a title; 0 allows it."""
+    """No n-gram of this many tokens occurs twice in a title; 0: no limit."""
     rouge_segmenter: Segmenter = "auto"
     """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
 

@@ -164,7 +164,7 @@ class Verification:
             result = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
                               check=False, env={**os.environ, OTHER_RANDOMNESS: str(seed_offset)})  # fmt: skip
         if result.returncode:
-            trial.error = f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
+            trial.error = f"{last_error(log)} ({log})"
         elif metrics.exists() and metrics.stat().st_mtime_ns != before:  # not of an earlier run, on another machine
             lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
             columns = ([line[key] for line in lines] for key in ("loss", "grad_norm", "tokens"))
