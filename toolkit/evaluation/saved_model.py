@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
+from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
@@ -26,17 +28,29 @@ from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.progress import PartOfProgress
 
+COLUMNS = "training_columns"
+"""The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of the training file,
+for a model that is no longer in its run's folder."""
 _PARTS = ("settings", "data", "identity", "launch")
 
 
 def training_run(name: str) -> dict[str, Any]:
-    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model; empty without such
-    a run."""
+    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model. Without it (an
+    exported, converted or copied model, or one of the hub) `data` has the columns alone, and the others are empty."""
     try:  # strict: a name of the hub is no folder beside some run's config.json
         run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
         return {part: dict(run[part]) for part in _PARTS[:2]} | {part: dict(run.get(part, {})) for part in _PARTS[2:]}
     except (OSError, ValueError, KeyError, TypeError):
-        return {part: {} for part in _PARTS}
+        return {part: {} for part in _PARTS} | {"data": _saved_columns(name)}
+
+
+def _saved_columns(name: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        file = cached_file(
+            name, "tokenizer_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        return dict(json.loads(Path(str(file)).read_text(encoding="utf-8"))[COLUMNS])
+    return {}
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
