@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
-from toolkit.data.labels import USUAL
+from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_blocks, text_column
@@ -79,6 +80,19 @@ def choose_columns(
         )
     column = text_column(table, text, [*find_columns(table, label, USUAL, "label_column"), pair])
     return column, pair_column(table, pair, column)
+
+
+def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
+    """The model's labels with their columns and format in this file, by default as in training; None where it has no
+    label column. Raises UserError."""
+    run = training_run(name)["data"]
+    names = run.get("label_columns", [])
+    trained = ",".join(names) if set(names) <= set(table.rows.column_names) else None
+    columns = find_columns(table, column or trained or None, USUAL, "label_column")
+    if not columns:
+        return None
+    labels = labels.in_columns(table, columns)
+    return replace(labels, values=() if labels.multi_hot else tuple(run.get("label_values", ())))
 
 
 def empty_text_warning(rows: Sequence[int], count: int) -> str:

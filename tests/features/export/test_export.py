@@ -187,13 +187,15 @@ def test_a_model_without_a_run(model: Path, reviews: Path, bare: Path, tmp_path:
 
 def test_the_columns_of_files_are_those_of_the_run(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "run" / "model")
-    (tmp_path / "run" / "config.json").write_text('{"settings": {}, "data": {"text_column": "reply"}}')
-    (tmp_path / "rows.csv").write_text("text,reply\nbad,good film\n")
+    data = {"text_column": "reply", "label_columns": ["mood"], "label_values": ["0", "1"]}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"settings": {}, "data": data}))
+    (tmp_path / "rows.csv").write_text("text,reply,mood\nbad,good film,1\n")
     saved = SavedModel(str(copy))
     saved.max_length = 9
     split, has_labels = _read_split(str(tmp_path / "rows.csv"), options(copy, tmp_path / "out"), saved)
     assert split.tokens(0).tolist() == saved.tokenizer("good film")["input_ids"]
-    assert not has_labels
+    assert has_labels
+    assert split.labels.tolist() == [1]
 
 
 def test_a_regression(sharp_model: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
