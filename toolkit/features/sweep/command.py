@@ -217,7 +217,8 @@ class Sweep:
             remedy = f"continue it with `toolkit sweep {shlex.join(earlier)}`, or name another --output_dir"
             raise UserError(f"{self.folder} holds another sweep: {remedy}")
         if study.user_attrs.get("files", self.files) != self.files:
-            raise UserError(f"{self.folder} holds a sweep with another content of its YAML files: name another --output_dir")
+            why = "holds a sweep with another content of its YAML files"
+            raise UserError(f"{self.folder} {why}: name another --output_dir")
         study.set_user_attr("arguments", arguments)
         study.set_user_attr("files", self.files)
         return study
