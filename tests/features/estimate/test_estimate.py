@@ -58,7 +58,7 @@ def test_activations_are_counted_at_their_largest() -> None:
 def test_a_model_whose_steps_depend_on_values() -> None:
     """As Longformer's."""
     layers = Layers()
-    layers.register_forward_pre_hook(lambda _, args, inputs: inputs["input_ids"].sum().item() and None, with_kwargs=True)
+    layers.register_forward_pre_hook(lambda *each: each[2]["input_ids"].sum().item() and None, with_kwargs=True)
     refusal(activations, layers, 3, 10, says=["memory of Layers", "--per_device_batch_size"])
 
 
