@@ -155,10 +155,18 @@ def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypa
         shutil.rmtree(tmp_path / "out")
 
 
-def test_options_without_files(model: Path, tmp_path: Path) -> None:
+def test_options_without_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal(export, options(model, tmp_path / "out", text_column="reply"), match="--text_column has no effect")
     data = _training_data(str(model), SavedModel(str(model)), 7)
     assert data.validation.lengths.max() == 7
+    config = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))
+    path = Path(config["settings"]["train_file"])  # relative to where the run was started, not to this folder
+    config["settings"]["train_file"], config["launch"]["folder"] = path.name, str(path.parent)
+    copy = shutil.copytree(model, tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    (tmp_path / path.name).write_text("text,label\nother,a\nrows,b\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(_training_data(str(copy), SavedModel(str(copy)), None).validation) == 21
 
 
 def test_what_cannot_be_exported(model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_la
 from toolkit.models.exported import FILES, INPUTS, export_format
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
+from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
@@ -136,6 +137,10 @@ def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
     if not run["identity"]:
         return None
     settings = run["settings"] | {"max_length": max_length or run["data"].get("max_length")}
+    if Path(folder := run["launch"].get("folder", "")).is_dir():  # relative paths are of that working directory
+        names = ["train_file", "validation_file", "test_file", "label_names_file"]
+        names += [name for feature in features() for name in feature.paths]
+        settings |= {name: str(Path(folder, settings[name])) for name in names if settings.get(name)}
     task = tasks().get(run["identity"].get("recipe"), TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}
