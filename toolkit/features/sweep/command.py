@@ -25,7 +25,7 @@ from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
 
 _TRIALS = 20
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _STOP_SECONDS = 1.0, 60.0
 _NOT_FOR_SWEEPS = {
     "push_to_hub": "each run would upload its model, the last one for good; pass it to a run with the best settings",
     "folds": "its runs are compared by their evaluations, and the models of folds have none in common",
@@ -144,6 +144,9 @@ class Sweep:
         command = shlex.join(self._command(settings)) + self.files
         if folder.exists() and record.is_file() and record.read_text(encoding="utf-8") != command:
             folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
+        if (lock := folder / ".lock").exists():  # the run of a killed sweep may still be writing its checkpoint
+            with contextlib.suppress(Timeout, OSError, NotImplementedError), FileLock(lock, timeout=_STOP_SECONDS):
+                pass
         report, config = folder / "report.html", folder / "config.json"
         # a run that was stopped has a report, too: one that resumes and is killed writes its config after it
         if report.exists() and "stopped" not in run_config(folder) and report.stat().st_mtime >= config.stat().st_mtime:
@@ -167,7 +170,8 @@ class Sweep:
                 child.wait()
         if child.returncode:
             error = last_error(log.read_bytes()[start:].decode(errors="replace"))
-            raise UserError(f"{folder.name} failed: {error} ({log})")
+            killed = f"killed by {signal.Signals(-child.returncode).name}; " if child.returncode < 0 else ""
+            raise UserError(f"{folder.name} failed: {killed}{error} ({log})")
 
     def _command(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.recipe, *self.words, *_options(settings)]
