@@ -324,7 +324,10 @@ def test_the_report_of_a_folder(three: Run) -> None:
     assert "The model at step 40, on the 60 samples of validation" in text
     assert "The saved model is that of step 20." in text
     with pytest.MonkeyPatch.context() as folds:
-        folds.setattr(html, "features", lambda: [SimpleNamespace(folder_page=lambda path: path / "report.html")])
+        explain = SimpleNamespace(add_options=lambda _, parser: parser.add_argument("--explain", type=int, default=1),
+                                  folder_page=lambda path: path / "report.html")  # fmt: skip
+        folds.setattr(html, "features", lambda: [explain])
+        write_report_of_folder(folder, Namespace(run=folder, explain=1))
         refusal(write_report_of_folder, folder, Namespace(run=folder, explain=5), says=["--explain", str(folder)])
     (folder / "eval.jsonl").unlink()  # one killed before its first evaluation, in the middle of a line
     (folder / "predictions.jsonl").unlink()

@@ -121,9 +121,12 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     from the cache of this machine, if it still has them. Raises UserError where `folder` holds no run."""
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
-        for option in [option for option, value in vars(options or argparse.Namespace()).items() if value]:
-            if option not in ("command", "run"):
-                raise UserError(f"{path} is written, without --{option}, which needs one run: name one in {folder}")
+        parser = argparse.ArgumentParser()
+        for feature in features():
+            feature.add_options("report", parser)
+        for name, default in vars(parser.parse_args([])).items():
+            if getattr(options, name, default) != default:
+                raise UserError(f"{path} is written, without --{name}, which needs one run: name one in {folder}")
         return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
