@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -325,4 +326,6 @@ def _choose_output(options: Any) -> Path:
         raise _output_exists(output)
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"{output.parent} cannot be written: name another file with --output")
     return output
