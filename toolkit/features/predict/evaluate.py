@@ -111,8 +111,8 @@ def _output_folder(options: Any) -> Path:
 def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Labels:
     """The model's labels with their columns and format in this file, by default as in training."""
     name = options.label_column or training_run(options.model)["settings"].get("label_column")
-    if chosen := choose_labels(options.model, table, name, labels):
-        return chosen
+    if in_file := choose_labels(options.model, table, name, labels):
+        return in_file
     others = [name for name in table.rows.column_names if name != column]
     raise table.ambiguous_column("label", "label_column", others)
 
