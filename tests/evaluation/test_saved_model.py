@@ -9,13 +9,14 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from tests.faults import refusal
 from toolkit.api import load_data
 from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
+from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_run
 from toolkit.pretrained import load_plain_tokenizer
 
@@ -78,3 +79,9 @@ def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     model, table = str(tmp_path / "model"), Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
     refusal(choose_columns, model, table, None, None, says=["title,content", "--text_column content"])
     assert choose_columns(model, table, "content", None) == ("content", None)
+
+
+def test_a_model_with_one_output_and_no_type_predicts_a_number() -> None:
+    """A reranker of the hub: a softmax of one logit would be 1 for each row."""
+    assert labels_of(PretrainedConfig(num_labels=1)).problem_type == "regression"
+    assert labels_of(PretrainedConfig(num_labels=2)).problem_type == "single_label_classification"
