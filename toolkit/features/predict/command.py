@@ -220,7 +220,7 @@ class _Prediction:
     def _tokenize(self, start: int, rows: Any) -> _Window:
         import datasets
 
-        table = replace(self.table, source=datasets.Dataset(rows))
+        table = replace(self.table, source=datasets.Dataset(rows, fingerprint="rows"))
         columns = [self.saved.read_texts(table, column) for column in self.columns]
         distinct: dict[tuple[str, ...], int] = {}
         places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
