@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
@@ -16,7 +17,7 @@ from toolkit.api import load_data
 from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
-from toolkit.evaluation.answers import labels_of
+from toolkit.evaluation.answers import ClassAnswers, labels_of
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_run
 from toolkit.pretrained import load_plain_tokenizer
 
@@ -82,6 +83,8 @@ def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
 
 
 def test_a_model_with_one_output_and_no_type_predicts_a_number() -> None:
-    """A reranker of the hub: a softmax of one logit would be 1 for each row."""
+    """A reranker of the hub: a softmax of one logit would be 1 for each row. A small number keeps its digits."""
+    (answer,) = ClassAnswers(labels_of(PretrainedConfig(num_labels=1))).answers(np.array([[3.2123e-5]], np.float32))
+    assert answer == {"prediction": 3.2123e-5}
     assert labels_of(PretrainedConfig(num_labels=1)).problem_type == "regression"
     assert labels_of(PretrainedConfig(num_labels=2)).problem_type == "single_label_classification"

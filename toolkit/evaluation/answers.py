@@ -86,13 +86,16 @@ class ClassAnswers(Answers):
         return False
 
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
-        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
+        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits; numbers to predict
+        keep the seven significant digits of float32, however small they are."""
         labels = self.labels
         for chances, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
-            rounded = [round(float(chance), 6) for chance in chances]
             if labels.problem_type == "regression":
-                yield {"prediction": rounded[0] if labels.size == 1 else rounded}
-            elif labels.problem_type == _SINGLE:
+                numbers = [float(f"{float(number):.7g}") for number in chances]
+                yield {"prediction": numbers[0] if labels.size == 1 else numbers}
+                continue
+            rounded = [round(float(chance), 6) for chance in chances]
+            if labels.problem_type == _SINGLE:
                 index = int(scores.argmax())
                 prediction = None if self.abstains(chances[index]) else labels.names[index]
                 yield {"prediction": prediction, "probabilities": rounded}
