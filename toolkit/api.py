@@ -18,7 +18,7 @@ from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
 from toolkit.data.prepare import Prepared, add_collator, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation.saved_model import SavedModel, empty_text_warning, training_run
+from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
 from toolkit.launch import failure_detector
 from toolkit.pretrained import layer_of, load_config
 from toolkit.training.resume import precision_of
@@ -113,6 +113,8 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
         data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
     data = add_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
+    columns = {"text_column": data.text_column, "text_pair": data.text_pair, **data.targets.source()}
+    tokenizer.init_kwargs[COLUMNS] = columns  # saved, too
     return tokenizer, data
 
 

@@ -72,9 +72,9 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def last_error(log: Path) -> str:
-    """The last error line of a run's output, or its last line."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+def last_error(log: Path, start: int = 0) -> str:
+    """The last error line of a run's output from byte `start` on, or its last line."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or [""]
     line = next((line for line in reversed(lines) if "error:" in line), lines[-1])
     return line.partition("error: ")[2] or line
 

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 from tests.faults import refusal
+from toolkit.api import load_data
+from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
-from toolkit.evaluation.saved_model import SavedModel, choose_columns
+from toolkit.evaluation.answers import ClassAnswers, labels_of
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_run
+from toolkit.pretrained import load_plain_tokenizer
 
 TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
 
@@ -55,9 +60,31 @@ def test_precision_under_deepspeed() -> None:
     assert saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16
 
 
+def test_a_model_outside_of_its_run(
+    reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path, tmp_path: Path
+) -> None:
+    """A pair model that was copied, converted or exported still reads pairs, and saves its columns again."""
+    files: Any = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
+    tokenizer, _ = load_data(build(TaskSettings, files | {"text_pair": "label", "label_column": "label"}), accelerator)
+    tokenizer.save_pretrained(tmp_path / "once")
+    load_plain_tokenizer(str(tmp_path / "once")).save_pretrained(tmp_path / "twice")
+    expected = {"text_column": "text", "text_pair": "label", "label_columns": ["label"], "label_values": []}
+    assert training_run(str(tmp_path / "twice"))["data"] == expected
+    table = Table(datasets.Dataset.from_dict({"text": ["a"], "label": ["b"]}), "f.csv", "")
+    assert choose_columns(str(tmp_path / "twice"), table, None, None) == ("text", "label")
+
+
 def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_column": "title,content"}}')
     model, table = str(tmp_path / "model"), Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
     refusal(choose_columns, model, table, None, None, says=["title,content", "--text_column content"])
     assert choose_columns(model, table, "content", None) == ("content", None)
+
+
+def test_a_model_with_one_output_and_no_type_predicts_a_number() -> None:
+    """A reranker of the hub: a softmax of one logit would be 1 for each row. A small number keeps its digits."""
+    (answer,) = ClassAnswers(labels_of(PretrainedConfig(num_labels=1))).answers(np.array([[3.2123e-5]], np.float32))
+    assert answer == {"prediction": 3.2123e-5}
+    assert labels_of(PretrainedConfig(num_labels=1)).problem_type == "regression"
+    assert labels_of(PretrainedConfig(num_labels=2)).problem_type == "single_label_classification"

@@ -163,6 +163,10 @@ def test_the_snippet(tmp_path: Path, labels: Labels, numbers: dict[str, Any], sa
     assert ("top_k=None" in snippet) == (labels.problem_type == "multi_label_classification")
     if labels.problem_type == "regression":
         assert loaded.data.metrics == ["mse", "mae"]  # a NaN is no result
+    (tmp_path / "pairs").mkdir()
+    pairs = card(tmp_path / "pairs", DEMO, numbers, labels, text_column="text", text_pair="reply")
+    assert 'classify({"text": "Put a text here.", "text_pair": ' in snippet_of(pairs)
+    assert "(columns `text` and `reply`)" in pairs.text
 
 
 def test_a_stopped_run(tmp_path: Path) -> None:

@@ -86,13 +86,16 @@ class ClassAnswers(Answers):
         return False
 
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
-        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
+        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits; numbers to predict
+        keep the seven significant digits of float32, however small they are."""
         labels = self.labels
         for probabilities, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
-            rounded = [round(float(probability), 6) for probability in probabilities]
             if labels.problem_type == "regression":
-                yield {"prediction": rounded[0] if labels.size == 1 else rounded}
-            elif labels.problem_type == _SINGLE:
+                numbers = [float(f"{float(number):.7g}") for number in probabilities]
+                yield {"prediction": numbers[0] if labels.size == 1 else numbers}
+                continue
+            rounded = [round(float(probability), 6) for probability in probabilities]
+            if labels.problem_type == _SINGLE:
                 index = int(scores.argmax())
                 prediction = None if self.abstains(probabilities[index]) else labels.names[index]
                 yield {"prediction": prediction, "probabilities": rounded}
@@ -156,7 +159,8 @@ def labels_of(config: Any) -> Labels:
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         repeated = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{where} names several outputs {repeated!r}: rename them")
-    return Labels(config.problem_type or _SINGLE, names, ())
+    # one output without a type is a number, as in transformers: of a reranker, say
+    return Labels(config.problem_type or ("regression" if len(names) == 1 else _SINGLE), names, ())
 
 
 def answers_for(name: str, config: Any) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
+from transformers.utils import cached_file
 
 from toolkit.config import ModelSettings
 from toolkit.config.sections import default_tokens_per_batch
-from toolkit.data.labels import USUAL
+from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_blocks, text_column
@@ -26,17 +29,29 @@ from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.progress import PartOfProgress
 
+COLUMNS = "training_columns"
+"""The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of the training file,
+for a model that is no longer in its run's folder."""
 _PARTS = ("settings", "data", "identity", "launch")
 
 
 def training_run(name: str) -> dict[str, Any]:
-    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model; empty without such
-    a run."""
+    """`settings`, `data`, `identity` and `launch` in config.json of the run that trained this model. Without it (an
+    exported, converted or copied model, or one from the hub) `data` has the columns alone, and the others are empty."""
     try:  # strict: a hub name must not count as a folder next to some run's config.json
         run = json.loads((Path(name).resolve(strict=True).parent / "config.json").read_text(encoding="utf-8"))
         return {part: dict(run[part]) for part in _PARTS[:2]} | {part: dict(run.get(part, {})) for part in _PARTS[2:]}
     except (OSError, ValueError, KeyError, TypeError):
-        return {part: {} for part in _PARTS}
+        return {part: {} for part in _PARTS} | {"data": _saved_columns(name)}
+
+
+def _saved_columns(name: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        file = cached_file(
+            name, "tokenizer_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        return dict(json.loads(Path(str(file)).read_text(encoding="utf-8"))[COLUMNS])
+    return {}
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
@@ -65,6 +80,19 @@ def choose_columns(
         )
     column = text_column(table, text, [*find_columns(table, label, USUAL, "label_column"), pair])
     return column, pair_column(table, pair, column)
+
+
+def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
+    """The model's labels with their columns and format in this file, by default as in training; None where it has no
+    label column. Raises UserError."""
+    run = training_run(name)["data"]
+    names = run.get("label_columns", [])
+    trained = ",".join(names) if set(names) <= set(table.rows.column_names) else None
+    columns = find_columns(table, column or trained or None, USUAL, "label_column")
+    if not columns:
+        return None
+    labels = labels.in_columns(table, columns)
+    return replace(labels, values=() if labels.multi_hot else tuple(run.get("label_values", ())))
 
 
 def empty_text_warning(rows: Sequence[int], count: int) -> str:

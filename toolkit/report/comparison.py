@@ -48,9 +48,10 @@ class ComparedRun:
 
     @cached_property
     def rows(self) -> str:
-        """Identifies the evaluated rows and their labels."""
+        """Identifies the evaluated rows and their labels; of `toolkit evaluate`, which runs no training, the file."""
         rows = [(line["id"], line.get("label", line.get("reference"))) for line in self.predictions]
-        return dumps([self.record.last.split, self.record.problem_type, self.record.data.get("labels"), rows])
+        record, file = self.record, None if "identity" in self.record.config else self.record.data["digest"]
+        return dumps([record.last.split, record.problem_type, record.data.get("labels"), file, rows])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -100,7 +101,8 @@ def _reason_to_leave_out(run: ComparedRun, reference: ComparedRun) -> str:
     if not run.predictions:
         return "its predictions.jsonl is not from a finished evaluation (was it killed?): resume it until it ends"
     if run.rows != reference.rows:
-        return f"it was evaluated on other rows or labels than {reference.name}: pass the same --data_seed to all runs"
+        remedy = "pass the same --data_seed to all runs, or evaluate the same file"
+        return f"it was evaluated on other rows or labels than {reference.name}: {remedy}"
     if metric not in run.record.last.numbers:
         return f"it has no {metric}, the --metric_for_best_model of {reference.name}"
     if metric == "loss" and (names := LOSS_SETTINGS & _differing_settings([run, reference]).keys()):

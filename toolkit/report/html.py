@@ -74,11 +74,13 @@ def write_report(
     texts: Sequence[str],
     options: argparse.Namespace | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
+    name: str = "",
 ) -> None:
     """Writes `folder`/report.html atomically.
 
     `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the
-    name of a grouping (length, source) to the group of each row, `options` are those of `toolkit report`.
+    name of a grouping (length, source) to the group of each row, `options` are those of `toolkit report`, `name` is
+    the folder's on the page, if `folder` is a draft.
     Raises ValueError for another number of texts than rows, OSError where a file is missing.
     """
     record, rows = Record.load(folder, last), last.numbers.get("num_samples", 0)
@@ -90,7 +92,7 @@ def write_report(
         "config": record.config,
         "problem_type": record.problem_type,
         "last": last,
-        "folder": folder.resolve().name,
+        "folder": name or folder.resolve().name,
         "charts": curves.charts(record),
         "has_texts": bool(texts),
         "confusion": None,
@@ -119,6 +121,12 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     from the cache of this machine, if it still has them. Raises UserError where `folder` holds no run."""
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
+        parser = argparse.ArgumentParser()
+        for feature in features():
+            feature.add_options("report", parser)
+        for name, default in vars(parser.parse_args([])).items():
+            if getattr(options, name, default) != default:
+                raise UserError(f"{path} is written, without --{name}, which needs one run: name one in {folder}")
         return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
@@ -128,6 +136,9 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     refuse_link_out(prepared / str(last.split), prepared)
     has_texts = last.numbers and (prepared / last.split).is_dir()
     split = load_split(prepared, last.split) if has_texts else None
+    if last.numbers and not split:
+        remedy = "`toolkit prepare` with the run's settings, or `toolkit evaluate`, makes them again"
+        logger.warning(f"{folder}: the page has no texts, as this machine's cache lacks them: {remedy}")
     write_report(folder, last, split.texts() if split else [], options, split.groups() if split else None)
     return folder / "report.html"
 

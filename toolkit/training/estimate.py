@@ -56,12 +56,13 @@ def count_activations(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], device: str, precision: str, autocast: bool
 ) -> int:
     """Peak bytes of a micro-batch's activations, for inputs of these shapes, on a device of this type. The model on the
-    CPU does not change. Without `autocast` the weights are in `precision`."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # private, so imported only here
+    CPU does not change. Without `autocast` the weights are in `precision`. Raises UserError for a model whose steps
+    depend on the values of its tensors."""
+    from torch._subclasses import fake_tensor  # private, so imported only here
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype, tracker = _DTYPES[precision], MemTracker()
-    with warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
+    with warnings.catch_warnings(action="ignore"), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
         weights = {}
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             is_cast = weight.is_floating_point() and not autocast
@@ -77,7 +78,12 @@ def count_activations(
         inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
         with tracker, torch.autocast(device, dtype, enabled=autocast and precision != "no"):
-            logits = torch.func.functional_call(model.train(), weights, kwargs={**inputs, **options}).logits
+            try:
+                logits = torch.func.functional_call(model.train(), weights, kwargs={**inputs, **options}).logits
+            except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+                why = "cannot be estimated, as what it computes depends on the texts"
+                remedy = "pass --per_device_batch_size as a number, and see peak_memory_bytes in a run's metrics.jsonl"
+                raise UserError(f"the memory of {type(model).__name__} {why}: {remedy}") from error
             classes = logits.float().flatten(0, -2)  # (B, C), of sequences (B T, V)
             torch.nn.functional.cross_entropy(classes, torch.zeros_like(classes[:, 0], dtype=torch.long)).backward()
         return _total(tracker, "peak") - before + (_mask_bytes(model, shapes, dtype) if device == "cuda" else 0)

@@ -110,15 +110,18 @@ def test_differently_defined_losses_are_not_compared(tmp_path: Path) -> None:
 def test_incomparable_runs_are_left_out_by_name(tmp_path: Path) -> None:
     runs = [made(tmp_path / name, predictions(0.1, seed)) for seed, name in enumerate(("a", "b"))]
     others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in predictions(0.1)])
-    killed, young = (made(tmp_path / name, predictions(0.1)) for name in ("killed", "young"))
+    killed, young, file = (made(tmp_path / name, predictions(0.1)) for name in ("killed", "young", "file"))
+    data = json.loads((file / "config.json").read_text(encoding="utf-8"))["data"]  # of `toolkit evaluate`
+    edit_json(file / "config.json", data=data | {"digest": "of another file with the same labels"})
     (killed / "predictions.jsonl").write_text("")
     (young / "eval.jsonl").unlink()
     numbers = tmp_path / "numbers"
     make_run(numbers, Labels("regression", ("score",), ("score",)), [{"id": 0, "label": 1.0, "prediction": 2.0}],
              {"loss": 0.1, "mae": 1.0, "mse": 1.0})  # fmt: skip
-    comparison, _ = compare([*runs, others, killed, young, numbers])
+    comparison, _ = compare([*runs, others, killed, young, numbers, file])
     assert {run["name"] for run in comparison["runs"]} == {"a", "b"}
     reasons = {"rows": "--data_seed", "numbers": "other rows or labels than a", "killed": "resume", "young": "resume"}
+    reasons["file"] = "the same file"
     assert comparison["left_out"].keys() == reasons.keys()
     for name, reason in reasons.items():
         assert reason in comparison["left_out"][name]

@@ -37,6 +37,12 @@ def test_free_disk_space(free: int, level: str, tmp_path: Path, monkeypatch: pyt
     assert """it'"'"'s'`""" in unwritable.remedy
 
 
+def test_the_files_of_a_pattern(tmp_path: Path) -> None:
+    (tmp_path / "part-1.csv").write_text("text\n")
+    levels = [next(host.check_files({"train_file": tmp_path / name})).level for name in ("part-*.csv", "other-*.csv")]
+    assert levels == ["ok", "fail"]
+
+
 def test_the_lock_of_a_running_and_of_a_killed_build(tmp_path: Path) -> None:
     """The lock is created as by torch's FileBaton."""
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)

@@ -55,6 +55,13 @@ def test_activations_are_counted_at_their_largest() -> None:
     assert activations(Layers(), 6, 1000) == pytest.approx(2 * size, rel=0.01)
 
 
+def test_a_model_whose_steps_depend_on_values() -> None:
+    """As Longformer's."""
+    layers = Layers()
+    layers.register_forward_pre_hook(lambda *each: each[2]["input_ids"].sum().item() and None, with_kwargs=True)
+    refusal(activations, layers, 3, 10, says=["memory of Layers", "--per_device_batch_size"])
+
+
 def test_half_precision_frozen_layers_and_recomputation_take_less(model: Any) -> None:
     full = activations(model, 64, 128)
     assert activations(model, 64, 128, "bf16", autocast=False) < full

@@ -155,10 +155,18 @@ def test_a_model_that_predicts_differently(model: Path, tmp_path: Path, monkeypa
         shutil.rmtree(tmp_path / "out")
 
 
-def test_options_without_files(model: Path, tmp_path: Path) -> None:
+def test_options_without_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal(export, options(model, tmp_path / "out", text_column="reply"), match="--text_column has no effect")
     data = _training_data(str(model), SavedModel(str(model)), 7)
     assert data.validation.lengths.max() == 7
+    config = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))
+    path = Path(config["settings"]["train_file"])  # relative to where the run was started, not to this folder
+    config["settings"]["train_file"], config["launch"]["folder"] = path.name, str(path.parent)
+    copy = shutil.copytree(model, tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    (tmp_path / path.name).write_text("text,label\nother,a\nrows,b\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(_training_data(str(copy), SavedModel(str(copy)), None).validation) == 21
 
 
 def test_what_cannot_be_exported(model: Path, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +195,15 @@ def test_a_model_without_a_run(model: Path, reviews: Path, bare: Path, tmp_path:
 
 def test_the_columns_of_files_are_those_of_the_run(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "run" / "model")
-    (tmp_path / "run" / "config.json").write_text('{"settings": {}, "data": {"text_column": "reply"}}')
-    (tmp_path / "rows.csv").write_text("text,reply\nbad,good film\n")
+    data = {"text_column": "reply", "label_columns": ["mood"], "label_values": ["0", "1"]}
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"settings": {}, "data": data}))
+    (tmp_path / "rows.csv").write_text("text,reply,mood\nbad,good film,1\n")
     saved = SavedModel(str(copy))
     saved.max_length = 9
     split, has_labels = _read_split(str(tmp_path / "rows.csv"), options(copy, tmp_path / "out"), saved)
     assert split.tokens(0).tolist() == saved.tokenizer("good film")["input_ids"]
-    assert not has_labels
+    assert has_labels
+    assert split.labels.tolist() == [1]
 
 
 def test_a_regression(sharp_model: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import training_run
+from toolkit.features.predict.command import _choose_output
 from toolkit.features.predict.evaluate import _find_labels, _output_folder, evaluate_file
 
 
@@ -106,10 +108,17 @@ def test_pairs_and_the_model_that_processes_compare(
         words = ["evaluate", str(model), str(tmp_path / "pairs.csv"), "--mixed_precision", "no", *more]
         evaluate_file(build_parser().parse_args(words))
 
-    assert _output_folder(SimpleNamespace(file="new.CSV.gz", output_dir=None)) == Path("new.evaluation")
+    options = SimpleNamespace(file="new.CSV.gz", output_dir=None)
+    assert _output_folder(options) == Path("new.evaluation")
+    with monkeypatch.context() as read_only:
+        read_only.setattr(os, "access", lambda *_: False)
+        refusal(_output_folder, options, says=[str(Path.cwd()), "--output_dir"])
+        predict = build_parser().parse_args(["predict", "m", str(tmp_path / "pairs.csv")])
+        refusal(_choose_output, predict, says=[str(tmp_path), "--output"])
     evaluate("--text_pair", "reply")
     assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
     assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == list(range(6))
+    assert "· pairs.evaluation<" in (tmp_path / "pairs.evaluation" / "report.html").read_text(encoding="utf-8")
     (model / "decisions.json").write_text('{"labels": ["a", "b"], "temperature": 2.0}')
     evaluate("--text_pair", "reply", "--overwrite")
     assert len({each["model"] for each in facts}) == len(facts) == 2

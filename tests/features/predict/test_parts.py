@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.faults import Fault, refusal
@@ -282,3 +283,14 @@ def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: 
     out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
     assert [line.split(",")[:2] for line in out.splitlines()][:2] == [["text", "评"], ["很好0", "0"]]
     assert len(out.splitlines()) == 41
+
+
+def test_texts_are_read_as_in_training(predicted: Predict, tmp_path: Path) -> None:
+    """Bytes of older Spark are text, in the output too; lists are refused."""
+    texts = ["good film", "很 dull book"]
+    pq.write_table(pa.table({"text": [text.encode() for text in texts]}), tmp_path / "bytes.parquet")
+    pq.write_table(pa.table({"text": texts}), tmp_path / "texts.parquet")
+    outputs = [predicted(f"{name}.jsonl", source=tmp_path / f"{name}.parquet") for name in ("bytes", "texts")]
+    assert lines_of(outputs[0]) == lines_of(outputs[1])
+    (tmp_path / "lists.jsonl").write_text('{"text": ["good", "film"]}\n')
+    refusal(predicted, "out.csv", source=tmp_path / "lists.jsonl", match="'text' holds lists")

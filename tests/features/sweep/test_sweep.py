@@ -135,6 +135,21 @@ def test_the_run_of_another_command_is_not_taken_for_this_one(run_sweep: Sweep, 
     assert lines_of(old / "metrics.jsonl")[0]["loss"] == 2
 
 
+def test_a_changed_file_and_an_unfinished_run_with_a_report(run_sweep: Sweep, tmp_path: Path) -> None:
+    (settings := tmp_path / "settings.yaml").write_text("learning_rate: 1e-5\n")
+    words = ["--seeds", 1, "--x=1", "--takes=0", f"--needs={settings}"]
+    run_sweep(*words)
+    assert not run_sweep(*words).startswith("seed-42")
+    os.utime(tmp_path / "sweep" / "seed-42" / "report.html", (0, 0))  # of a stop, before it was resumed and killed
+    assert run_sweep(*words).startswith("seed-42")
+    run_sweep("--search", "x=1,2", *words[3:])
+    settings.write_text("learning_rate: 1e-4\n")
+    assert run_sweep(*words).startswith("seed-42")
+    assert len(list((tmp_path / "sweep").glob("seed-42.old-*"))) == 1
+    with pytest.raises(UserError, match="another content of its YAML files"):
+        run_sweep("--search", "x=1,2", *words[3:])
+
+
 def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
     # optuna's grid tries 50 last; others run long enough for their first steps to be compared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import os
 import platform
@@ -33,7 +34,8 @@ _TEST_NET = "192.0.2.1"
 
 def check_files(files: Mapping[str, Path]) -> Iterator[Finding]:
     """`files`: setting -> path."""
-    for setting, path in files.items():
+    for setting, name in files.items():
+        path = next(map(Path, glob.glob(str(name))), name) if not name.exists() else name  # noqa: PTH207
         quoted = shlex.quote(printable(path))
         if not path.exists():
             text = f"there is no {printable(path)} (looked in {Path.cwd()})"

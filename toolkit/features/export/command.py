@@ -19,22 +19,23 @@ from unittest import mock
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from toolkit import launch
 from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.config import TaskSettings, TextSettings, build, fields_of, sections_of, tasks
-from toolkit.data.labels import USUAL, Labels
+from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
 from toolkit.data.read import read_file
-from toolkit.data.table import find_columns
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting, training_run
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, training_quoting, training_run
 from toolkit.models.exported import FILES, INPUTS, export_format
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.extras import require_extra
+from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
@@ -78,8 +79,10 @@ def export(options: Any) -> None:
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{reason}]") from error
         model.config.save_pretrained(draft)  # with the label names
         saved.tokenizer.save_pretrained(draft)
-        if (source / DECISIONS).is_file():
-            shutil.copyfile(source / DECISIONS, draft / DECISIONS)
+        # of a model of the hub `SavedModel` has cached it
+        decisions = source / DECISIONS if source.is_dir() else try_to_load_from_cache(str(source), DECISIONS)
+        if Path(str(decisions)).is_file():
+            shutil.copyfile(str(decisions), draft / DECISIONS)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
         after = answers.adjust_logits(exported.compute_outputs(validation))
@@ -134,6 +137,10 @@ def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
     if not run["identity"]:
         return None
     settings = run["settings"] | {"max_length": max_length or run["data"].get("max_length")}
+    if Path(folder := run["launch"].get("folder", "")).is_dir():  # relative paths are of that working directory
+        names = ["train_file", "validation_file", "test_file", "label_names_file"]
+        names += [name for feature in features() for name in feature.paths]
+        settings |= {name: str(Path(folder, settings[name])) for name in names if settings.get(name)}
     task = tasks().get(run["identity"].get("recipe"), TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}
@@ -143,14 +150,12 @@ def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
 def _read_split(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     """(the texts of a file, whether it has labels)."""
     table = read_file(file, TextSettings(quoting=training_quoting(options.model, file)))
-    label_columns = find_columns(table, options.label_column, USUAL, "label_column")
     column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
     pairs = saved.read_texts(table, pair) if pair else None
     split = replace(saved.tokenize(saved.read_texts(table, column), pairs), name=table.name)
-    if label_columns:
-        labels = saved.answers.labels.in_columns(table, label_columns)
+    if labels := choose_labels(options.model, table, options.label_column, saved.answers.labels):
         split = replace(split, labels=labels.encode(table, split.rows))
-    return split, bool(label_columns)
+    return split, labels is not None
 
 
 def _calibration_inputs(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:

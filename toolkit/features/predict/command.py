@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,8 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
-from toolkit.data.table import USUAL_TEXT, Table, columns_of, joined_texts
-from toolkit.data.tokens import Split, separator_of
+from toolkit.data.table import USUAL_TEXT, Table
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.saved_model import (
@@ -217,9 +218,10 @@ class _Prediction:
                 start, number, waiting = start + rows, number + 1, []
 
     def _tokenize(self, start: int, rows: Any) -> _Window:
-        separator = separator_of(self.saved.tokenizer)
-        cells = ([rows[name].to_pylist() for name in columns_of(self.table, column)] for column in self.columns)
-        columns = [joined_texts(column, separator) for column in cells]
+        import datasets
+
+        table = replace(self.table, source=datasets.Dataset(rows, fingerprint="rows"))
+        columns = [self.saved.read_texts(table, column) for column in self.columns]
         distinct: dict[tuple[str, ...], int] = {}
         places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
         texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
@@ -324,4 +326,6 @@ def _choose_output(options: Any) -> Path:
         raise _output_exists(output)
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"{output.parent} cannot be written: name another file with --output")
     return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,14 +14,20 @@ import torch
 
 from toolkit import launch
 from toolkit.config import TaskSettings, build, flat
-from toolkit.data.labels import USUAL, Labels
+from toolkit.data.labels import Labels
 from toolkit.data.read import read_file
-from toolkit.data.table import Table, find_columns
+from toolkit.data.table import Table
 from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, empty_text_warning, training_run
+from toolkit.evaluation.saved_model import (
+    SavedModel,
+    choose_columns,
+    choose_labels,
+    empty_text_warning,
+    training_run,
+)
 from toolkit.features.predict.command import read_settings, sibling
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of, model_digest
@@ -80,7 +87,8 @@ def evaluate_file(options: Any) -> None:
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
         lines = write_results(draft, settings, None, evaluation, answers)
-        write_report(draft, evaluation, [join_pair(*parts) if pair else parts[0] for parts in texts])
+        shown = [join_pair(*parts) if pair else parts[0] for parts in texts]
+        write_report(draft, evaluation, shown, name=out.resolve().name)
     effect = answers.describe(evaluation)
     print("\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines]))
     print(f"  {out}/report.html, predictions.jsonl, eval.jsonl")
@@ -94,21 +102,19 @@ def _output_folder(options: Any) -> Path:
     existing = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if out.exists() and (not out.is_dir() or not existing <= files or existing == {"config.json"}):
         raise UserError(f"{out} has other files, which --overwrite would remove: name another folder")
+    existing_parent = next(parent for parent in out.absolute().parents if parent.exists())
+    if not os.access(existing_parent, os.W_OK):
+        raise UserError(f"{existing_parent} cannot be written: name another folder with --output_dir")
     return out
 
 
 def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Labels:
     """The model's labels with their columns and format in this file, by default as in training."""
-    run = training_run(options.model)
-    names = run["data"].get("label_columns", [])
-    trained = ",".join(names) if set(names) <= set(table.rows.column_names) else None
-    name = options.label_column or run["settings"].get("label_column") or trained or None
-    columns = find_columns(table, name, USUAL, "label_column")
-    if not columns:
-        others = [name for name in table.rows.column_names if name != column]
-        raise table.ambiguous_column("label", "label_column", others)
-    labels = labels.in_columns(table, columns)
-    return replace(labels, values=() if labels.multi_hot else tuple(run["data"].get("label_values", ())))
+    name = options.label_column or training_run(options.model)["settings"].get("label_column")
+    if in_file := choose_labels(options.model, table, name, labels):
+        return in_file
+    others = [name for name in table.rows.column_names if name != column]
+    raise table.ambiguous_column("label", "label_column", others)
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:

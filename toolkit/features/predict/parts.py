@@ -126,8 +126,11 @@ class Parts:
             part.unlink()
 
     def _lines(self, columns: dict[str, list[Any]], header: bool) -> Iterator[str]:
-        """The lines of a part in CSV, TSV or JSONL. Lists and objects are JSON in a cell, too."""
-        rows = zip(*columns.values(), strict=True)
+        """The lines of a part in CSV, TSV or JSONL. Lists and objects are JSON in a cell, too; bytes are text."""
+        rows = zip(*(
+            [cell.decode(errors="backslashreplace") if isinstance(cell, bytes) else cell for cell in cells]
+            for cells in columns.values()
+        ), strict=True)  # fmt: skip
         if self.kind not in SEPARATORS:
             yield from (f"{dumps(dict(zip(columns, row, strict=True)))}\n" for row in rows)
             return

@@ -20,11 +20,12 @@ from filelock import FileLock, Timeout
 from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.relaunch import find_file, split_arguments
+from toolkit.utils.cache import digest_of_file
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
 
 _TRIALS = 20
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _STOP_SECONDS = 1.0, 60.0
 _NOT_FOR_SWEEPS = {
     "push_to_hub": "each run would upload its model, the last one for good; pass it to a run with the best settings",
     "folds": "its runs are compared by their evaluations, and the models of folds have none in common",
@@ -82,6 +83,9 @@ class Sweep:
         if not Path(recipe).is_file() or Path(recipe).suffix != ".py":
             raise UserError(f"there is no recipe {recipe}: name recipes/cls.py, for example")
         self.recipe, self.words, self.folder = recipe, list(words), folder
+        paths = [Path(word.rpartition("=")[2]) for word in words if word.endswith((".yaml", ".yml"))]
+        self.files = "".join(f"  # {path.name} {digest_of_file(path)}" for path in paths if path.is_file())
+        """The content of the YAML files among the words: a changed one makes another command."""
         self.runs: list[Path] = []
         self.settings = self._parse([])
         for name, why in _NOT_FOR_SWEEPS.items():
@@ -137,10 +141,15 @@ class Sweep:
 
         self.runs.append(folder)
         log, record = (folder.with_name(f"{folder.name}.{ending}") for ending in ("log", "command"))
-        command = shlex.join(self._command(settings))
+        command = shlex.join(self._command(settings)) + self.files
         if folder.exists() and record.is_file() and record.read_text(encoding="utf-8") != command:
             folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
-        if (folder / "report.html").exists() and "stopped" not in run_config(folder):
+        if (lock := folder / ".lock").exists():  # the run of a killed sweep may still be writing its checkpoint
+            with contextlib.suppress(Timeout, OSError, NotImplementedError), FileLock(lock, timeout=_STOP_SECONDS):
+                pass
+        report, config = folder / "report.html", folder / "config.json"
+        # a run that was stopped has a report, too: one that resumes and is killed writes its config after it
+        if report.exists() and "stopped" not in run_config(folder) and report.stat().st_mtime >= config.stat().st_mtime:
             return
         record.write_text(command, encoding="utf-8")
         print(f"{folder.name}:", *_options(settings), flush=True)
@@ -148,6 +157,7 @@ class Sweep:
         if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/manifest.json")):
             settings["overwrite_output_dir"] = "true"  # it was killed before its first checkpoint
         with log.open("ab") as output:
+            start = output.tell()
             child = Popen([sys.executable, *self._command(settings)], stdin=DEVNULL, stdout=output, stderr=STDOUT,
                           start_new_session=True, preexec_fn=stop_with_parent)  # fmt: skip
             try:
@@ -159,7 +169,9 @@ class Sweep:
                 child.terminate()
                 child.wait()
         if child.returncode:
-            raise UserError(f"{folder.name} failed: {last_error(log)} ({log})")
+            error = last_error(log, start)
+            killed = f"killed by {signal.Signals(-child.returncode).name}; " if child.returncode < 0 else ""
+            raise UserError(f"{folder.name} failed: {killed}{error} ({log})")
 
     def _command(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.recipe, *self.words, *_options(settings)]
@@ -208,7 +220,11 @@ class Sweep:
         if (earlier := study.user_attrs.get("arguments", arguments)) != arguments:
             remedy = f"continue it with `toolkit sweep {shlex.join(earlier)}`, or name another --output_dir"
             raise UserError(f"{self.folder} holds another sweep: {remedy}")
+        if study.user_attrs.get("files", self.files) != self.files:
+            why = "holds a sweep with another content of its YAML files"
+            raise UserError(f"{self.folder} {why}: name another --output_dir")
         study.set_user_attr("arguments", arguments)
+        study.set_user_attr("files", self.files)
         return study
 
     def _run_trial(self, trial: Any, space: Mapping[str, Values]) -> float:
