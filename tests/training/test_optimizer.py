@@ -372,6 +372,13 @@ def test_flash_attention_in_fp32_is_refused() -> None:
     align(accelerator, model=model)
 
 
+def test_flex_attention_with_dropout_is_refused() -> None:
+    accelerator, model = accelerator_with(None), tiny("bert")
+    accelerator.device, model.config._attn_implementation = torch.device("cuda"), "flex_attention"
+    model.config.attention_probs_dropout_prob = 0.1
+    refusal(align, accelerator, model=model, says=["--attn_implementation flex_attention", "--dropout 0"])
+
+
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",
           "deberta-v2": "DebertaV2Layer", "distilbert": "TransformerBlock", "modernbert": "ModernBertEncoderLayer",
           "big_bird": "BigBirdLayer"}  # fmt: skip
