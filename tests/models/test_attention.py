@@ -62,6 +62,15 @@ def test_outputs_and_gradients_with_dropout(
         assert (ours - theirs).norm() <= TOLERANCE[dtype] * theirs.norm()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_graph_has_two_gradients(dtype: torch.dtype) -> None:
+    """`--fgm_epsilon` takes them."""
+    *states, gradient = inputs(dtype)
+    context = scaled_dot_product_attention(*states, None, 0.25)
+    first, second = (torch.autograd.grad(context, states, gradient, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("probability", [0.01, 0.1, 0.5])
 def test_each_probability_is_dropped_as_often_as_the_others(probability: float) -> None:
     torch.manual_seed(0)

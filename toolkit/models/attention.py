@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
             sums = (g * context[group].float()).sum(-1, keepdim=True).mul_(ctx.scale)
             # scaled in float32: fp16 could overflow
             score_grads = ((g * (ctx.factor * ctx.scale)) @ value[group].float().mT).mul_(probabilities.relu())
-            score_grads = score_grads.addcmul_(probabilities.abs_(), sums, value=-1).to(query.dtype)
+            score_grads = score_grads.addcmul_(probabilities.abs(), sums, value=-1).to(query.dtype)
             grads[0][group] = score_grads @ key[group]
             grads[1][group] = score_grads.mT @ query[group]
         return *grads, None, None, None
