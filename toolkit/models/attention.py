@@ -118,6 +118,7 @@ class _Attention(torch.autograd.Function):
         return context
 
     @staticmethod
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         query, key, value, signed, context = ctx.saved_tensors
