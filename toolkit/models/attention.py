@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
 
 
 def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or _transforms_active():
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or _transforms_active():
         return False
     if query.dim() != 4 or not key.shape[:2] == value.shape[:2] == query.shape[:2]:
         return False
