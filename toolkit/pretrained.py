@@ -117,6 +117,12 @@ def encoder_config(config: Any) -> Any:
     return getattr(config, "encoder", config)
 
 
+def attention_dropout(config: Any) -> float:
+    """The probability, under any name."""
+    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+    return max(getattr(config, name, None) or 0.0 for name in names)
+
+
 def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
     """Tokens up to which a BigBird uses full attention: 2 global, 3 sliding and 2 x random blocks."""
     return (5 + 2 * num_random_blocks) * block_size

@@ -35,7 +35,6 @@ from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
-from toolkit.training.strategy import buffer_broadcast
 from toolkit.utils.features import features, hooks, write_results
 from toolkit.utils.files import explain_write_errors
 from toolkit.utils.modules import unwrapped
@@ -90,7 +89,6 @@ class Run:
         check_scheduler(optimizer, scheduler)
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
-        self._broadcast_buffers = buffer_broadcast(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         self._updates = updates = list[Any]()
         """An item for each update of the weights in this step."""
@@ -158,7 +156,6 @@ class Run:
         if updated and not self._updates and self.accelerator.sync_gradients:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
         self._updates.clear()
-        self._broadcast_buffers()
         if self._average and updated:
             self._average.update(updates)
         self._gathered: StepMetrics | None = None

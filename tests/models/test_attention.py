@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.faults import refusal
 from tests.training.test_optimizer import tiny
 from toolkit.models import attention, classifier
 from toolkit.models.attention import scaled_dot_product_attention
@@ -61,6 +62,17 @@ def test_outputs_and_gradients_with_dropout(
         assert (ours - theirs).norm() <= TOLERANCE[dtype] * theirs.norm()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_graph_has_two_gradients(dtype: torch.dtype) -> None:
+    """`--fgm_epsilon` takes them."""
+    *states, gradient = inputs(dtype)
+    context = scaled_dot_product_attention(*states, None, 0.25)
+    first = torch.autograd.grad(context, states, gradient, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):  # does not change them
+        second = torch.autograd.grad(context, states, gradient)
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("probability", [0.01, 0.1, 0.5])
 def test_each_probability_is_dropped_as_often_as_the_others(probability: float) -> None:
     torch.manual_seed(0)
@@ -94,6 +106,36 @@ def test_recomputed_activations_have_the_same_dropout() -> None:
         torch.manual_seed(0)
         grads.append(torch.autograd.grad(compute(*states, None, 0.1), states, gradient))
     assert all(map(torch.equal, *grads))
+
+
+def test_a_pass_without_gradients_has_the_same_dropout() -> None:
+    """Such is the first pass of a reentrant checkpoint."""
+    *states, _ = inputs(torch.float32)
+    contexts = []
+    for grad in (True, False):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(grad):
+            contexts.append(scaled_dot_product_attention(*states, None, 0.1))
+    assert torch.equal(*contexts)
+
+
+@pytest.mark.parametrize("hidden", [False, -torch.inf])
+def test_a_row_that_hides_all_keys_is_finite(hidden: float) -> None:
+    *states, gradient = inputs(torch.bfloat16)
+    mask = torch.full((3, 1, 1, 24), hidden is False, dtype=torch.bool if hidden is False else torch.bfloat16)
+    mask[0] = hidden
+    context = scaled_dot_product_attention(*states, mask, 0.1)
+    assert all(each.isfinite().all() for each in (context, *torch.autograd.grad(context, states, gradient)))
+
+
+def test_torch_func_and_second_derivatives() -> None:
+    query, key, value = (each.detach() for each in inputs(torch.float32)[:3])
+
+    def output(query: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, None, 0.1).square().sum()
+
+    assert torch.func.grad(output)(query).shape == query.shape
+    refusal(torch.autograd.grad, output(query.requires_grad_()), query, create_graph=True, says=["eager"])
 
 
 def test_half_precision_without_dropout_equals_torchs() -> None:

@@ -125,6 +125,12 @@ def test_freeze_unused_changes_nothing_else(tiny_model: Path) -> None:
     assert not model.training
 
 
+def test_layers_that_are_dropped_at_random_are_not_frozen() -> None:
+    heads, sizes = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}, {"d_model": 16, "vocab_size": 32}
+    config = AutoConfig.for_model("bart", **heads, **sizes, encoder_layerdrop=0.9, decoder_layerdrop=0.9)
+    assert freeze_unused(AutoModelForSequenceClassification.from_config(config)) == []
+
+
 def test_masks_on_a_device_are_not_checked(tiny_model: Path) -> None:
     """A check of a meta tensor would raise. On a CPU masks of ones are skipped."""
     load(tiny_model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,12 +66,29 @@ def test_more_layers_than_the_model_has(change: Any) -> None:
 
 def test_kept_layers_are_evenly_spaced() -> None:
     model: Any = torch.nn.Module()
-    model.config = SimpleNamespace(num_hidden_layers=12, layer_types=[*range(12)])
-    model.layers = torch.nn.ModuleList(torch.nn.LayerNorm(1) for _ in range(12))
-    before = list(model.layers)
+    model.config = AutoConfig.for_model("modernbert", num_hidden_layers=12)
+    model.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Dropout()) for _ in range(12))
+    before, kinds, places = list(model.layers), model.config.layer_types, [0, 2, 4, 7, 9, 11]  # as DistilBERT's
     keep_layers(model, 6, "m")
-    assert [before.index(layer) for layer in model.layers] == [0, 2, 4, 7, 9, 11]  # as DistilBERT's
-    assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [0, 2, 4, 7, 9, 11])
+    assert [before.index(layer) for layer in model.layers] == places
+    assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [kinds[place] for place in places])
+
+
+def test_a_decoder_with_fewer_layers_has_a_cache() -> None:
+    sizes = {"hidden_size": 16, "num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]]}
+    model: Any = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model("gpt_neo", **sizes, pad_token_id=0)
+    )
+    keep_layers(model, 2, "M")
+    assert model(torch.ones(1, 4, dtype=torch.long), use_cache=True).past_key_values.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("change", [keep_layers, lambda model, *args: reinit_layers(model, *args, seed=1)])
+def test_layers_in_parts_are_refused(change: Any) -> None:
+    config = AutoConfig.for_model("xlm", emb_dim=16, n_layers=4, n_heads=2, n_words=32)
+    refusal(
+        change, AutoModelForSequenceClassification.from_config(config), 2, "M", match="_layers 2: M has .* of norms"
+    )
 
 
 def test_blocks_of_layers() -> None:

@@ -189,6 +189,7 @@ def test_muon_trains_the_matrices_of_layers() -> None:
     [
         ({}, torch.optim.AdamW, {"fused": True}),
         ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
+        ({"optimizer_args": "foreach=True"}, torch.optim.AdamW, {"foreach": True, "fused": False}),
         ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD, {"nesterov": True}),
         ({"optimizer": "lion"}, Lion, {"betas": (0.9, 0.99)}),
         ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
@@ -214,6 +215,7 @@ def test_optimizers_by_name(options: dict[str, Any], kind: type, expected: dict[
         ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters.*--optimizer muon"),
         ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
         ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
+        ({"optimizer_args": "fused=True,foreach=True"}, "--optimizer_args fused=True"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
         ({"optimizer_args": "0.9"}, "each argument needs a name"),
         ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
@@ -370,6 +372,13 @@ def test_flash_attention_in_fp32_is_refused() -> None:
     refusal(align, accelerator, model=model, says=["--attn_implementation flash_attention_2", "--mixed_precision bf16"])
     accelerator.mixed_precision = "bf16"
     align(accelerator, model=model)
+
+
+def test_flex_attention_with_dropout_is_refused() -> None:
+    accelerator, model = accelerator_with(None), tiny("bert")
+    accelerator.device, model.config._attn_implementation = torch.device("cuda"), "flex_attention"
+    model.config.attention_probs_dropout_prob = 0.1
+    refusal(align, accelerator, model=model, says=["--attn_implementation flex_attention", "--dropout 0"])
 
 
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",

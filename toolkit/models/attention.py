@@ -8,6 +8,7 @@ which are dropped. In bf16 the forward and backward pass took 0.7 of torch's tim
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,20 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from toolkit.errors import UserError
+from toolkit.utils.compat import require
+
 # scores of a group of heads: 2 MiB in float32
 _SCORES = 1 << 19
 # Without dropout only up to this length, and not in float32: it needs memory for each score, torch's kernel does not.
 _SHORT = 256
+_transforms_active = require(torch._C, "_are_functorch_transforms_active", "torch")  # of torch.func
 
 
+@functools.cache
 def install() -> None:
-    """Makes transformers' attention `sdpa` use this one where it is faster."""
+    """Makes transformers' attention `sdpa` use this one where it is faster. Only once: `--padding_free` registers
+    another one later."""
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
@@ -56,7 +63,7 @@ def scaled_dot_product_attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if attn_mask is not None:
-        hides = attn_mask.logical_not() if attn_mask.dtype == torch.bool else attn_mask
+        hides = attn_mask.logical_not() if attn_mask.dtype == torch.bool else _finite(attn_mask)
         attn_mask = hides.expand(*query.shape[:3], key.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast("cpu", enabled=False):
@@ -65,21 +72,31 @@ def scaled_dot_product_attention(
 
 
 def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    if query.device.type != "cpu" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or _transforms_active():
         return False
-    fits = query.dim() == 4 and key.shape[:2] == value.shape[:2] == query.shape[:2]
-    trains = query.requires_grad or key.requires_grad or value.requires_grad
-    if not fits or not trains or (mask is not None and mask.requires_grad):
+    if query.dim() != 4 or not key.shape[:2] == value.shape[:2] == query.shape[:2]:
+        return False
+    if mask is not None and (mask.requires_grad or not (mask.dtype == torch.bool or mask.is_floating_point())):
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    if dropout == 0:
-        return key.shape[2] <= _SHORT and dtype.itemsize == 2
-    return 0 < dropout < 0.99 and dtype.itemsize <= 4
+    if dropout:  # without gradients, too: reentrant checkpoints recompute such a pass, and need the same random numbers
+        return 0 < dropout < 0.99 and dtype.itemsize <= 4
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return trains and key.shape[2] <= _SHORT and dtype.itemsize == 2
+
+
+def refuse_second_derivatives() -> None:
+    """Called in a backward pass: raises UserError where its graph is to be differentiated, too."""
+    if torch.is_grad_enabled():
+        raise UserError("create_graph=True (a gradient penalty, say) needs --attn_implementation eager")
+
+
+def _finite(mask: Tensor) -> Tensor:
+    """With a low number for -inf, from which a row that hides all keys would become NaN."""
+    return mask.clamp(min=max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min))
 
 
 class _Attention(torch.autograd.Function):
-    """Supports no second derivatives."""
-
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float
@@ -101,8 +118,9 @@ class _Attention(torch.autograd.Function):
         return context
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         query, key, value, signed, context = ctx.saved_tensors
         grads = [like_projection(each) for each in (query, key, value)]
         samples, heads, queries, keys = signed.shape
@@ -113,7 +131,7 @@ class _Attention(torch.autograd.Function):
             sums = (g * context[group].float()).sum(-1, keepdim=True).mul_(ctx.scale)
             # scaled in float32: fp16 could overflow
             score_grads = ((g * (ctx.factor * ctx.scale)) @ value[group].float().mT).mul_(probabilities.relu())
-            score_grads = score_grads.addcmul_(probabilities.abs_(), sums, value=-1).to(query.dtype)
+            score_grads = score_grads.addcmul_(probabilities.abs(), sums, value=-1).to(query.dtype)
             grads[0][group] = score_grads @ key[group]
             grads[1][group] = score_grads.mT @ query[group]
         return *grads, None, None, None

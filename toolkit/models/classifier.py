@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
@@ -160,18 +160,17 @@ def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
     freeze_unused(model, **inputs)
 
 
-def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
+def freeze_unused(model: Any, **inputs: Any) -> list[str]:
     """Freezes trainable parameters that the logits do not depend on (an unused pooler), and returns their names.
 
     DDP raises for them, and sharded optimizers would decay them. Takes one forward pass of a short sample, and searches
     the autograd graph. `inputs`: of the model, besides `input_ids` (1, 8).
     """
-    training, config = model.training, cast(Any, getattr(model, "config", None))
-    ids = ones = torch.ones(1, 8, dtype=torch.long)
-    if getattr(config, "is_encoder_decoder", False):  # BART reads the state of the last </s>; for mBART, 1 is padding
-        ids = torch.tensor([[3] * 7 + [config.eos_token_id]])
-    with torch.random.fork_rng(devices=[]), cpu_attention(model):
-        logits = model.train()(input_ids=ids, attention_mask=ones, **inputs).logits
+    config, training, ids = model.config, model.training, torch.full((1, 8), 3)
+    if config.is_encoder_decoder:
+        ids[0, -1] = config.eos_token_id  # BART's head reads the state of the last </s>
+    with cpu_attention(model):  # in evaluation: nothing is drawn, no layer is dropped, no running mean changes
+        logits = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits
     model.train(training)
     leaves = {id(leaf) for leaf in autograd_leaves(logits)}
     unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in leaves]
@@ -184,8 +183,7 @@ def freeze_unused(model: torch.nn.Module, **inputs: Any) -> list[str]:
 def cpu_attention(model: Any) -> Iterator[None]:
     """Within this context an attention for GPUs only (`flash_attention_2`), or without a backward pass on a CPU
     (`flex_attention`), is replaced."""
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "_attn_implementation", None)
+    config, name = model.config, model.config._attn_implementation
     if name in (None, "sdpa", "eager"):
         yield
         return

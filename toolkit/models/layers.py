@@ -64,8 +64,8 @@ def keep_layers(model: Any, count: int, name: str) -> None:
             setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
     for place, layer in enumerate(stack):
-        for part in filter(lambda part: hasattr(part, "layer_idx"), layer.modules()):
-            setattr(part, "layer_idx", place)  # noqa: B010  # place in a decoder's key-value cache
+        for part in layer.modules():  # places in a decoder's key-value cache
+            vars(part).update({key: place for key in ("layer_idx", "layer_id") if hasattr(part, key)})
 
 
 def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> None:
@@ -104,4 +104,8 @@ def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn
         raise UserError(f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out")
     if count > len(layers):
         raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
+    if setting != "freeze_layers" and any(isinstance(layer, torch.nn.LayerNorm) for layer in outer_layers(model)):
+        raise UserError(
+            f"--{setting} {count}: {name} has lists of norms and attentions (XLM), not of layers: leave it out"
+        )
     return layers

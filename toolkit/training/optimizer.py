@@ -107,12 +107,12 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
     name = settings.optimizer
     kind, arguments = _optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
-        arguments = {"fused": True} | arguments
+        arguments = {"fused": not {"foreach", "differentiable"} & arguments.keys()} | arguments
     rate, decay, gradual = settings.learning_rate, settings.layerwise_lr_decay, settings.unfreeze_every is not None
     groups = parameter_groups(model, settings.weight_decay, rate, decay, gradual, muon=kind is Muon)
     try:
         return kind(groups, lr=rate, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         names = [word for word in inspect.signature(kind).parameters if word not in ("params", "lr", "weight_decay")]
         setting = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
         hint = "; use --optimizer muon, which trains only matrices by Muon" if kind is torch.optim.Muon else ""

@@ -24,6 +24,7 @@ from accelerate.utils import gather_object, set_seed
 from torch.distributed.tensor import DTensor
 
 from toolkit import launch
+from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, Collator, GlobalBatches, Prefetcher, accumulation_of, collator_of, micro_batches
 from toolkit.data.tokens import Split
@@ -310,6 +311,7 @@ class Steps:
         whose losses did not all pass `Step.mean` once.
         """
         self.checks.end_step(step.number, len(step.collations))
+        self._broadcast_buffers()
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
         if self.accelerator.device.type == "cpu":
             memory.manage_freed_memory()
@@ -369,6 +371,15 @@ class Steps:
                 mfu=mfu,
                 peak_memory_bytes=peak,
             )
+
+    def _broadcast_buffers(self) -> None:
+        """Gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with
+        other ones."""
+        accelerator = self.accelerator
+        if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
+            for _, buffer in persistent_buffers(unwrapped(self.model)):
+                if buffer.is_floating_point():
+                    torch.distributed.broadcast(buffer, 0)
 
     def _sample_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the trained parameters' first elements: equal on all ranks under DDP. 0 otherwise."""

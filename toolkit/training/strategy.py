@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
 
@@ -21,12 +21,11 @@ from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError
 from toolkit.launch import log_on_main
 from toolkit.models.layers import outer_layers
-from toolkit.pretrained import encoder_config
+from toolkit.pretrained import attention_dropout, encoder_config
 from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.half_precision import choose_precision, choose_reduction
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
-from toolkit.utils.modules import unwrapped
 
 # of one layer: training or evaluation, with or without a mask, one text or several
 _MAX_GRAPHS = 32
@@ -56,8 +55,8 @@ def align_strategy(
     settings (clipping becomes 1.0) or not at all (for a `model` without a config).
 
     Raises UserError with all values of the DeepSpeed config that contradict the settings or that no run can use, for an
-    accelerate config that compiles the model, for flash attention in fp32, for an optimizer that the strategy cannot
-    use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
+    accelerate config that compiles the model, flash attention in fp32, flex attention with dropout, an optimizer that
+    the strategy cannot use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
     """
     if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
         raise UserError(
@@ -69,6 +68,9 @@ def align_strategy(
         raise UserError(
             f"--attn_implementation {attention} computes in bf16 and fp16 only: pass --mixed_precision bf16"
         )
+    if attention == "flex_attention" and (accelerator.device.type == "cpu" or attention_dropout(model.config)):
+        why = "has no dropout, and on a CPU no backward pass"
+        raise UserError(f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out")
     refuse_compiled(model)
     check_adapter(model)
     accelerator.gradient_accumulation_steps = schedule.accumulation
@@ -140,21 +142,6 @@ def align_strategy(
         _set_bucket_sizes(zero, model)
     if plugin.zero_stage == 3:  # needed to gather the final weights
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-
-
-def buffer_broadcast(accelerator: Accelerator, model: Any) -> Callable[[], None]:
-    """Returns a function that gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each
-    would evaluate with other ones. Call it after each step."""
-    root, owners = unwrapped(model), list[tuple[Any, str]]()
-    if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
-        names = (name.rpartition(".") for name, each in persistent_buffers(root) if each.is_floating_point())
-        owners = [(root.get_submodule(owner), short) for owner, _, short in names]
-
-    def broadcast() -> None:
-        for owner, name in owners:
-            torch.distributed.broadcast(getattr(owner, name), 0)
-
-    return broadcast
 
 
 @contextlib.contextmanager

@@ -144,6 +144,16 @@ def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator
     assert width_of_last(classifier, **inputs) == 123
 
 
+def test_another_model_is_loaded_afterwards(load: Models, accelerator: Any) -> None:
+    classifier, tokenizer = load("BERT")
+    _, packed = collators_of(tokenizer)
+    packed.prepare_model(accelerator, classifier)
+    inputs = packed(np.arange(7)).inputs
+    expected = classifier.eval()(**inputs).logits
+    load("BERT")
+    assert torch.equal(classifier(**inputs).logits, expected)
+
+
 def test_a_row(tokenizer: Any) -> None:
     _, packed = collators_of(tokenizer, max_tokens=125)
     packed.rounds_up = True

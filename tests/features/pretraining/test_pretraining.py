@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -268,6 +269,9 @@ def test_logits_at_masked_positions_in_parts(
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=key)
     assert widest == [15, 4, 4, 4, 3]  # rows of logits at a time, and no more
     torch.testing.assert_close(masked(input_ids=inputs["input_ids"]).logits, logits)
+    copied = copy.deepcopy(masked)
+    masked.get_output_embeddings().weight.data.zero_()
+    torch.testing.assert_close(copied(**inputs).logits[..., 0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_models_without_a_head(texts: list[str], tiny_model: Path, data: list[Any], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from toolkit.models.attention import attend as attend_padded
 from toolkit.models.attention import scaled_dot_product_attention
 from toolkit.models.first_token import only_head_reads
 from toolkit.models.layers import outer_layers
+from toolkit.pretrained import attention_dropout
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     model.register_forward_hook(_drop_padding_texts, with_kwargs=True)
     layers[-1].register_forward_hook(_select_first_tokens, with_kwargs=True)
     check_logits(model, probe)
-    dropout = max(getattr(model.config, f"attention{name}", None) or 0 for name in ("_probs_dropout_prob", "_dropout"))
+    dropout = attention_dropout(model.config)
     if accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
         why = f"no dropout (here {dropout}: pass --dropout 0)" if dropout else "no fp32 (pass --mixed_precision bf16)"
         log_on_main(accelerator, f"--padding_free: attention is padded, since torch's varlen_attn has {why}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,24 +75,24 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
             hidden = output.last_hidden_state  # (B, S, H) -> (B, K, H)
             output.last_hidden_state = hidden.gather(1, masked.positions[..., None].expand(-1, -1, hidden.shape[-1]))
 
-    def losses_of(states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
+    def losses_of(decoder: Any, states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
         logits = F.linear(states, decoder.weight, decoder.bias)
         losses = loss_fn(logits, truth).float()
         correct = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
         return torch.stack([losses, correct], dim=-1)
 
-    def decode(hidden: torch.Tensor) -> torch.Tensor:  # one module call for all parts
+    def decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:  # one module call for all parts
         if masked.ids is None:
             return F.linear(hidden, decoder.weight, decoder.bias)
         states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MAX_LOGITS // decoder.out_features)
         recompute = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
         compute = recompute if len(truth) > rows and torch.is_grad_enabled() else losses_of
-        losses = [compute(*part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
+        losses = [compute(decoder, *part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
         return torch.cat(losses).view(*hidden.shape[:2], 2)
 
     model.register_forward_pre_hook(store_targets, with_kwargs=True)
     model.base_model.register_forward_hook(select_masked)
-    decoder.forward = decode
+    decoder.forward = MethodType(decode, decoder)  # bound: that of a copy of the model reads the copy's weights
     with torch.no_grad(), cpu_attention(model):
         try:
             probe = model(input_ids=ids, target_positions=torch.tensor([[2]]), target_ids=ids[:, 2:3]).logits

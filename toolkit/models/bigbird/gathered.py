@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.models.attention import head_groups, like_projection
+from toolkit.models.attention import head_groups, like_projection, refuse_second_derivatives
 from toolkit.models.bigbird.plan import Pattern, tables
 
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache
@@ -128,8 +128,8 @@ class _Sparse(torch.autograd.Function):
         return context
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         query, key, value, bias, second, random, context, logs = ctx.saved_tensors
         grads = [like_projection(query) for _ in range(3)]
         samples, heads, length, _ = query.shape
