@@ -136,8 +136,8 @@ class Labels(Targets):
         if not self.multi_hot:
             ids = {self._id(name, where) for name in items}
             return [float(place in ids) for place in range(self.size)]
-        flags = [_FLAGS.get(str(item).strip().lower(), math.nan) for item in items]
-        odd = next((place for place, flag in enumerate(flags) if math.isnan(flag)), None)
+        flags = list(map(_flag, items))
+        odd = flags.index(None) if None in flags else None
         if len(self.columns) > 1 and odd is not None:
             raise UserError(
                 f"{where}: column {self.columns[odd]!r} is {items[odd]!r}; several label columns must each hold 0 or "
@@ -145,7 +145,7 @@ class Labels(Targets):
             )
         if len(flags) != self.size or odd is not None:
             raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
-        return flags
+        return cast(list[float], flags)
 
     def _numbers(self, value: Any, where: str) -> float | list[float]:
         """A cell of numbers to predict: a number, or a list of them."""
@@ -249,7 +249,7 @@ def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[st
         items = _list_of(value, table.where(row))
         names.update(filter(None, map(_name, items)))  # an empty one is no class: `encode` names its row
         widths.add(len(items))
-        flags = flags and all(item in (0, 1) for item in items)
+        flags = flags and all(_flag(item) is not None for item in items)
     multi_hot = flags and len(widths) == 1 and max(widths) > 1
     return ({str(place) for place in range(max(widths))} if multi_hot else names), multi_hot
 
@@ -383,6 +383,10 @@ def _to_float(value: Any) -> float | None:
         return None
 
 
+def _flag(value: Any) -> float | None:
+    return _FLAGS.get(str(value).strip().lower())
+
+
 def _is_blank(value: Any, problem: ProblemType) -> bool:
     """In multi-label data an empty string is a row without classes, not a missing label."""
     return _is_missing(value) or (problem != MULTI and not str(value).strip())
@@ -434,10 +438,12 @@ def _parsed_list(value: Any) -> list[Any] | None:
     text = value.strip() if isinstance(value, str) else ""
     if not (text.startswith("[") and text.endswith("]")):
         return None
-    for parse in (json.loads, ast.literal_eval):  # `["a"]`, and pandas' `['a']`
+    # pandas writes lists as `['a', 'b']`, and arrays as `['a' 'b']`, which Python would join, or `[1 0]`
+    space = r"(?<=['\"])\s+(?=['\"])" if re.search(r"['\"]", text) else r"(?<=[\w.])\s+(?=[\w.+-])"
+    for parse in (json.loads, lambda text: ast.literal_eval(re.sub(space, ", ", text))):
         try:
             parsed = parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        return parsed if isinstance(parsed, list) else None
+        return parsed if isinstance(parsed, list) and ... not in parsed else None  # of a shortened array
     return None
