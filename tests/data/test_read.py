@@ -21,7 +21,7 @@ from toolkit.config import TextSettings
 from toolkit.data import json_files, read, table, text_files
 from toolkit.data.read import read_file as read_with
 from toolkit.data.read import read_hub
-from toolkit.data.table import Table
+from toolkit.data.table import Table, text_column
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
 TEXT_FORMATS = ["csv", "tsv", "json", "jsonl"]
@@ -232,6 +232,10 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\na,1\n")
     assert "--delimiter '||': give one character" in fault_of(path, delimiter="||")
     assert "line 1: 2 cells where" in fault_of(path, column_names="a")
+    assert "line 1 names the columns as --column_names does" in fault_of(path, column_names="text,label")
+    one = read_file(write(tmp_path / "b.csv", "text;label\na;1\n"))
+    refusal(text_column, one, None, says=["'text;label': pass --delimiter ';', or --column_names"])
+    assert text_column(one, "text;label") == "text;label"
 
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])

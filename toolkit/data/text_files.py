@@ -183,14 +183,15 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
     delimiter = delimiter or _DELIMITERS[kind]
-    names, header = column_names(settings), list[str]()
+    header = names = column_names(settings)
+    what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
         if not names:
-            names, rows, starts = rows[0], rows[1:], starts[1:]
-            header = names if len(names) > 1 else []
-        for repeated in (header, ["\ufeff" + "".join(header[:1]), *header[1:]]):
-            if header and repeated in rows:
-                raise UserError(f"{path}, line {starts[rows.index(repeated)]} repeats the header: remove it")
+            header, rows, starts = rows[0], rows[1:], starts[1:]
+            names = header
+        for repeated in (header, ["\ufeff" + header[0], *header[1:]]):
+            if len(header) > 1 and repeated in rows:
+                raise UserError(f"{path}, line {starts[rows.index(repeated)]} {what}")
         names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
         check_column_names(path, names)
         widths = set(map(len, rows))
