@@ -176,10 +176,10 @@ def text_blocks(
             raise UserError(f"{table.name}: column {name!r} holds lists or objects, not texts: name another column")
     for _, cells in table.cells([name for part in parts for name in part], rows):
         each = iter(cells)
-        yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+        yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
 
-def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
+def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
     """The cells of one or several columns -> a text for each row."""
     texts = [["" if text is None else str(text) for text in column] for column in cells]
     return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]

@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
-from toolkit.data.table import USUAL_TEXT, Table, columns_of, joined_texts
+from toolkit.data.table import USUAL_TEXT, Table, text_blocks
 from toolkit.data.tokens import Split, separator_of
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
@@ -217,9 +217,11 @@ class _Prediction:
                 start, number, waiting = start + rows, number + 1, []
 
     def _tokenize(self, start: int, rows: Any) -> _Window:
-        separator = separator_of(self.saved.tokenizer)
-        cells = ([rows[name].to_pylist() for name in columns_of(self.table, column)] for column in self.columns)
-        columns = [joined_texts(column, separator) for column in cells]
+        import datasets
+
+        table = Table(datasets.Dataset(rows, fingerprint="rows"), self.table.name, "")
+        blocks = zip(*text_blocks(table, self.columns, separator_of(self.saved.tokenizer)), strict=True)
+        columns = [list(itertools.chain.from_iterable(block)) for block in blocks]
         distinct: dict[tuple[str, ...], int] = {}
         places = np.array([distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)], np.int64)
         texts, *pairs = (list(column) for column in zip(*distinct, strict=True))
