@@ -101,6 +101,7 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
         *(("validation_split", value) for value in "01"),
         ("num_train_epochs", "inf"),
+        ("validation_file", ""),
         ("warmup_ratio", "1.1"),
         ("label_smoothing_factor", "1"),
         ("dropout", "-0.1"),

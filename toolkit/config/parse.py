@@ -180,6 +180,9 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
                 values[name] = "no"  # which YAML 1.1 reads as false
             else:
                 faults.add(f"--{name} {str(value).lower()}: must not be true or false")
+        elif value == "":  # --validation_file "$UNSET"
+            del values[name]
+            faults.add(f"--{name} is empty: give a value, or leave it out")
         if isinstance(value, str) and _UNWRITABLE.search(value):
             faults.add(f"--{name} {value!r}: it contains a character that cannot be written")
     for name, section in sections.items():
