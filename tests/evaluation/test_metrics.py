@@ -20,6 +20,7 @@ from toolkit.config import ProblemType, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Best, Evaluation, Outputs, classification_evaluation, classification_metrics
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.best import make_best
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
@@ -76,6 +77,11 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
     """A constant has no correlation: 0."""
     numbers = numbers_of("regression", "y", np.c_[logits], truth)
     assert [numbers[name] for name in ("loss", "mse", "mae", "pearson")] == pytest.approx([mse, mse, mae, pearson])
+
+
+def test_predicted_numbers_keep_their_digits() -> None:
+    answers = ClassAnswers(Labels("regression", ("y",), ("y",))).answers(np.array([[1e-8], [12345.678]], np.float32))
+    assert [line["prediction"] for line in answers] == [1e-8, 12345.678]
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,13 @@ class ClassAnswers(Answers):
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
         """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
         labels = self.labels
+        if labels.problem_type == "regression":
+            for row in outputs.astype(str).astype(float).tolist():  # the shortest decimals that are these float32
+                yield {"prediction": row[0] if labels.size == 1 else row}
+            return
         for chances, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
             rounded = [round(float(chance), 6) for chance in chances]
-            if labels.problem_type == "regression":
-                yield {"prediction": rounded[0] if labels.size == 1 else rounded}
-            elif labels.problem_type == _SINGLE:
+            if labels.problem_type == _SINGLE:
                 index = int(scores.argmax())
                 prediction = None if self.abstains(chances[index]) else labels.names[index]
                 yield {"prediction": prediction, "probabilities": rounded}
