@@ -186,10 +186,11 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
         ("a.json", '["joy", "joy"]', r"entry \d: .* is not a number and a name"),
         ("a.json", '[{"id": 1}, {"id": 2}]', r"entry \d: .* is not a number and a name"),
         ("a.csv", "id,name\n0,joy\n1,anger\n", r"write the names as \.json"),  # its header would be class 0
+        ("a.txt", "差\n好\n", "save it as UTF-8"),
     ],
 )
 def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, content: str, said: str) -> None:
-    (tmp_path / file).write_text(content)
+    (tmp_path / file).write_text(content, encoding="gb18030")
     refusal(read_class_names, str(tmp_path / file), match=rf"--label_names_file .*{file}.*{said}")
 
 

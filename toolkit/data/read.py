@@ -129,7 +129,8 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
         files = [(start, str(path), note) for (start, _, note), path in zip(read, paths, strict=True)]
         return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
+        why = "a field is nested deeper than a table can hold, or of a type that it cannot"
+        raise UserError(f"{name}: {why} [{first_line(error)}]") from error
 
 
 def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[list[FileRows], Any]:
@@ -252,11 +253,13 @@ def _read_entries(path: Path) -> list[Any]:
     kind = format_of(path)
     if kind not in (".json", ".jsonl", ".txt"):  # its header, or its numbers, would be parts of names
         raise UserError(f"--label_names_file {path}: write the names as .json, .jsonl, or a line each in .txt")
-    with explain_encoding_errors(path, "utf-8"):
+    try:
         if kind in (".json", ".jsonl"):
             return list(parse_json(path, kind, "utf-8"))
         with open_text(path, "utf-8") as text:
             return [line.strip() for line in split_lines(path, text) if line.strip()]
+    except UnicodeError as error:  # --encoding is of the texts
+        raise UserError(f"--label_names_file {path} is not UTF-8 [{error}]: save it as UTF-8") from error
 
 
 def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
