@@ -215,6 +215,7 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
         (["[1.5, 2.5]", "[3.5]"], None, r"holds \[1\.5, 2\.5\].*numbers to predict"),
         (["[1.5, 'x']", "['y', 'x']"], None, r"holds \[1\.5, 'x'\].*numbers to predict"),
         (["4.17|0.3", "2|3.5"], None, r"holds '4\.17\|0\.3'.*numbers to predict"),
+        (["3,5", "4", "2,0"], None, "holds '3,5'.*numbers to predict"),  # a decimal comma
         ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
     ],
 )

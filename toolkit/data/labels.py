@@ -344,11 +344,13 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
     if None not in numbers:
         fractions = any(number % 1 for number in numbers if number and math.isfinite(number))
         return "regression" if fractions else "single_label_classification"
-    parts = ([_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values)
-    if "." in str(values[0]) and all(len(items) > 1 and None not in items for items in parts):
+    parts = [[_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values]
+    if all(None not in items for items in parts):
+        several = next(value for value, items in zip(values, parts, strict=True) if len(items) > 1)
         raise UserError(
-            f"{where} holds {values[0]!r}: write [1.5, 2.5], or several columns (--label_column a,b), where these are "
-            "numbers to predict, or pass --problem_type single_label_classification where they are names"
+            f"{where} holds {several!r}: write 1.5, [1.5, 2.5] or several columns (--label_column a,b) where these are "
+            "numbers to predict, or pass --problem_type single_label_classification where they are names, or "
+            f"{MULTI} where they are lists of names"
         )
     return "single_label_classification"
 

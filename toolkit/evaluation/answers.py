@@ -158,7 +158,8 @@ def labels_of(config: Any) -> Labels:
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         repeated = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{where} names several outputs {repeated!r}: rename them")
-    return Labels(config.problem_type or _SINGLE, names, ())
+    # as transformers computes its loss
+    return Labels(config.problem_type or ("regression" if len(names) == 1 else _SINGLE), names, ())
 
 
 def answers_for(name: str, config: Any) -> Any:
