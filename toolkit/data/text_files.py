@@ -14,6 +14,7 @@ import gzip
 import io
 import itertools
 import lzma
+import operator
 import os
 import re
 import zlib
@@ -216,7 +217,7 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
     csv.field_size_limit(MAX_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     batch_lines: list[str] = []
-    lines_read, rows_read = 0, int(bool(settings.column_names))
+    line_end, lines_read, rows_read = "", 0, int(bool(settings.column_names))
     with open_text(path, settings.encoding) as text:
         lines = (batch_lines.append(line) or line for line in split_lines(path, text))  # type: ignore[func-returns-value]
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
@@ -243,6 +244,9 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
             if len(starts) > len(rows):
                 starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
                 _refuse_quoted_rows(path, batch_lines, delimiter, rows, starts, rows_read)
+            line_end = line_end or batch_lines[0][-1]
+            if line_end == "\n" and "\r" in map(operator.itemgetter(-1), batch_lines):
+                _refuse_carriage_returns(path, batch_lines, starts)
             if min(map(len, rows)) < 2:
                 places = [place for place, row in enumerate(rows) if _is_filled(row)]
                 rows, starts = [rows[place] for place in places], [starts[place] for place in places]
@@ -265,6 +269,17 @@ def _is_filled(row: list[str]) -> bool:
 def _height(row: list[str]) -> int:
     """The number of lines of a row."""
     return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
+
+
+def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
+    """Raises UserError where a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
+    without quotes, and it would become two rows."""
+    for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
+        if lines[following - 1 - starts[0]][-1] == "\r":
+            raise UserError(
+                f"{path}, line {start}: a lone carriage return (\\r) in a text without quotes ends the row: remove it, "
+                "or write all texts in quotes (pandas: to_csv(quoting=csv.QUOTE_ALL))"
+            )
 
 
 def _refuse_quoted_rows(
