@@ -85,6 +85,9 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
             "--dropout"]  # fmt: skip
     fault = refusal(parse, TaskSettings, given, says=says, match="^11 faults:", lines=12)
     assert "'5'" not in fault  # the value of an unknown name
+    refusal(
+        parse, TaskSettings, [yaml_file("data:\n  train_file: a.csv\n"), *NAMED], match="data: there are no sections"
+    )
 
 
 def test_a_setting_of_another_recipe_is_unknown() -> None:
@@ -112,6 +115,7 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         # in the file
         *(("seed", f"seed: {value}") for value in ("x", "[1]", "null")),
         ("train_file", "train_file: 5"),
+        ("label_column", "label_column: ['a', 'b']"),
         *(
             (name, f"{name}: {value}")
             for name in ("global_batch_size", "per_device_batch_size", "weight_decay", "loss")

@@ -314,8 +314,10 @@ def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[st
         return {}
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`, but holds a {type(loaded).__name__}")
-    unknown = [name for name in loaded if name not in fields]
-    faults.extend(f"{path}: unknown setting {name}{_hint(str(name), fields)}" for name in unknown)
+    for name in (name for name in loaded if name not in fields):
+        nested = isinstance(loaded[name], dict) and not fields.keys().isdisjoint(loaded[name])
+        hint = ": there are no sections, write its settings at the margin" if nested else _hint(str(name), fields)
+        faults.add(f"{path}: unknown setting {name}{hint}")
     return {name: value for name, value in loaded.items() if name in fields}
 
 
@@ -360,6 +362,9 @@ def _fault_message(fault: Any) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     message = re.sub(r", unable to .*| valid", "", message.replace("integer", "whole number"))
     message = message.replace("an whole", "a whole").replace("Input should be", "must be")
+    if isinstance(value := fault["input"], list | dict) and message.endswith("a string"):
+        parts = value if isinstance(value, list) else [f"{key}={part}" for key, part in value.items()]
+        message += " ('part-*.csv' for several files)" if name.endswith("_file") else f": {','.join(map(str, parts))}"
     if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as in transformers 5
         message += f"; a share of all steps is --warmup_ratio {fault['input']}"
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"
