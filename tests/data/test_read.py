@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
@@ -293,6 +294,15 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
     write_rows("part-11.csv.gz", [{"text": "a", "other": "x"}])
     refusal(lambda: read_file(pattern).rows, match=r"part-11.csv.gz has the columns text, other, and .* text, label")
     refusal(read_file, str(tmp_path / "nothing-*.csv"), match="no file has such a name")
+
+
+def test_files_with_other_orders_of_class_names(tmp_path: Path) -> None:
+    for number, names in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = datasets.Dataset.from_dict({"text": ["t"], "label": [0]}, features=features)
+        rows.to_parquet(tmp_path / f"{number}.parquet")
+    assert read_file(str(tmp_path / "[01].parquet")).rows["label"][:] == [0, 0]
+    refusal(lambda: read_file(str(tmp_path / "*.parquet")).rows, match="2.parquet: its class names, or their order")
 
 
 @pytest.mark.parametrize("characters", [1, 2, 5, 1 << 20])

@@ -184,10 +184,20 @@ def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) ->
             f"{path} has the columns {listing(schema.names)}, and the file before it {listing(before.names)}: make "
             "them alike, or name a pattern that leaves it out"
         )
+    if schema.metadata != before.metadata and _class_features(schema) != _class_features(before):
+        raise UserError(f"{path}: its class names, or their order, are not those of the file before it: write names")
     try:
         return unify_schemas(before, schema)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(f"{path}: its columns are of other types than those before it [{first_line(error)}]") from error
+
+
+def _class_features(schema: pyarrow.Schema) -> dict[str, str]:
+    """The columns of class ids whose names `datasets` has stored in a Parquet file."""
+    import datasets
+
+    features = {name: str(kind) for name, kind in datasets.Features.from_arrow_schema(schema).items()}
+    return {name: kind for name, kind in features.items() if "ClassLabel" in kind}
 
 
 def format_of(path: Path) -> str:
