@@ -38,7 +38,7 @@ def weigh_classes(
     for name, split in splits.items():
         absent = [names[place] for place in np.flatnonzero(_class_counts(labels, split) == 0)]
         if absent and name != "train":
-            lines.append(f"{name} has no row of {listing(absent)}: an F1 of 0 each, which lowers f1_macro")
+            lines.append(f"{name} has no row of {listing(absent)}: that counts as an F1 of 0 in f1_macro")
     if setting := objective.class_weights:
         weights = _class_weights(setting, counts, names)
         per_class = weights.astype(np.float32)

@@ -232,6 +232,8 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[di
     if strata is not None:
         single = np.bincount(strata)[strata] < 2  # a class of one row can only be trained on
         places, strata = places[~single], strata[~single]
+        if not len(places):
+            raise UserError(f"{name}: each class has one row: is --{targets.column_setting} right?")
     count = max(1, round(len(places) * share))
     if count >= len(places):
         raise UserError(
