@@ -31,6 +31,8 @@ _MAX_DISTINCT = 200_000
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
 _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
+_ITEM = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL)
+"""In a list as text: a string or a number, and the space that alone separates it from the next."""
 _SEPARATORS = r"[|｜,，;；、]"
 
 
@@ -440,12 +442,15 @@ def _parsed_list(value: Any) -> list[Any] | None:
     text = value.strip() if isinstance(value, str) else ""
     if not (text.startswith("[") and text.endswith("]")):
         return None
-    # pandas writes lists as `['a', 'b']`, and arrays as `['a' 'b']`, which Python would join, or `[1 0]`
-    space = r"(?<=['\"])\s+(?=['\"])" if re.search(r"['\"]", text) else r"(?<=[\w.])\s+(?=[\w.+-])"
-    for parse in (json.loads, lambda text: ast.literal_eval(re.sub(space, ", ", text))):
+    for parse in (json.loads, _python_list):
         try:
             parsed = parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
         return parsed if isinstance(parsed, list) and ... not in parsed else None  # of a shortened array
     return None
+
+
+def _python_list(text: str) -> Any:
+    """`['a', 'b']`, as pandas writes lists to CSV, or `['a' 'b']`, which Python would join, and `[1 0]`, as arrays."""
+    return ast.literal_eval(_ITEM.sub(lambda item: item[1] + ", " * bool(item[2]), text))
