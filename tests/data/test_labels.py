@@ -183,6 +183,7 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
     ("file", "content", "said"),
     [
         ("a.json", '[["joy", "anger"], ["joy", 1]]', r"entry \d: .* is not a number and a name"),
+        ("a.json", '{"0": "joy", "1": " "}', r"entry 2: .* is not a number and a name"),
         ("a.json", '["joy", "joy"]', r"entry \d: .* is not a number and a name"),
         ("a.json", '[{"id": 1}, {"id": 2}]', r"entry \d: .* is not a number and a name"),
         ("a.csv", "id,name\n0,joy\n1,anger\n", r"write the names as \.json"),  # its header would be class 0

@@ -108,6 +108,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, name: str) -> None:
 def test_unknown_endings_list_the_known_ones(tmp_path: Path, name: str) -> None:
     fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
     assert all(f".{kind}" in fault for kind in FORMATS)
+    assert ("save it as `CSV UTF-8`" in fault) == (name == "a.xlsx")
 
 
 DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"

@@ -206,7 +206,8 @@ def format_of(path: Path) -> str:
     if suffixes and suffixes[-1] in OPENERS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise UserError(f"{path}: its format is unclear: name it {', '.join(FORMATS)} (also with .gz after it)")
+        excel = "save it as `CSV UTF-8` in Excel; else " * (suffixes[-1:] in ([".xlsx"], [".xls"]))
+        raise UserError(f"{path}: its format is unclear: {excel}name it {', '.join(FORMATS)} (also with .gz after it)")
     return suffixes[-1]
 
 
@@ -248,7 +249,7 @@ def read_class_names(name: str) -> dict[str, str]:
     names_of: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
         numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
-        names = [part.strip() for part in pair if isinstance(part, str) and part not in numbers]
+        names = [part.strip() for part in pair if isinstance(part, str) and part.strip() and part not in numbers]
         if len(numbers) != 1 or len(names) != 1 or numbers[0] in names_of or names[0] in names_of.values():
             raise UserError(
                 f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "

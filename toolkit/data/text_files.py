@@ -140,7 +140,7 @@ def _encoding_fault(path: Path, encoding: str) -> str:
             line += chunk.count(b"\n")
             text = replacing.decode(chunk, final)
             bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
-    if start_bytes == b"PK\x03\x04":
+    if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
         return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
     if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return f"{fault}: pass --encoding utf-16"
