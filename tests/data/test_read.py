@@ -240,6 +240,7 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     one = read_file(write(tmp_path / "b.csv", "text;label\na;1\n"))
     refusal(text_column, one, None, says=["'text;label': pass --delimiter ';', or --column_names"])
     assert text_column(one, "text;label") == "text;label"
+    assert text_column(read_file(write(tmp_path / "c.csv", '"a, b"\nc\n')), None) == "a, b"
 
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])

@@ -143,7 +143,8 @@ def text_column(table: Table, name: str | None, excluded: Iterable[str | None] =
         if len(columns) != 1:
             header = " (or all with --column_names, where the first line is no header)"
             raise table.ambiguous_column("text", "text_column", columns or others, header)
-        if len(table.rows.column_names) == 1 and (other := re.search(r"[\t;|,]", columns[0])):
+        delimiters = r"[;|,]" if ".tsv" in table.name else r"[;|\t]"
+        if len(table.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
             raise UserError(
                 f"{table.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or --column_names "
                 "text where the first line is no header, or name it with --text_column"
