@@ -292,6 +292,10 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
     table = read_file(pattern)
     assert table.rows["text"][:] == [f"{number} {row}" for number in (9, 10) for row in range(60)]
     assert (table.name, table.where(0), table.where(119)) == (pattern, f"{paths[1]}, row 1", f"{paths[0]}, row 60")
+    assert (table.listing([0, 59]), table.listing([119])) == (
+        f"{paths[1]}, row 1, {paths[1]}, row 60",
+        f"{paths[0]}, row 60",
+    )
     assert table.digest != read_file(paths[0]).digest
     write_rows("part-11.csv.gz", [{"text": "a", "other": "x"}])
     refusal(lambda: read_file(pattern).rows, match=r"part-11.csv.gz has the columns text, other, and .* text, label")

@@ -398,13 +398,15 @@ def _is_blank(value: Any, problem: ProblemType) -> bool:
 
 def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemType) -> None:
     blank = [
-        row + 1
+        row
         for numbers, cells in _cells(table, (column,), rows)
         for row, value in zip(numbers.tolist(), cells, strict=True)
         if _is_blank(value, problem)
     ]
     if blank:
-        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(blank)}: fill or remove them")
+        raise UserError(
+            f"{table.name}: no label in column {column!r} of rows {table.listing(blank)}: fill or remove them"
+        )
 
 
 def _is_missing(value: Any) -> bool:

@@ -193,7 +193,7 @@ def drop_empty(table: Table, texts: Mapping[str, str], separator: str, allowed: 
         if blank.any() and not allowed:
             raise UserError(
                 f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
-                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
+                f"{table.listing(np.flatnonzero(blank))}): fill them, or pass --drop_empty_text"
                 + " (or --sample_by paragraph, where they separate texts)"
                 * table.name.endswith(".txt")
             )
@@ -291,7 +291,7 @@ def find_overlaps(splits: dict[str, Rows]) -> Iterator[str]:
         if seen.any():
             yield (
                 f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too "
-                f"high (rows {listing(splits[split].numbers[seen] + 1)})"
+                f"high (rows {splits[split].table.listing(splits[split].numbers[seen])})"
             )
 
 

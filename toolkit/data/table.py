@@ -64,6 +64,11 @@ class Table:
         start, name, _ = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
         return f"{name}, row {row - start + 1}"
 
+    def listing(self, rows: Iterable[int]) -> str:
+        """At most ten rows: `2, 3`, or where the table has several files `a.csv, row 2, b.csv, row 1`."""
+        several = len(self._loaded[1]) > 1
+        return listing(self.where(row) if several else row + 1 for row in rows)
+
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """All rows in order, as record batches or tables of pyarrow; not memory-mapped, which would count as memory."""
         import pyarrow
