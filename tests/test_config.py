@@ -61,6 +61,7 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
         (["--label_column", "a,b,c"], "label_column", "a,b,c"),
         (["--text_column", "内容"], "text_column", "内容"),
         (["--seed", "1", "--seed", "2"], "seed", 2),
+        ("output_dir: ~/runs", "output_dir", str(Path.home() / "runs")),
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
         ("gradient_checkpointing: yes", "gradient_checkpointing", True),
         ("max_length: null", "max_length", None),
