@@ -302,6 +302,14 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
     refusal(read_file, str(tmp_path / "nothing-*.csv"), match="no file has such a name")
 
 
+def test_splits_under_other_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    tables = {split: Table(rows, f"mnli ({split})", split) for split in ("train", "validation_matched")}
+    monkeypatch.setattr(read, "read_hub", lambda *_: tables)
+    ((split, train),) = read.read_tables(TextSettings(dataset_name="mnli")).items()
+    assert (split, train.note) == ("train", "mnli (train): its splits validation_matched are not used")
+
+
 def test_files_with_other_orders_of_class_names(tmp_path: Path) -> None:
     for number, names in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
         features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})

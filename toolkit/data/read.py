@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,10 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
     }
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
+    if others := splits.keys() - set(itertools.chain(*_SPLITS.values())):
+        train = tables["train"]
+        files = [(0, train.name, f"its splits {listing(sorted(others))} are not used")]
+        tables["train"] = replace(train, source=lambda: (train.rows, files))
     unused = [*_OF_FILES, *["validation_split"] * ("validation" in tables)]
     for setting in unused:
         if (value := getattr(settings, setting)) != getattr(TextSettings(), setting):
