@@ -74,8 +74,8 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
     if others := splits.keys() - set(itertools.chain(*_SPLITS.values())):
         train = tables["train"]
-        files = [(0, train.name, f"its splits {listing(sorted(others))} are not used")]
-        tables["train"] = replace(train, source=lambda: (train.rows, files))
+        unread = [(0, train.name, f"its splits {listing(sorted(others))} are not used")]
+        tables["train"] = replace(train, source=lambda: (train.rows, unread))
     unused = [*_OF_FILES, *["validation_split"] * ("validation" in tables)]
     for setting in unused:
         if (value := getattr(settings, setting)) != getattr(TextSettings(), setting):
