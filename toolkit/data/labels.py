@@ -29,10 +29,8 @@ _MAX_CLASSES, _FEW_CLASSES = 2000, 50
 _MAX_DISTINCT = 200_000
 """Distinct values of a column that are read to infer its type: more are not classes, and would take much memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-_LARGEST = float(np.finfo(np.float32).max)
 _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
 _ITEM = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL)
-"""In a list as text: a string or a number, and the space that alone separates it from the next."""
 _SEPARATORS = r"[|｜,，;；、]"
 
 
@@ -138,8 +136,8 @@ class Labels(Targets):
         if not self.multi_hot:
             ids = {self._id(name, where) for name in items}
             return [float(place in ids) for place in range(self.size)]
-        flags = list(map(_flag, items))
-        odd = flags.index(None) if None in flags else None
+        flags = [_FLAGS.get(str(item).strip().lower(), math.nan) for item in items]
+        odd = next((place for place, flag in enumerate(flags) if math.isnan(flag)), None)
         if len(self.columns) > 1 and odd is not None:
             raise UserError(
                 f"{where}: column {self.columns[odd]!r} is {items[odd]!r}; several label columns must each hold 0 or "
@@ -147,7 +145,7 @@ class Labels(Targets):
             )
         if len(flags) != self.size or odd is not None:
             raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
-        return cast(list[float], flags)
+        return flags
 
     def _numbers(self, value: Any, where: str) -> float | list[float]:
         """A cell of numbers to predict: a number, or a list of them."""
@@ -244,14 +242,12 @@ def find_labels(
 
 def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[str], bool]:
     """(the names in the lists of a column, False); where each list has a 0 or 1 per class, (the indices, True)."""
-    names: set[str] = set()
-    widths: set[int] = set()
-    flags = True
+    names, widths, flags = set[str](), set[int](), True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
         names.update(filter(None, map(_name, items)))  # an empty one is no class: `encode` names its row
         widths.add(len(items))
-        flags = flags and all(_flag(item) is not None for item in items)
+        flags = flags and {str(item).strip().lower() for item in items} <= _FLAGS.keys()
     multi_hot = flags and len(widths) == 1 and max(widths) > 1
     return ({str(place) for place in range(max(widths))} if multi_hot else names), multi_hot
 
@@ -351,8 +347,7 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
         several = next(value for value, items in zip(values, parts, strict=True) if len(items) > 1)
         raise UserError(
             f"{where} holds {several!r}: write 1.5, [1.5, 2.5] or several columns (--label_column a,b) where these are "
-            "numbers to predict, or pass --problem_type single_label_classification where they are names, or "
-            f"{MULTI} where they are lists of names"
+            f"numbers to predict, or pass --problem_type single_label_classification, or {MULTI} for lists"
         )
     return "single_label_classification"
 
@@ -387,10 +382,6 @@ def _to_float(value: Any) -> float | None:
         return None
 
 
-def _flag(value: Any) -> float | None:
-    return _FLAGS.get(str(value).strip().lower())
-
-
 def _is_blank(value: Any, problem: ProblemType) -> bool:
     """In multi-label data an empty string is a row without classes, not a missing label."""
     return _is_missing(value) or (problem != MULTI and not str(value).strip())
@@ -423,7 +414,7 @@ def _number(value: Any, where: str) -> float:
     number = _to_float(value)
     if number is None or not math.isfinite(number):
         raise UserError(f"{where}: the label {value!r} is not a number")
-    if abs(number) > _LARGEST:
+    if abs(number) > float(np.finfo(np.float32).max):
         raise UserError(f"{where}: the label {value!r} is more than a model's numbers hold (3.4e38): scale the labels")
     return number
 
