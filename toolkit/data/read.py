@@ -135,7 +135,7 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
         return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
     except (ValueError, RecursionError) as error:
         why = "a field is nested deeper than a table can hold, or of a type that it cannot"
-        raise UserError(f"{name}: {why} [{first_line(error)}]") from error
+        raise UserError(f"{name}: {why} [{first_line(error)}]: leave it out") from error
 
 
 def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[list[FileRows], Any]:

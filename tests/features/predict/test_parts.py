@@ -247,7 +247,9 @@ def test_strings_without_their_type(predicted: Predict, tmp_path: Path) -> None:
         if number == 2:
             refusal(predict, match="column 'text' holds lists")
         else:
-            probabilities.append([row["probabilities"] for row in lines_of(predict())])
+            lines = lines_of(predict())
+            assert [line["text"] for line in lines] == ["good film", "bad"]
+            probabilities.append([line["probabilities"] for line in lines])
     assert probabilities[0] == probabilities[1]
 
 

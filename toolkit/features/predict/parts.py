@@ -91,7 +91,8 @@ class Parts:
                 return
             try:
                 with draft.open("w", encoding="utf-8", newline="") as file:
-                    for line in self._lines(rows.to_pydict() | columns, header=start == 0):
+                    cells = {name: list(map(_decoded, column)) for name, column in rows.to_pydict().items()}
+                    for line in self._lines(cells | columns, header=start == 0):
                         line.encode(self.encoding)  # fail now, not when hours of parts are joined
                         file.write(line)
             except (UnicodeEncodeError, LookupError) as error:
@@ -158,6 +159,10 @@ class Parts:
 
     def _path(self, start: int, end: int) -> Path:
         return self.folder / f"part-{start:010d}-{end:010d}{self.kind}"
+
+
+def _decoded(cell: Any) -> Any:
+    return cell.decode(errors="replace") if isinstance(cell, bytes) else cell
 
 
 def _join_parquet(parts: list[Path], draft: Path) -> None:
