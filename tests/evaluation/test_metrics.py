@@ -81,8 +81,9 @@ def test_regression_numbers(logits: list[float], truth: list[float], mse: float,
 
 
 def test_predicted_numbers_keep_their_digits() -> None:
-    answers = ClassAnswers(Labels("regression", ("y",), ("y",))).answers(np.array([[1e-8], [12345.678]], np.float32))
-    assert [line["prediction"] for line in answers] == [1e-8, 12345.678]
+    answers, outputs = ClassAnswers(Labels("regression", ("y",), ("y",))), np.array([[1e-8], [12345.678]], np.float32)
+    lines = answers.prediction_lines(np.arange(2), outputs, np.array([0.1, 4.17], np.float32))
+    assert [(line["label"], line["prediction"]) for line in lines] == [(0.1, 1e-8), (4.17, 12345.678)]
 
 
 def test_a_model_of_one_output_predicts_a_number() -> None:

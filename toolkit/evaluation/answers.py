@@ -89,8 +89,7 @@ class ClassAnswers(Answers):
         """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits."""
         labels = self.labels
         if labels.problem_type == "regression":
-            for row in outputs.astype(str).astype(float).tolist():  # the shortest decimals that are these float32
-                yield {"prediction": row[0] if labels.size == 1 else row}
+            yield from ({"prediction": _decode_label(row, labels)} for row in outputs)
             return
         for chances, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
             rounded = [round(float(chance), 6) for chance in chances]
@@ -146,7 +145,8 @@ def _decode_label(label: Any, labels: Labels) -> Any:
         return labels.names[int(label)]
     if labels.problem_type == MULTI:
         return [name for name, present in zip(labels.names, label, strict=True) if present]
-    return float(label) if labels.size == 1 else [float(number) for number in label]
+    numbers = [float(str(number)) for number in np.atleast_1d(label)]  # 0.1, not 0.10000000149
+    return numbers[0] if labels.size == 1 else numbers
 
 
 def labels_of(config: Any) -> Labels:
