@@ -47,6 +47,8 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
     settings = parse(TaskSettings, [yaml_file("seed: 1\nmax_length: 99\n"), "--seed", "3"])
     assert (settings.training.seed, settings.data.max_length) == (3, 99)
     assert settings.training.learning_rate == 5e-5  # neither names it
+    settings = parse(TaskSettings, [yaml_file("max_steps: 9\n"), "--num_train_epochs", "2"])
+    assert (settings.training.max_steps, settings.training.num_train_epochs) == (None, 2)
 
 
 @pytest.mark.parametrize(

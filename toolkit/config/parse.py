@@ -157,7 +157,7 @@ def _override(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     """The settings of both; those of `upper` replace the same and the excluded settings of `lower`."""
     replaced = {
         loser
-        for one, other, _ in _exclusive_pairs()
+        for one, other, _ in [*_exclusive_pairs(), ("num_train_epochs", "max_steps", "")]  # which overrides epochs
         for winner, loser in ((one, other), (other, one))
         if upper.get(winner) is not None and upper.get(loser) is None
     }
