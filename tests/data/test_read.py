@@ -237,6 +237,7 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     assert "line 1 names the columns as --column_names does" in fault_of(path, column_names="text,label")
     returns = 'text,label\n"a\rb\n",1\na\rb,1\n'
     assert "line 5: a lone carriage return" in fault_of(write(tmp_path / "r.csv", returns))
+    assert len(read_file(write(tmp_path / "n.csv", "text,label\n\ra,1\n\rb,0\n\r"))) == 2
     one = read_file(write(tmp_path / "b.csv", "text;label\na;1\n"))
     refusal(text_column, one, None, says=["'text;label': pass --delimiter ';', or --column_names"])
     assert text_column(one, "text;label") == "text;label"

@@ -275,7 +275,7 @@ def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]
     """Raises UserError where a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
     without quotes, and it would become two rows."""
     for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
-        if lines[following - 1 - starts[0]][-1] == "\r":
+        if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
             raise UserError(
                 f"{path}, line {start}: a lone carriage return (\\r) in a text without quotes ends the row: remove it, "
                 "or write all texts in quotes (pandas: to_csv(quoting=csv.QUOTE_ALL))"
