@@ -89,6 +89,9 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
     fault = refusal(parse, TaskSettings, given, says=says, match="^11 faults:", lines=12)
     assert "'5'" not in fault  # the value of an unknown name
     refusal(
+        parse, TaskSettings, [*NAMED, *"1234"], match=r"^'1', '2', '3' and 1 more is not a setting: .*'part-\*\.csv'$"
+    )
+    refusal(
         parse, TaskSettings, [yaml_file("data:\n  train_file: a.csv\n"), *NAMED], match="data: there are no sections"
     )
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolkit.config.command_line import SWITCHES, command_line, join_negative_numbers
 from toolkit.config.sections import LongTaskSettings, TaskSettings
-from toolkit.errors import Faults, UserError, did_you_mean
+from toolkit.errors import Faults, UserError, did_you_mean, listing
 from toolkit.utils import log
 from toolkit.utils.features import features
 from toolkit.utils.plain_yaml import read_yaml
@@ -336,14 +336,17 @@ def _from_command_line(
         except argparse.ArgumentError as error:  # argparse stops at the first; all are reported
             faults.add(f"{error.argument_name} needs a value")
             words.remove(str(error.argument_name))
-    value_follows = False
+    value_follows, strays = False, list[str]()
     for word in others:  # a fault for each unknown name; the word after it is its value
         if word.startswith("--"):
             name = word[2:].split("=")[0]
             faults.add(f"unknown setting --{name}{_hint(name, known)}; --help_all lists them all")
         elif not value_follows:
-            faults.add(f"{word!r} is not a setting: settings are given as --name value")
+            strays.append(repr(word))
         value_follows = word.startswith("--") and "=" not in word
+    if strays:
+        way = "settings are given as --name value, a pattern of files in quotes: 'part-*.csv'"
+        faults.add(f"{listing(strays, 3)} is not a setting: {way}")
     return vars(options)
 
 
