@@ -238,6 +238,13 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     assert chance == pytest.approx(whole[0][f"probability_{best[0]}"], abs=2e-6)
 
 
+def test_a_file_without_a_header(predicted: Predict, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "plain.csv").write_text("1,good film\n2,bad\n")
+    assert len(rows_of(predicted("out.csv", source=tmp_path / "plain.csv"))) == 1
+    names = re.search(r"--column_names (\S+)", capsys.readouterr().err)
+    assert len(rows_of(predicted("all.csv", "--column_names", names[1], source=tmp_path / "plain.csv"))) == 2
+
+
 def test_strings_without_their_type(predicted: Predict, tmp_path: Path) -> None:
     """In Parquet, as of older Spark, are read as in training; lists are no texts."""
     probabilities = []
