@@ -47,6 +47,8 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
     settings = parse(TaskSettings, [yaml_file("seed: 1\nmax_length: 99\n"), "--seed", "3"])
     assert (settings.training.seed, settings.data.max_length) == (3, 99)
     assert settings.training.learning_rate == 5e-5  # neither names it
+    settings = parse(TaskSettings, [yaml_file("max_steps: 9\n"), "--num_train_epochs", "2"])
+    assert (settings.training.max_steps, settings.training.num_train_epochs) == (None, 2)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,7 @@ def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> N
         (["--label_column", "a,b,c"], "label_column", "a,b,c"),
         (["--text_column", "内容"], "text_column", "内容"),
         (["--seed", "1", "--seed", "2"], "seed", 2),
+        ("output_dir: ~/runs", "output_dir", str(Path.home() / "runs")),
         ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
         ("gradient_checkpointing: yes", "gradient_checkpointing", True),
         ("max_length: null", "max_length", None),
@@ -85,6 +88,12 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
             "--dropout"]  # fmt: skip
     fault = refusal(parse, TaskSettings, given, says=says, match="^11 faults:", lines=12)
     assert "'5'" not in fault  # the value of an unknown name
+    refusal(
+        parse, TaskSettings, [*NAMED, *"1234"], match=r"^'1', '2', '3' and 1 more is not a setting: .*'part-\*\.csv'$"
+    )
+    refusal(
+        parse, TaskSettings, [yaml_file("data:\n  train_file: a.csv\n"), *NAMED], match="data: there are no sections"
+    )
 
 
 def test_a_setting_of_another_recipe_is_unknown() -> None:
@@ -101,6 +110,7 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
         *(("validation_split", value) for value in "01"),
         ("num_train_epochs", "inf"),
+        ("validation_file", ""),
         ("warmup_ratio", "1.1"),
         ("label_smoothing_factor", "1"),
         ("dropout", "-0.1"),
@@ -111,6 +121,7 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         # in the file
         *(("seed", f"seed: {value}") for value in ("x", "[1]", "null")),
         ("train_file", "train_file: 5"),
+        ("label_column", "label_column: ['a', 'b']"),
         *(
             (name, f"{name}: {value}")
             for name in ("global_batch_size", "per_device_batch_size", "weight_decay", "loss")

@@ -30,6 +30,12 @@ def split_of(name: str = "train", labels: Any = None) -> Split:
     return replace(of_lengths(np.arange(len(every)) % 50 + 3), name=name, labels=every)
 
 
+def test_classes_without_rows_to_evaluate() -> None:
+    splits = {"train": split_of(), "test": split_of("test", np.array([0, 1, 1]))}
+    lines = weigh_classes(splits, labels_of(), ObjectiveSettings())[2]
+    assert [line for line in lines if line.startswith("test has no row of never, some:")]
+
+
 def balanced(**asked: Any) -> dict[str, Split]:
     splits = {"train": split_of(), "validation": split_of("validation", np.array([0, 1, 1, 2]))}
     return weigh_classes(splits, labels_of(), ObjectiveSettings(**asked))[0]

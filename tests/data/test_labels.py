@@ -65,6 +65,11 @@ TEXTS = [f"text {number}" for number in range(490)]
         ([[1, 0, 1], [0, 0, 1]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
         ([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
         (["[1, 0, 1]", "[0, 0, 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        ([["1", "0", "1"], ["0", "0", "1"]], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        (["1|0|1", "0|0|1"], MULTI, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),
+        (["[1 0 1]", "[0 0\n 1]"], None, MULTI, ABC, [[1, 0, 1], [0, 0, 1]]),  # as pandas writes arrays to CSV
+        (["['b' 'a']", "['b']", "['b c' 'a']"], None, MULTI, ("a", "b", "b c"), [[1, 1, 0], [0, 1, 0], [1, 0, 1]]),
+        (["[1.5 -2. ]", "[0.5  1. ]"], None, REGRESSION, ("label_0", "label_1"), [[1.5, -2], [0.5, 1]]),
         ([[0], [1], [0, 1]], None, MULTI, ("0", "1"), [[1, 0], [0, 1], [1, 1]]),  # class ids, not multi-hot
         ([[3], [7, 3], [10]], None, MULTI, ("3", "7", "10"), [[1, 0, 0], [1, 1, 0], [0, 0, 1]]),
         ([0.5, 1.0, -2.25], None, REGRESSION, ("label",), [0.5, 1.0, -2.25]),
@@ -178,13 +183,15 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
     ("file", "content", "said"),
     [
         ("a.json", '[["joy", "anger"], ["joy", 1]]', r"entry \d: .* is not a number and a name"),
+        ("a.json", '{"0": "joy", "1": " "}', r"entry 2: .* is not a number and a name"),
         ("a.json", '["joy", "joy"]', r"entry \d: .* is not a number and a name"),
         ("a.json", '[{"id": 1}, {"id": 2}]', r"entry \d: .* is not a number and a name"),
         ("a.csv", "id,name\n0,joy\n1,anger\n", r"write the names as \.json"),  # its header would be class 0
+        ("a.txt", "差\n好\n", "save it as UTF-8"),
     ],
 )
 def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, content: str, said: str) -> None:
-    (tmp_path / file).write_text(content)
+    (tmp_path / file).write_text(content, encoding="gb18030")
     refusal(read_class_names, str(tmp_path / file), match=rf"--label_names_file .*{file}.*{said}")
 
 
@@ -209,6 +216,7 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
         (["[1.5, 2.5]", "[3.5]"], None, r"holds \[1\.5, 2\.5\].*numbers to predict"),
         (["[1.5, 'x']", "['y', 'x']"], None, r"holds \[1\.5, 'x'\].*numbers to predict"),
         (["4.17|0.3", "2|3.5"], None, r"holds '4\.17\|0\.3'.*numbers to predict"),
+        (["3,5", "4", "2,0"], None, "holds '3,5'.*numbers to predict"),  # a decimal comma
         ([f"{number}.5 {number}" for number in range(9)], None, "holds '0.5 0'.*numbers to predict"),
     ],
 )

@@ -57,6 +57,7 @@ def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
         data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
         assert (counts_of(data, "train")["alone"], counts_of(data, "train")["single"]) == (1, 1)
         assert len(data.validation) == 20
+    refusal(prepared, rows_of(dict.fromkeys("abcd", 1)), match="each class has one row: is --label_column right")
 
 
 @pytest.mark.parametrize("vocabulary", [50, 126])
@@ -122,6 +123,8 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
     rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
     assert prepared(rows, text_pair="text_b").text_column == "text_a"
     refusal(prepared, rows, match=r"Name one of text_a, text_b with --text_column")
+    for read in ({"text_column": "text_a,sentiment"}, {"text_column": "text_a", "text_pair": "sentiment"}):
+        refusal(prepared, rows, **read, match="column sentiment is to be read and predicted")
     rows = rows_of({"a": 2, "b": 2})
     other = [{"sentence": "x", "label": "a"}]
     refusal(prepared, rows, validation_file=other, match=r"validation_file\.jsonl has no column 'text'")

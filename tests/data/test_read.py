@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from toolkit.config import TextSettings
 from toolkit.data import json_files, read, table, text_files
 from toolkit.data.read import read_file as read_with
 from toolkit.data.read import read_hub
-from toolkit.data.table import Table
+from toolkit.data.table import Table, text_column
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
 TEXT_FORMATS = ["csv", "tsv", "json", "jsonl"]
@@ -107,6 +108,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, name: str) -> None:
 def test_unknown_endings_list_the_known_ones(tmp_path: Path, name: str) -> None:
     fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
     assert all(f".{kind}" in fault for kind in FORMATS)
+    assert ("save it as `CSV UTF-8`" in fault) == (name == "a.xlsx")
 
 
 DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
@@ -232,6 +234,14 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\na,1\n")
     assert "--delimiter '||': give one character" in fault_of(path, delimiter="||")
     assert "line 1: 2 cells where" in fault_of(path, column_names="a")
+    assert "line 1 names the columns as --column_names does" in fault_of(path, column_names="text,label")
+    returns = 'text,label\n"a\rb\n",1\na\rb,1\n'
+    assert "line 5: a lone carriage return" in fault_of(write(tmp_path / "r.csv", returns))
+    assert len(read_file(write(tmp_path / "n.csv", "text,label\n\ra,1\n\rb,0\n\r"))) == 2
+    one = read_file(write(tmp_path / "b.csv", "text;label\na;1\n"))
+    refusal(text_column, one, None, says=["'text;label': pass --delimiter ';', or --column_names"])
+    assert text_column(one, "text;label") == "text;label"
+    assert text_column(read_file(write(tmp_path / "c.csv", '"a, b"\nc\n')), None) == "a, b"
 
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])
@@ -283,10 +293,31 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
     table = read_file(pattern)
     assert table.rows["text"][:] == [f"{number} {row}" for number in (9, 10) for row in range(60)]
     assert (table.name, table.where(0), table.where(119)) == (pattern, f"{paths[1]}, row 1", f"{paths[0]}, row 60")
+    assert (table.listing([0, 59]), table.listing([119])) == (
+        f"{paths[1]}, row 1, {paths[1]}, row 60",
+        f"{paths[0]}, row 60",
+    )
     assert table.digest != read_file(paths[0]).digest
     write_rows("part-11.csv.gz", [{"text": "a", "other": "x"}])
     refusal(lambda: read_file(pattern).rows, match=r"part-11.csv.gz has the columns text, other, and .* text, label")
     refusal(read_file, str(tmp_path / "nothing-*.csv"), match="no file has such a name")
+
+
+def test_splits_under_other_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    tables = {split: Table(rows, f"mnli ({split})", split) for split in ("train", "validation_matched")}
+    monkeypatch.setattr(read, "read_hub", lambda *_: tables)
+    ((split, train),) = read.read_tables(TextSettings(dataset_name="mnli")).items()
+    assert (split, train.note) == ("train", "mnli (train): its splits validation_matched are not used")
+
+
+def test_files_with_other_orders_of_class_names(tmp_path: Path) -> None:
+    for number, names in enumerate((["a", "b"], ["a", "b"], ["b", "a"])):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = datasets.Dataset.from_dict({"text": ["t"], "label": [0]}, features=features)
+        rows.to_parquet(tmp_path / f"{number}.parquet")
+    assert read_file(str(tmp_path / "[01].parquet")).rows["label"][:] == [0, 0]
+    refusal(lambda: read_file(str(tmp_path / "*.parquet")).rows, match="2.parquet: its class names, or their order")
 
 
 @pytest.mark.parametrize("characters", [1, 2, 5, 1 << 20])

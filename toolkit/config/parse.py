@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from toolkit.config.command_line import SWITCHES, command_line, join_negative_numbers
 from toolkit.config.sections import LongTaskSettings, TaskSettings
-from toolkit.errors import Faults, UserError, did_you_mean
+from toolkit.errors import Faults, UserError, did_you_mean, listing
 from toolkit.utils import log
 from toolkit.utils.features import features
 from toolkit.utils.plain_yaml import read_yaml
@@ -157,7 +157,7 @@ def _override(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
     """The settings of both; those of `upper` replace the same and the excluded settings of `lower`."""
     replaced = {
         loser
-        for one, other, _ in _exclusive_pairs()
+        for one, other, _ in [*_exclusive_pairs(), ("num_train_epochs", "max_steps", "")]  # which overrides epochs
         for winner, loser in ((one, other), (other, one))
         if upper.get(winner) is not None and upper.get(loser) is None
     }
@@ -180,6 +180,13 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
                 values[name] = "no"  # which YAML 1.1 reads as false
             else:
                 faults.add(f"--{name} {str(value).lower()}: must not be true or false")
+        elif value == "":  # --validation_file "$UNSET"
+            del values[name]
+            faults.add(f"--{name} is empty: give a value, or leave it out")
+        if isinstance(value, str) and value.startswith(
+            "~/"
+        ):  # of YAML or `--name=~/...`, which a shell leaves as it is
+            values[name] = str(Path(value).expanduser())
         if isinstance(value, str) and _UNWRITABLE.search(value):
             faults.add(f"--{name} {value!r}: it contains a character that cannot be written")
     for name, section in sections.items():
@@ -311,8 +318,10 @@ def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[st
         return {}
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`, but holds a {type(loaded).__name__}")
-    unknown = [name for name in loaded if name not in fields]
-    faults.extend(f"{path}: unknown setting {name}{_hint(str(name), fields)}" for name in unknown)
+    for name in (name for name in loaded if name not in fields):
+        nested = isinstance(loaded[name], dict) and not fields.keys().isdisjoint(loaded[name])
+        hint = ": there are no sections, write its settings at the margin" if nested else _hint(str(name), fields)
+        faults.add(f"{path}: unknown setting {name}{hint}")
     return {name: value for name, value in loaded.items() if name in fields}
 
 
@@ -327,14 +336,17 @@ def _from_command_line(
         except argparse.ArgumentError as error:  # argparse stops at the first; all are reported
             faults.add(f"{error.argument_name} needs a value")
             words.remove(str(error.argument_name))
-    value_follows = False
+    value_follows, strays = False, list[str]()
     for word in others:  # a fault for each unknown name; the word after it is its value
         if word.startswith("--"):
             name = word[2:].split("=")[0]
             faults.add(f"unknown setting --{name}{_hint(name, known)}; --help_all lists them all")
         elif not value_follows:
-            faults.add(f"{word!r} is not a setting: settings are given as --name value")
+            strays.append(repr(word))
         value_follows = word.startswith("--") and "=" not in word
+    if strays:
+        way = "settings are given as --name value, a pattern of files in quotes: 'part-*.csv'"
+        faults.add(f"{listing(strays, 3)} is not a setting: {way}")
     return vars(options)
 
 
@@ -357,6 +369,9 @@ def _fault_message(fault: Any) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     message = re.sub(r", unable to .*| valid", "", message.replace("integer", "whole number"))
     message = message.replace("an whole", "a whole").replace("Input should be", "must be")
+    if isinstance(value := fault["input"], list | dict) and message.endswith("a string"):
+        parts = value if isinstance(value, list) else [f"{key}={part}" for key, part in value.items()]
+        message += " ('part-*.csv' for several files)" if name.endswith("_file") else f": {','.join(map(str, parts))}"
     if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as in transformers 5
         message += f"; a share of all steps is --warmup_ratio {fault['input']}"
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"

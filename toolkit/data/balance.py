@@ -35,6 +35,10 @@ def weigh_classes(
     counts, positive = _class_counts(labels, train), None
     order = [int(place) for place in np.argsort(-counts, kind="stable")]
     lines = [f"rows of each class in train: {_listed(order, names, counts, '{:d}')}", *doubtful_names(names)]
+    for name, split in splits.items():
+        absent = [names[place] for place in np.flatnonzero(_class_counts(labels, split) == 0)]
+        if absent and name != "train":
+            lines.append(f"{name} has no row of {listing(absent)}: that counts as an F1 of 0 in f1_macro")
     if setting := objective.class_weights:
         weights = _class_weights(setting, counts, names)
         per_class = weights.astype(np.float32)

@@ -29,8 +29,8 @@ _MAX_CLASSES, _FEW_CLASSES = 2000, 50
 _MAX_DISTINCT = 200_000
 """Distinct values of a column that are read to infer its type: more are not classes, and would take much memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
-_LARGEST = float(np.finfo(np.float32).max)
 _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
+_ITEM = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL)
 _SEPARATORS = r"[|｜,，;；、]"
 
 
@@ -242,14 +242,12 @@ def find_labels(
 
 def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[str], bool]:
     """(the names in the lists of a column, False); where each list has a 0 or 1 per class, (the indices, True)."""
-    names: set[str] = set()
-    widths: set[int] = set()
-    flags = True
+    names, widths, flags = set[str](), set[int](), True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
         names.update(filter(None, map(_name, items)))  # an empty one is no class: `encode` names its row
         widths.add(len(items))
-        flags = flags and all(item in (0, 1) for item in items)
+        flags = flags and {str(item).strip().lower() for item in items} <= _FLAGS.keys()
     multi_hot = flags and len(widths) == 1 and max(widths) > 1
     return ({str(place) for place in range(max(widths))} if multi_hot else names), multi_hot
 
@@ -344,11 +342,12 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
     if None not in numbers:
         fractions = any(number % 1 for number in numbers if number and math.isfinite(number))
         return "regression" if fractions else "single_label_classification"
-    parts = ([_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values)
-    if "." in str(values[0]) and all(len(items) > 1 and None not in items for items in parts):
+    parts = [[_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values]
+    if all(None not in items for items in parts):
+        several = next(value for value, items in zip(values, parts, strict=True) if len(items) > 1)
         raise UserError(
-            f"{where} holds {values[0]!r}: write [1.5, 2.5], or several columns (--label_column a,b), where these are "
-            "numbers to predict, or pass --problem_type single_label_classification where they are names"
+            f"{where} holds {several!r}: write 1.5, [1.5, 2.5] or several columns (--label_column a,b) where these are "
+            f"numbers to predict, or pass --problem_type single_label_classification, or {MULTI} for lists"
         )
     return "single_label_classification"
 
@@ -390,13 +389,15 @@ def _is_blank(value: Any, problem: ProblemType) -> bool:
 
 def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemType) -> None:
     blank = [
-        row + 1
+        row
         for numbers, cells in _cells(table, (column,), rows)
         for row, value in zip(numbers.tolist(), cells, strict=True)
         if _is_blank(value, problem)
     ]
     if blank:
-        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(blank)}: fill or remove them")
+        raise UserError(
+            f"{table.name}: no label in column {column!r} of rows {table.listing(blank)}: fill or remove them"
+        )
 
 
 def _is_missing(value: Any) -> bool:
@@ -413,7 +414,7 @@ def _number(value: Any, where: str) -> float:
     number = _to_float(value)
     if number is None or not math.isfinite(number):
         raise UserError(f"{where}: the label {value!r} is not a number")
-    if abs(number) > _LARGEST:
+    if abs(number) > float(np.finfo(np.float32).max):
         raise UserError(f"{where}: the label {value!r} is more than a model's numbers hold (3.4e38): scale the labels")
     return number
 
@@ -434,10 +435,15 @@ def _parsed_list(value: Any) -> list[Any] | None:
     text = value.strip() if isinstance(value, str) else ""
     if not (text.startswith("[") and text.endswith("]")):
         return None
-    for parse in (json.loads, ast.literal_eval):  # `["a"]`, and pandas' `['a']`
+    for parse in (json.loads, _python_list):
         try:
             parsed = parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-        return parsed if isinstance(parsed, list) else None
+        return parsed if isinstance(parsed, list) and ... not in parsed else None  # of a shortened array
     return None
+
+
+def _python_list(text: str) -> Any:
+    """`['a', 'b']`, as pandas writes lists to CSV, or `['a' 'b']`, which Python would join, and `[1 0]`, as arrays."""
+    return ast.literal_eval(_ITEM.sub(lambda item: item[1] + ", " * bool(item[2]), text))

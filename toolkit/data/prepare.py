@@ -22,7 +22,7 @@ from toolkit.data.read import read_tables
 from toolkit.data.rows import Targets, data_seed, group_cells, select_rows
 from toolkit.data.table import Table, columns_of, find_columns, text_column
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 from toolkit.utils.cache import cached_folder, digest_of_text
 from toolkit.utils.features import features, first, hooks
 
@@ -202,7 +202,10 @@ def _write_tokens(
     others = find_columns(train, getattr(data, setting), targets_class.usual_columns, setting) if setting else ()
     column = text_column(train, data.text_column, [*others, pair])
     notes = [table.note for table in tables.values() if table.note]
-    if len(columns := columns_of(train, column)) > 1:
+    columns = columns_of(train, column)
+    if both := sorted({*columns, *columns_of(train, pair or column)}.intersection(others)):
+        raise UserError(f"{train.name}: column {listing(both)} is to be read and predicted: name another --{setting}")
+    if len(columns) > 1:
         separator = tokens.separator_of(tokenizer)
         notes.append(f"columns {', '.join(columns)} are one text, with {separator} between them")
     targets, splits, more = select_rows(settings, tokenizer, targets_class, facts, tables, column)

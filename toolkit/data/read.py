@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,10 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
     }
     if "train" not in tables:
         raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
+    if others := splits.keys() - set(itertools.chain(*_SPLITS.values())):
+        train = tables["train"]
+        unread = [(0, train.name, f"its splits {listing(sorted(others))} are not used")]
+        tables["train"] = replace(train, source=lambda: (train.rows, unread))
     unused = [*_OF_FILES, *["validation_split"] * ("validation" in tables)]
     for setting in unused:
         if (value := getattr(settings, setting)) != getattr(TextSettings(), setting):
@@ -129,7 +134,8 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
         files = [(start, str(path), note) for (start, _, note), path in zip(read, paths, strict=True)]
         return datasets.Dataset.from_file(str(folder / "rows.arrow")), files
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
+        why = "a field is nested deeper than a table can hold, or of a type that it cannot"
+        raise UserError(f"{name}: {why} [{first_line(error)}]: leave it out") from error
 
 
 def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) -> tuple[list[FileRows], Any]:
@@ -183,10 +189,20 @@ def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) ->
             f"{path} has the columns {listing(schema.names)}, and the file before it {listing(before.names)}: give "
             "both the same columns, or use a pattern that leaves it out"
         )
+    if schema.metadata != before.metadata and _class_features(schema) != _class_features(before):
+        raise UserError(f"{path}: its class names, or their order, are not those of the file before it: write names")
     try:
         return unify_schemas(before, schema)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(f"{path}: its columns are of other types than those before it [{first_line(error)}]") from error
+
+
+def _class_features(schema: pyarrow.Schema) -> dict[str, str]:
+    """The columns of class ids whose names `datasets` has stored in a Parquet file."""
+    import datasets
+
+    features = {name: str(kind) for name, kind in datasets.Features.from_arrow_schema(schema).items()}
+    return {name: kind for name, kind in features.items() if "ClassLabel" in kind}
 
 
 def format_of(path: Path) -> str:
@@ -195,7 +211,8 @@ def format_of(path: Path) -> str:
     if suffixes and suffixes[-1] in OPENERS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise UserError(f"{path}: its format is unclear: name it {', '.join(FORMATS)} (also with .gz after it)")
+        excel = "save it as `CSV UTF-8` in Excel; else " * (suffixes[-1:] in ([".xlsx"], [".xls"]))
+        raise UserError(f"{path}: its format is unclear: {excel}name it {', '.join(FORMATS)} (also with .gz after it)")
     return suffixes[-1]
 
 
@@ -237,7 +254,7 @@ def read_class_names(name: str) -> dict[str, str]:
     names_of: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
         numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
-        names = [part.strip() for part in pair if isinstance(part, str) and part not in numbers]
+        names = [part.strip() for part in pair if isinstance(part, str) and part.strip() and part not in numbers]
         if len(numbers) != 1 or len(names) != 1 or numbers[0] in names_of or names[0] in names_of.values():
             raise UserError(
                 f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
@@ -252,11 +269,13 @@ def _read_entries(path: Path) -> list[Any]:
     kind = format_of(path)
     if kind not in (".json", ".jsonl", ".txt"):  # its header, or its numbers, would be parts of names
         raise UserError(f"--label_names_file {path}: write the names as .json, .jsonl, or a line each in .txt")
-    with explain_encoding_errors(path, "utf-8"):
+    try:
         if kind in (".json", ".jsonl"):
             return list(parse_json(path, kind, "utf-8"))
         with open_text(path, "utf-8") as text:
             return [line.strip() for line in split_lines(path, text) if line.strip()]
+    except UnicodeError as error:  # --encoding is of the texts
+        raise UserError(f"--label_names_file {path} is not UTF-8 [{error}]: save it as UTF-8") from error
 
 
 def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:

@@ -194,7 +194,7 @@ def drop_empty(table: Table, texts: Mapping[str, str], separator: str, allowed: 
             hint = " (or --sample_by paragraph, where they separate texts)" * table.name.endswith(".txt")
             raise UserError(
                 f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
-                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text{hint}"
+                f"{table.listing(np.flatnonzero(blank))}): fill them, or pass --drop_empty_text{hint}"
             )
     numbers = np.flatnonzero(~flags.any(axis=0))
     if not len(numbers):
@@ -231,6 +231,8 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[di
     if strata is not None:
         single = np.bincount(strata)[strata] < 2  # a class of one row can only be trained on
         places, strata = places[~single], strata[~single]
+        if not len(places):
+            raise UserError(f"{name}: each class has one row: is --{targets.column_setting} right?")
     count = max(1, round(len(places) * share))
     if count >= len(places):
         raise UserError(
@@ -288,7 +290,7 @@ def find_overlaps(splits: dict[str, Rows]) -> Iterator[str]:
         if seen.any():
             yield (
                 f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too "
-                f"high (rows {listing(splits[split].numbers[seen] + 1)})"
+                f"high (rows {splits[split].table.listing(splits[split].numbers[seen])})"
             )
 
 

@@ -64,6 +64,11 @@ class Table:
         start, name, _ = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
         return f"{name}, row {row - start + 1}"
 
+    def listing(self, rows: Iterable[int]) -> str:
+        """At most ten rows: `2, 3`, or where the table has several files `a.csv, row 2, b.csv, row 1`."""
+        several = len(self._loaded[1]) > 1
+        return listing(self.where(row) if several else row + 1 for row in rows)
+
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
         """All rows in order, as record batches or tables of pyarrow; not memory-mapped, which would count as memory."""
         import pyarrow
@@ -143,6 +148,12 @@ def text_column(table: Table, name: str | None, excluded: Iterable[str | None] =
         if len(columns) != 1:
             header = " (or all with --column_names, where the first line is no header)"
             raise table.ambiguous_column("text", "text_column", columns or others, header)
+        delimiters = r"[;|,]" if ".tsv" in table.name else r"[;|\t]"
+        if len(table.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
+            raise UserError(
+                f"{table.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or --column_names "
+                "text where the first line is no header, or name it with --text_column"
+            )
     return ",".join(columns)
 
 
@@ -171,10 +182,10 @@ def text_blocks(
             raise UserError(f"{table.name}: column {name!r} holds lists or objects, not texts: name another column")
     for _, cells in table.cells([name for part in parts for name in part], rows):
         each = iter(cells)
-        yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+        yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
 
-def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
+def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
     """The cells of one or several columns -> a text for each row."""
     texts = [["" if text is None else str(text) for text in column] for column in cells]
     return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]

@@ -14,6 +14,7 @@ import gzip
 import io
 import itertools
 import lzma
+import operator
 import os
 import re
 import zlib
@@ -139,7 +140,7 @@ def _encoding_fault(path: Path, encoding: str) -> str:
             line += chunk.count(b"\n")
             text = replacing.decode(chunk, final)
             bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
-    if start_bytes == b"PK\x03\x04":
+    if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
         return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
     if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return f"{fault}: pass --encoding utf-16"
@@ -183,14 +184,15 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
     delimiter = delimiter or _DELIMITERS[kind]
-    names, header = column_names(settings), list[str]()
+    header = names = column_names(settings)
+    what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
         if not names:
-            names, rows, starts = rows[0], rows[1:], starts[1:]
-            header = names if len(names) > 1 else []
-        for repeated in (header, ["\ufeff" + "".join(header[:1]), *header[1:]]):
-            if header and repeated in rows:
-                raise UserError(f"{path}, line {starts[rows.index(repeated)]} repeats the header: remove it")
+            header, rows, starts = rows[0], rows[1:], starts[1:]
+            names = header
+        for repeated in (header, ["\ufeff" + header[0], *header[1:]]):
+            if len(header) > 1 and repeated in rows:
+                raise UserError(f"{path}, line {starts[rows.index(repeated)]} {what}")
         names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
         check_column_names(path, names)
         widths = set(map(len, rows))
@@ -215,7 +217,7 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
     csv.field_size_limit(MAX_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     batch_lines: list[str] = []
-    lines_read, rows_read = 0, int(bool(settings.column_names))
+    line_end, lines_read, rows_read = "", 0, int(bool(settings.column_names))
     with open_text(path, settings.encoding) as text:
         lines = (batch_lines.append(line) or line for line in split_lines(path, text))  # type: ignore[func-returns-value]
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
@@ -242,6 +244,9 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
             if len(starts) > len(rows):
                 starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
                 _refuse_quoted_rows(path, batch_lines, delimiter, rows, starts, rows_read)
+            line_end = line_end or batch_lines[0][-1]
+            if line_end == "\n" and "\r" in map(operator.itemgetter(-1), batch_lines):
+                _refuse_carriage_returns(path, batch_lines, starts)
             if min(map(len, rows)) < 2:
                 places = [place for place, row in enumerate(rows) if _is_filled(row)]
                 rows, starts = [rows[place] for place in places], [starts[place] for place in places]
@@ -264,6 +269,17 @@ def _is_filled(row: list[str]) -> bool:
 def _height(row: list[str]) -> int:
     """The number of lines of a row."""
     return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
+
+
+def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
+    """Raises UserError where a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
+    without quotes, and it would become two rows."""
+    for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
+        if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
+            raise UserError(
+                f"{path}, line {start}: a lone carriage return (\\r) in a text without quotes ends the row: remove it, "
+                "or write all texts in quotes (pandas: to_csv(quoting=csv.QUOTE_ALL))"
+            )
 
 
 def _refuse_quoted_rows(

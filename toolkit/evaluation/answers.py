@@ -86,14 +86,13 @@ class ClassAnswers(Answers):
         return False
 
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
-        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits; numbers to predict
-        keep the seven significant digits of float32, however small they are."""
+        """For each row of (N, C) logits its prediction, and its probabilities rounded to six digits; predicted
+        numbers keep float32's digits, however small they are."""
         labels = self.labels
+        if labels.problem_type == "regression":
+            yield from ({"prediction": _decode_label(row, labels)} for row in outputs)
+            return
         for probabilities, scores in zip(self.probabilities(outputs), self.adjust_logits(outputs), strict=True):
-            if labels.problem_type == "regression":
-                numbers = [float(f"{float(number):.7g}") for number in probabilities]
-                yield {"prediction": numbers[0] if labels.size == 1 else numbers}
-                continue
             rounded = [round(float(probability), 6) for probability in probabilities]
             if labels.problem_type == _SINGLE:
                 index = int(scores.argmax())
@@ -147,7 +146,8 @@ def _decode_label(label: Any, labels: Labels) -> Any:
         return labels.names[int(label)]
     if labels.problem_type == MULTI:
         return [name for name, present in zip(labels.names, label, strict=True) if present]
-    return float(label) if labels.size == 1 else [float(number) for number in label]
+    numbers = [float(str(number)) for number in np.atleast_1d(label)]  # 0.1, not 0.10000000149
+    return numbers[0] if labels.size == 1 else numbers
 
 
 def labels_of(config: Any) -> Labels:
@@ -159,7 +159,7 @@ def labels_of(config: Any) -> Labels:
     if len(set(names)) < len(names):  # metrics would count both as the last of them
         repeated = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{where} names several outputs {repeated!r}: rename them")
-    # one output without a type is a number, as in transformers: of a reranker, say
+    # one output without a type is a number, as in transformers: a reranker's, say
     return Labels(config.problem_type or ("regression" if len(names) == 1 else _SINGLE), names, ())
 
 

@@ -170,7 +170,9 @@ class _Prediction:
         name, trained = self.columns[0], training_run(options.model)["data"].get("text_column")
         usual = name in (options.text_column, trained) or options.column_names or name.lower().strip() in USUAL_TEXT
         if format_of(Path(options.file)) in (".csv", ".tsv") and not usual:
-            columns += "; if the first line is a row, not a header, pass --column_names text"
+            header = enumerate(self.table.rows.column_names, 1)
+            each = ["text" if other == name else f"column_{place}" for place, other in header]
+            columns += f"; if the first line is a row, not a header, pass --column_names {','.join(each)}"
         resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)
