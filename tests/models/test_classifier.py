@@ -74,6 +74,16 @@ def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Pat
     assert torch.equal(model.classifier.weight, load(tmp_path, FIVE).classifier.weight)
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_path: Path) -> None:
+    names: Any = {"id2label": dict(enumerate("cab")), "label2id": {name: place for place, name in enumerate("cab")}}
+    trained = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **SIZES, **names)).eval()
+    torch.nn.init.normal_([*trained.parameters()][-1])  # the head's bias
+    trained.save_pretrained(tmp_path)
+    model, ids = load(tmp_path, Labels("single_label_classification", tuple("abc"), ("label",))), torch.tensor([[3, 4]])
+    torch.testing.assert_close(model.eval()(ids).logits, trained(ids).logits[:, [1, 2, 0]])
+
+
 @pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
 @pytest.mark.parametrize("part", ["", "encoder", "decoder"])
 def test_a_config_of_a_huge_model(broken: Path, size: str, part: str) -> None:

@@ -54,6 +54,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
         raise UserError(f"--model_name_or_path {name} is a title model: train it with recipes/title.py")
+    before = [str(label) for _, label in sorted(config.id2label.items())]
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
@@ -66,6 +67,8 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     )
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise UserError(f"--model_name_or_path {name}: {type(model).__name__} would read padding as part of the text")
+    if before != list(labels.names) and set(before) == set(labels.names):
+        _reorder_head(model, [before.index(label) for label in labels.names])
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # only a head and a pooler may be new
     prefix = f"{model.base_model_prefix}."
@@ -83,6 +86,15 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
             model = add_lora(model, settings, new)
         freeze_unused(model)
     return model
+
+
+def _reorder_head(model: Any, order: list[int]) -> None:
+    """Gives the outputs of a head that was trained on the same classes the order of the data's."""
+    prefix, size = f"{model.base_model_prefix}.", len(order)
+    parts = [part for name, part in model.named_modules() if not name.startswith(prefix)]
+    *_, head = (part for part in parts if isinstance(part, torch.nn.Linear) and part.out_features == size)
+    for parameter in head.parameters():
+        parameter.data = parameter.data[order]
 
 
 def from_pretrained(
