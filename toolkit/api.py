@@ -114,6 +114,8 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
     data = add_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
     columns = {"text_column": data.text_column, "text_pair": data.text_pair, **data.targets.source()}
+    if settings.data.quoting == "none":
+        columns |= {"quoting": "none", "train_file": Path(settings.data.train_file).name}
     tokenizer.init_kwargs[COLUMNS] = columns  # saved, too
     return tokenizer, data
 

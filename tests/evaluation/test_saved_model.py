@@ -18,7 +18,7 @@ from toolkit.config import TaskSettings, build
 from toolkit.data.table import Table
 from toolkit.data.tokens import encode_texts
 from toolkit.evaluation.answers import ClassAnswers, labels_of
-from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_run
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, training_quoting, training_run
 from toolkit.pretrained import load_plain_tokenizer
 
 TEXTS = ["GOOD film", "the very bad book", "很好 的 书店"]
@@ -60,18 +60,20 @@ def test_precision_under_deepspeed() -> None:
     assert saved.compute_outputs(SimpleNamespace(folder=Path("tokens/split"))).dtype == torch.bfloat16
 
 
-def test_a_model_outside_of_its_run(
-    reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path, tmp_path: Path
-) -> None:
+def test_a_model_outside_of_its_run(tiny_model: Path, accelerator: Any, toolkit_cache: Path, tmp_path: Path) -> None:
     """A pair model that was copied, converted or exported still reads pairs, and saves its columns again."""
-    files: Any = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
-    tokenizer, _ = load_data(build(TaskSettings, files | {"text_pair": "label", "label_column": "label"}), accelerator)
+    (tmp_path / "pairs.csv").write_text("text,more,label\n" + "a film,good,pos\na book,bad,neg\n" * 9)
+    files: Any = {"train_file": str(tmp_path / "pairs.csv"), "model_name_or_path": str(tiny_model)}
+    tokenizer, _ = load_data(build(TaskSettings, files | {"text_pair": "more", "label_column": "label"}), accelerator)
     tokenizer.save_pretrained(tmp_path / "once")
     load_plain_tokenizer(str(tmp_path / "once")).save_pretrained(tmp_path / "twice")
-    expected = {"text_column": "text", "text_pair": "label", "label_columns": ["label"], "label_values": []}
+    expected = {"text_column": "text", "text_pair": "more", "label_columns": ["label"], "label_values": []}
+    assert training_quoting(str(tmp_path / "twice"), "f.csv") == "csv"
+    load_data(build(TaskSettings, files | {"quoting": "none"}), accelerator)[0].save_pretrained(tmp_path / "none")
+    assert [training_quoting(str(tmp_path / "none"), name) for name in ("f.csv", "f.tsv")] == ["none", "csv"]
     assert training_run(str(tmp_path / "twice"))["data"] == expected
-    table = Table(datasets.Dataset.from_dict({"text": ["a"], "label": ["b"]}), "f.csv", "")
-    assert choose_columns(str(tmp_path / "twice"), table, None, None) == ("text", "label")
+    table = Table(datasets.Dataset.from_dict({"text": ["a"], "more": ["b"]}), "f.csv", "")
+    assert choose_columns(str(tmp_path / "twice"), table, None, None) == ("text", "more")
 
 
 def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:

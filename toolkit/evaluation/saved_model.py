@@ -57,7 +57,8 @@ def _saved_columns(name: str) -> dict[str, Any]:
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
     """The `--quoting` that the model was trained with, where the training file has the format of `file`: with another
     the texts would silently differ in their double quotes."""
-    settings = training_run(name)["settings"]
+    run = training_run(name)
+    settings = run["settings"] or run["data"]
     same = format_of(Path(file)) in Path(str(settings.get("train_file")).lower()).suffixes
     return "none" if same and settings.get("quoting") == "none" else "csv"
 
