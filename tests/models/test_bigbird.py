@@ -13,7 +13,7 @@ from transformers import BigBirdConfig, BigBirdForCausalLM, BigBirdForSequenceCl
 
 from tests.faults import refusal
 from toolkit.models import bigbird
-from toolkit.models.attention import head_groups
+from toolkit.models.attention import _finite, head_groups
 from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.training.estimate import count_activations
@@ -248,3 +248,20 @@ def test_an_estimate_does_not_change_the_attention() -> None:
     with torch.inference_mode():
         made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))
     assert not any(table.is_inference() for table in made.values())
+
+
+def test_the_mask_of_a_short_batch_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An addition to (B, 1, S, S) would be a pass over as many numbers as a head's scores."""
+    sizes: list[int] = []
+    monkeypatch.setattr("toolkit.models.attention._finite", lambda mask: sizes.append(mask.numel()) or _finite(mask))
+    fast(make(attention_probs_dropout_prob=0.1))(**batch(100, "tail"))
+    assert sizes == [200, 200]  # of two layers
+
+
+def test_torch_func_is_refused() -> None:
+    model, inputs = fast(make()), batch(800)
+
+    def output(weights: dict[str, Any]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (), inputs).logits.sum()
+
+    refusal(torch.func.grad(output), dict(model.named_parameters()), says=["eager"])

@@ -25,7 +25,7 @@ from toolkit.utils.compat import require
 _SCORES = 1 << 19
 # Without dropout only up to this length, and not in float32: it needs memory for each score, torch's kernel does not.
 _SHORT = 256
-_transforms_active = require(torch._C, "_are_functorch_transforms_active", "torch")  # of torch.func
+transforms_active = require(torch._C, "_are_functorch_transforms_active", "torch")  # of torch.func
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
 
 
 def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or _transforms_active():
+    if query.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active():
         return False
     if query.dim() != 4 or not key.shape[:2] == value.shape[:2] == query.shape[:2]:
         return False

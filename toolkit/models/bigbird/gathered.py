@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.models.attention import head_groups, like_projection, refuse_second_derivatives
+from toolkit.errors import UserError
+from toolkit.models.attention import head_groups, like_projection, refuse_second_derivatives, transforms_active
 from toolkit.models.bigbird.plan import Pattern, tables
 
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache
@@ -33,6 +34,8 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pat
 
     A block that occurs twice in the plan counts twice in the softmax. Supports no second derivatives.
     """
+    if not torch.compiler.is_compiling() and transforms_active():
+        raise UserError("torch.func (grad, vmap, ...) of a BigBird needs --attn_implementation eager")
     blocks = _tables(pattern, query.device)
     random = blocks["middle"][..., blocks["middle"].shape[-1] - pattern.random :]
     context: Tensor = _Sparse.apply(query, key, value, bias, pattern.block, blocks["second"], random)

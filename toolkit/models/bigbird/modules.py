@@ -60,7 +60,7 @@ class SparseAttention(theirs.BigBirdAttention):
 
     def _full(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         bias = _bias(visible, query, torch.finfo(query.dtype).min)
-        mask = None if bias is None else bias[:, None, None].expand(-1, 1, query.shape[2], -1)
+        mask = None if bias is None else bias[:, None, None]
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
         return scaled_dot_product_attention(query, key, value, mask, dropout)
 
