@@ -137,4 +137,5 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
     refusal(Adversarial, Objective(loss_fn), torch.nn.Linear(2, 2), 1, match="Linear has no input embeddings")
     sizes = {"vocab_size": 30, "d_model": 24, "n_layer": 1, "n_head": 2, "d_inner": 8, "num_labels": 3}
     sideways = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("xlnet", **sizes))  # (S, B, H)
-    refusal(trained, sideways, batch_of(ROWS), fgm_epsilon=0.5, says=["XLNet", "--fgm_epsilon"])
+    square = batch_of([*ROWS, ROWS[0]])  # four texts of four tokens
+    refusal(trained, sideways, square, fgm_epsilon=0.5, says=["XLNet", "--fgm_epsilon"])

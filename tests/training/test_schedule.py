@@ -120,6 +120,8 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
     numbers: list[float] = []
     counts: set[int] = set()
+    progress: list[float] = []
+    steps.collate.at = lambda epoch, share: progress.append(share) or steps.collate  # type: ignore[method-assign]
     for step in steps:
         computed = 0
         for count, batch in enumerate(step.micro_batches(model), 1):
@@ -136,6 +138,7 @@ def trained(split: Split, **options: Any) -> tuple[list[float], list[torch.Tenso
         assert (metrics.samples, metrics.tokens) == (len(step.indices), split.lengths[step.indices].sum())
         assert metrics.padding == pytest.approx(1 - metrics.tokens / computed, abs=1e-4)
         assert metrics.mfu == metrics.tokens
+    assert (progress[0], progress[-1]) == (0, 1)
     return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
 
 

@@ -30,8 +30,9 @@ class Adversarial:
         self._embedded: Tensor | None = None
         self._shift: Tensor | None = None
         module = unwrapped(model)
-        if not hasattr(module, "get_input_embeddings"):
-            raise UserError(f"--fgm_epsilon {epsilon}: {type(module).__name__} has no input embeddings")
+        kind = type(module).__name__
+        if not hasattr(module, "get_input_embeddings") or kind.startswith("XLNet"):  # XLNet's: (S, B, H)
+            raise UserError(f"--fgm_epsilon {epsilon}: {kind} has no input embeddings (B, S, H): leave it out")
         module.get_input_embeddings().register_forward_hook(self._hook)
         _keep_buffers()
 
@@ -44,7 +45,7 @@ class Adversarial:
             # outside the engine: DeepSpeed would count a gradient of its engine's outputs as the step's, and ZeRO-3
             # gathers weights for only one backward pass per forward pass
             logits = unwrapped(self.model)(**batch.inputs).logits
-        if self._embedded is None or len(self._embedded) != len(batch.inputs["input_ids"]):  # T5; XLNet: (S, B, H)
+        if self._embedded is None or len(self._embedded) != len(batch.inputs["input_ids"]):  # T5
             kind = type(unwrapped(self.model)).__name__
             raise UserError(f"--fgm_epsilon {self.epsilon}: {kind} does not embed a batch as (B, S, H): leave it out")
         losses = self.objective.losses(logits, batch.labels)

@@ -298,7 +298,7 @@ class Steps:
             order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.chances)
             for number in numbers:
                 indices = order[number % per_epoch]
-                collate = self.collate.at(epoch, number / self.schedule.total_steps)
+                collate = self.collate.at(epoch, number / max(1, self.schedule.total_steps - 1))
                 tokens, denominator = train.lengths[indices].sum(), collate.loss_denominators(indices).sum()
                 # 1 where no text has a target token: their loss is 0
                 yield Step(self, number + 1, indices, int(tokens), denominator.item() or 1, collate)
