@@ -134,6 +134,8 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.csv", 'text;label\n"a";1\n', "'text;label' is one cell: pass --delimiter ';'"),
         ("a.csv", "text\tlabel\na, or b\t1\n", "is one cell: pass --delimiter tab"),
         ("a.tsv", "text,label\na\tb,1\n", "is one cell: pass --delimiter ','"),
+        ("a.csv", "\ufeffsep=;\ntext;label\na;1\n", "line 1: remove this line for Excel (sep=)"),
+        ("a.csv", "sep=,\ntext,label\na,1\n", "line 1: remove this line for Excel (sep=)"),
         # no cell is an index
         ("a.csv", "text,label\ngood, but dull,1\nbad, but short,0\n", "line 2: 3 cells where the header has 2"),
         ("a.csv", "text,label,text\na,1,b\n", "more than one column 'text'"),

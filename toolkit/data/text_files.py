@@ -187,6 +187,8 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     header = names = column_names(settings)
     what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
+        if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
+            raise UserError(f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter")
         if not names:
             header, rows, starts = rows[0], rows[1:], starts[1:]
             names = header
