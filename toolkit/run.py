@@ -256,7 +256,8 @@ class Run:
         facts = {
             "samples": data.sizes, **data.facts, **data.targets.source(), "text_column": data.text_column,
             "max_length": data.max_length,
-            "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
+            "digest": data.digest, "file_digests": data.file_digests, "notes": data.notes, **asdict(self.schedule),
+            "metric_for_best_model": self.best.metric,
         }  # fmt: skip
         extra_fields = {
             "identity": self.facts["identity"],

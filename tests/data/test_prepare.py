@@ -278,6 +278,10 @@ def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Pat
     data = prepare_data(build(TaskSettings, given | {"delimiter": "|"}), tokenizer, MODEL)
     assert data.notes[0] == f"{path}: read with --delimiter |, --column_names text,label"
     assert data.sizes == {"train": 18, "validation": 2}
+    renamed = {"train_file": str(path.rename(tmp_path / "b.txt")), "delimiter": "|"}
+    again = prepare_data(build(TaskSettings, given | renamed), tokenizer, MODEL)
+    assert again.folder == data.folder  # the tokens of the same content
+    assert again.notes == tuple(note.replace("a.txt", "b.txt") for note in data.notes)
     alone = build(TaskSettings, given)
     refusal(prepare_data, alone, tokenizer, MODEL, match=r"a\.txt: texts alone, without labels.* --delimiter")
 

@@ -102,6 +102,7 @@ def test_a_model_of_one_output_predicts_a_number() -> None:
         ("mae", "regression", ("mae", False)),
         ("pearson", "regression", ("pearson", True)),
         ("perplexity", SINGLE, ("perplexity", False)),
+        (None, "of a feature that is not registered", ("loss", False)),
     ],
 )
 def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:

@@ -50,6 +50,8 @@ class Prepared:
     train: Split
     validation: Split
     test: Split | None
+    file_digests: Mapping[str, str] = field(default_factory=dict)
+    """Of the content of each split's file."""
     feature_facts: Mapping[str, Any] = field(default_factory=dict)
     """What features return from `Feature.data_facts`."""
     pos_weight: torch.Tensor | None = None
@@ -113,7 +115,10 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     splits = {name: tokens.load_split(folder, name, model_config, targets_class.split_class) for name in meta["splits"]}
     targets: Any = targets_class.from_json(meta["labels"])
-    notes, weights, advice, text_pair = meta["notes"], None, "", getattr(data, "text_pair", None)
+    # the same content may have been tokenized under another name
+    names = {file: tables[split].name for split, file in meta.get("files", {}).items()}
+    notes = [names.get(name, name) + colon + text for name, colon, text in (n.partition(": ") for n in meta["notes"])]
+    weights, advice, text_pair = None, "", getattr(data, "text_pair", None)
     if text_pair and not tokens.has_token_types(model_config):
         notes.append("this model has one token type: only a separator distinguishes the two texts of a pair")
     if objective := getattr(settings, "objective", None):  # a user's recipe may lack this section
@@ -131,6 +136,7 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
         train=splits["train"],
         validation=splits["validation"],
         test=splits.get("test"),
+        file_digests=digests,
         feature_facts=feature_facts,
         pos_weight=None if weights is None else torch.from_numpy(weights).to(device),
         advice=advice,
@@ -223,6 +229,7 @@ def _write_tokens(
         np.save(folder / split / "rows.npy", rows.numbers)
         notes += targets.save(folder / split, rows, tokenizer)
     meta = {"labels": asdict(targets), "text_column": column, "notes": notes, "splits": list(splits)}
+    meta["files"] = {split: table.name for split, table in tables.items()}
     (folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 

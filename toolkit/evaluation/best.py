@@ -32,7 +32,7 @@ class Best:
         self.patience = patience or math.inf
         if not metric:
             defaults = [_USUAL, *(feature.usual_metrics for feature in features())]
-            metric = next(known[problem_type] for known in defaults if problem_type in known)
+            metric = next((known[problem_type] for known in defaults if problem_type in known), "loss")
         self.metric = metric.removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)

@@ -48,9 +48,10 @@ class ComparedRun:
 
     @cached_property
     def rows(self) -> str:
-        """Identifies the evaluated rows and their labels; of `toolkit evaluate`, which runs no training, the file."""
+        """Identifies the evaluated rows, their labels and their file."""
         rows = [(line["id"], line.get("label", line.get("reference"))) for line in self.predictions]
-        record, file = self.record, None if "identity" in self.record.config else self.record.data["digest"]
+        record, digests = self.record, self.record.data.get("file_digests", {})
+        file = (digests.get(record.last.split) or digests.get("train", "")).partition("-")[0]  # without how it is read
         return dumps([record.last.split, record.problem_type, record.data.get("labels"), file, rows])
 
     @property

@@ -97,8 +97,8 @@ class Record:
     @property
     def best(self) -> Best:
         """The run's metric for the best model, before any evaluation."""
-        metric, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
-        return Best(metric, self.problem_type, greater_is_better=greater)
+        metric, greater = self.data.get("metric_for_best_model"), self.settings.get("greater_is_better")
+        return Best(metric or self.settings.get("metric_for_best_model"), self.problem_type, greater_is_better=greater)
 
     @cached_property
     def saved_step(self) -> int | None:

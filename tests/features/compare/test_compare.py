@@ -111,8 +111,10 @@ def test_incomparable_runs_are_left_out_by_name(tmp_path: Path) -> None:
     runs = [made(tmp_path / name, predictions(0.1, seed)) for seed, name in enumerate(("a", "b"))]
     others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in predictions(0.1)])
     killed, young, file = (made(tmp_path / name, predictions(0.1)) for name in ("killed", "young", "file"))
-    data = json.loads((file / "config.json").read_text(encoding="utf-8"))["data"]  # of `toolkit evaluate`
-    edit_json(file / "config.json", data=data | {"digest": "of another file with the same labels"})
+    data = json.loads((file / "config.json").read_text(encoding="utf-8"))["data"]
+    for run, digest in ((runs[0], "1-utf-8"), (runs[1], "1-utf-8-quoting none"), (file, "2")):  # with the same labels
+        facts = {"file_digests": {"train": digest}, "metric_for_best_model": "accuracy"}
+        edit_json(run / "config.json", data=data | facts)
     (killed / "predictions.jsonl").write_text("")
     (young / "eval.jsonl").unlink()
     numbers = tmp_path / "numbers"
@@ -120,6 +122,7 @@ def test_incomparable_runs_are_left_out_by_name(tmp_path: Path) -> None:
              {"loss": 0.1, "mae": 1.0, "mse": 1.0})  # fmt: skip
     comparison, _ = compare([*runs, others, killed, young, numbers, file])
     assert {run["name"] for run in comparison["runs"]} == {"a", "b"}
+    assert comparison["metric"] == "accuracy"
     reasons = {"rows": "--data_seed", "numbers": "other rows or labels than a", "killed": "resume", "young": "resume"}
     reasons["file"] = "the same file"
     assert comparison["left_out"].keys() == reasons.keys()

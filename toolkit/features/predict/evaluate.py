@@ -82,7 +82,8 @@ def evaluate_file(options: Any) -> None:
         settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
         extra = {"settings": flat(settings) | {"test_file": options.file}}  # invalid as settings: no train_file
         data = {**labels.facts(), "samples": {split.name: len(split)}, "text_column": column, "max_length": max_length,
-                "digest": table.digest, "notes": [], "total_steps": 0}  # fmt: skip
+                "digest": table.digest, "file_digests": {split.name: table.digest}, "notes": [],
+                "total_steps": 0}  # fmt: skip
         files.write_config(settings, data, extra)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
