@@ -162,7 +162,7 @@ def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, mo
 
 @pytest.mark.parametrize(("number", "code"), [
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
-    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+    pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_stopped_sweep_continues(number: int, code: int, recipe: Path, tmp_path: Path, run_sweep: Sweep) -> None:
     words = ["--search", "x=4,2,1", "--takes=0", "--hangs=2"]

@@ -124,7 +124,8 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
     if missing := [f"--{name}" for name in names if name not in splits]:
         data = _training_data(options.model, saved, options.max_length)
         if data is None:
-            raise UserError(f"{options.model} is in no run folder that names its data: pass {' and '.join(missing)}")
+            why = "is in no run folder that names its data, or of one of several folds"
+            raise UserError(f"{options.model} {why}: pass {' and '.join(missing)}")
         if tuple(data.labels.names) != tuple(saved.answers.labels.names):
             raise UserError(f"the data of {options.model}'s run have other classes now: pass --validation_file")
         splits = {"validation_file": (data.validation, True), "calibration_file": (data.train, True)} | splits
@@ -132,9 +133,9 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
 
 
 def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
-    """The data of the run that trained the model; None where the model is not in a run folder."""
+    """The data of the run that trained the model; None where the model is not in a run folder, or a fold's."""
     run = training_run(name)
-    if not run["identity"]:
+    if not run["identity"] or run["settings"].get("folds"):
         return None
     settings = run["settings"] | {"max_length": max_length or run["data"].get("max_length")}
     if Path(folder := run["launch"].get("folder", "")).is_dir():  # relative paths are of that working directory

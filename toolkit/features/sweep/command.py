@@ -58,7 +58,8 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     for option, names in (("search", [text.partition("=")[0] for text in options.search]), ("configs", folders)):
         if len(set(names)) < len(names):
             raise UserError(f"--{option}: two have the same name: {', '.join(names)}")
-    for number in (signal.SIGINT, signal.SIGTERM):  # after a KeyboardInterrupt, optuna records a failed trial
+    hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):  # after a KeyboardInterrupt, optuna records a failed trial
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder.mkdir(parents=True, exist_ok=True)
     try:
