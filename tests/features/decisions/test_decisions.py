@@ -151,7 +151,7 @@ def test_a_finished_run_is_tuned_again_with_other_settings(runs: dict[str, Path]
                folder / "test.csv", *COMMON, "--output_dir", run]  # fmt: skip
     screen = train(*command, *JOBS["two"], "--tune_thresholds", "f1")
     assert "thresholds from the validation rows: neg 0." in screen
-    assert saved(run)["asked"]["tune_thresholds"] == "f1"
+    assert saved(run)["requested"]["tune_thresholds"] == "f1"
     assert (run / "model" / "model.safetensors").read_bytes() == weights
     train(*command)
     assert not (run / "model" / "decisions.json").exists()

@@ -69,7 +69,7 @@ def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: Single, ro
     assert "all 3 folds are done; out of fold, 80 rows: accuracy 0." in done.out
     assert done.out.count(f"--output_dir {folder}-2") == 3  # the next command, not with the folder of a fold
     errors = lines_of(folder / "label_errors.jsonl")
-    assert all(error["given"] == table["label"][error["id"]] != error["label"] for error in errors)
+    assert all(error["original_label"] == table["label"][error["id"]] != error["label"] for error in errors)
 
 
 def test_suspects_of_poor_models_come_with_a_warning(single: Single, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_suspects_of_poor_models_come_with_a_warning(single: Single, tmp_path: P
     assert "never predict pos" in screen[1]
     assert "--num_train_epochs" in screen[1]
     assert screen[2].endswith(": learning_rate")
-    assert {line["given"] for line in lines_of(folder / "label_errors.jsonl")} == {"pos"}
+    assert {line["original_label"] for line in lines_of(folder / "label_errors.jsonl")} == {"pos"}
     page = (folder / "report.html").read_text()
     assert page.index("never predict pos") < page.index("<select data-id=")
 

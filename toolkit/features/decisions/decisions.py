@@ -202,7 +202,7 @@ def tune_and_save(run: Any, settings: DecisionSettings, evaluate: Callable[[Spli
     if validation is None:
         return
     decisions, notes = tune(settings, run.data.labels, validation)
-    content = {"labels": list(run.data.labels.names), **decisions.as_json(), "asked": vars(settings)}
+    content = {"labels": list(run.data.labels.names), **decisions.as_json(), "requested": vars(settings)}
     content["step"] = run.best.step  # a conversion of other weights does not copy the file
     text = json.dumps(content, ensure_ascii=False, indent=2)
     write_atomically(path, [text, "\n"])

@@ -173,7 +173,7 @@ def _label(classes: Sequence[int], labels: Labels) -> Any:
 def _errors(lines: Sequence[dict[str, Any]], errors: Sequence[Suspect], labels: Labels) -> list[dict[str, Any]]:
     return [
         {"id": line["id"], "text_digest": line["text_digest"], "label": _label(suspect.suggested, labels),
-         "given": line["label"], "margin": round(suspect.margin, 6), "text": line["text"]}
+         "original_label": line["label"], "margin": round(suspect.margin, 6), "text": line["text"]}
         for suspect in errors for line in [lines[suspect.row]]
     ]  # fmt: skip
 
