@@ -30,8 +30,9 @@ class Adversarial:
         self._embedded: Tensor | None = None
         self._shift: Tensor | None = None
         module = unwrapped(model)
-        kind = type(module).__name__
-        if not hasattr(module, "get_input_embeddings") or kind.startswith("XLNet"):  # XLNet's: (S, B, H)
+        kind, config = type(module).__name__, getattr(module, "config", None)
+        # XLNet's are (S, B, H)
+        if not hasattr(module, "get_input_embeddings") or getattr(config, "model_type", "") == "xlnet":
             raise UserError(f"--fgm_epsilon {epsilon}: {kind} has no input embeddings (B, S, H): leave it out")
         module.get_input_embeddings().register_forward_hook(self._hook)
         _keep_buffers()
