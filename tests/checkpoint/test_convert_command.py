@@ -198,8 +198,7 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
         time.sleep(0.3)
         process.send_signal(number)
         assert process.stderr.read() == "interrupted\n"
-    assert process.returncode == 130
-    assert names_in(tmp_path) == ["run"]
+    assert (process.returncode, names_in(tmp_path)) == (130, ["run"])
 
 
 @pytest.mark.multiprocess

@@ -32,7 +32,6 @@ def names_in(checkpoints: Path) -> list[str]:
 
 
 def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:
-    """A damaged manifest must not give another step."""
     folder = save(tmp_path, 123456)
     path = folder / "manifest.json"
     before, manifest = path.read_bytes(), folders.read_manifest(folder)

@@ -26,7 +26,6 @@ _OPCODES = b"".join(getattr(pickle, name) for name in pickle.__all__ if name.isu
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """Bytes changed, cut, put in or doubled."""
     actual = bytearray(content)
     for _ in range(chance.choice((1, 1, 1, 2, 5, 20))):
         at, other = chance.randrange(len(actual) + 1), chance.randrange(len(actual) + 1)
