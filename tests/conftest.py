@@ -152,6 +152,16 @@ def accelerator(no_launcher: None) -> Any:
 
 
 @pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of one on gloo."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., str]:
     """`write_rows("a.csv.gz", rows, encoding)` -> the path of a file in the format its name says."""
 
