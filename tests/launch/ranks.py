@@ -127,7 +127,6 @@ def run_group(*bodies: str, ranks: Sequence[int] | None = None, **options: Any) 
 
 
 def errors(ended: Iterable[Finished]) -> list[str]:
-    """The error lines of all ranks."""
     return [line for one in ended for line in one.error_lines]
 
 

@@ -26,7 +26,6 @@ launch.run(main)
 
 
 def run(*body: str, **env: str) -> Finished:
-    """Runs a recipe with these lines in one process."""
     return start([sys.executable, "-c", _MAIN.format("\n    ".join(body))], 60, env)
 
 

@@ -170,7 +170,6 @@ def peer(rank: int, size: int = 3, failure: str = "", attempt: int = 0) -> Peer:
 
 
 def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "", attempt: int = 0) -> Any:
-    """This rank's rendezvous, or the error."""
     ranks = Rendezvous(peer(rank, size, failure, attempt), seconds)
     try:
         ranks.join()

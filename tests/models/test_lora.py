@@ -19,7 +19,6 @@ from toolkit.checkpoint.model_folder import check_adapter, merge_lora, save_mode
 from toolkit.config import ModelSettings, TaskSettings, parse
 from toolkit.models.lora import describe
 
-IDS = torch.arange(5, 29).view(2, 12)
 LORA = {"lora_r": 4, "dropout": 0.0}
 
 
@@ -56,7 +55,7 @@ def test_modules_outside_the_encoder_are_fully_trained(family: str, head: set[st
     assert {name.split(".")[2] for name in names if ".modules_to_save." in name} == head
     assert any(".lora_A." in name for name in names)
     assert not any(part in name for name in names for part in (".original_module.", ".base_layer."))
-    model(input_ids=IDS).logits.sum().backward()
+    model(input_ids=torch.arange(5, 29).view(2, 12)).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     plain = merge_lora(model, model.state_dict())
     merged = copy.deepcopy(model).merge_and_unload()
