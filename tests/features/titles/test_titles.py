@@ -17,15 +17,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-    BigBirdForCausalLM,
-    EncoderDecoderModel,
-)
+import transformers
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast, EncoderDecoderModel
 
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
@@ -195,7 +188,7 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
     config = AutoConfig.from_pretrained(str(long.model_name_or_path))
     config.is_decoder = config.add_cross_attention = True
     config.attention_type = "original_full"
-    theirs = BigBirdForCausalLM(config).eval()
+    theirs = transformers.BigBirdForCausalLM(config).eval()
     assert not theirs.load_state_dict(model.decoder.state_dict(), strict=False).unexpected_keys
     ids = torch.randint(5, 127, (2, 9))
     with torch.no_grad():
