@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import datasets
 import numpy as np
@@ -94,9 +95,7 @@ def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_predict_evaluate_and_convert(
-    runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_evaluate_convert(runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: Any) -> None:
     run = runs / "plain"
     first = examples()[0].replace("MODEL", f"{run}/model").replace("OUT", f"{tmp_path}/out")
     exec(first.replace("CHECKPOINT", f"{run}/checkpoints/best"), {})

@@ -110,8 +110,7 @@ def test_predict_answers_for_texts_and_lines_of_a_file(labelled: Path, tmp_path:
     trained, model = (labelled / kind / "run" / "model" for kind in ("six classes", "several numbers"))
     texts = ["good film", "", "very dull room"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
-    finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
-    assert f"{tmp_path / 'new.txt'}: one text per line" in finished.err
+    start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
     table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
     assert table["text"].to_list() == texts
     typed = [word for text in texts for word in ("--text", text)]

@@ -28,8 +28,6 @@ def test_the_menu_lists_every_page_once(ending: str) -> None:
 
 
 class Page(HTMLParser):
-    """The links and the anchors of a page."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: list[str] = []

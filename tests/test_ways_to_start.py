@@ -116,9 +116,6 @@ def test_launcher_that_starts_too_few_processes(settings: list[str], tmp_path: P
     assert not output.exists()
 
 
-# --- signals
-
-
 def _imports_torch(process: psutil.Process) -> bool:
     try:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
