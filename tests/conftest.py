@@ -1,7 +1,5 @@
 """Shared fixtures: caches of the session's own, a tiny BERT, small files."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

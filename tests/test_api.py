@@ -1,7 +1,5 @@
 """docs/api.md: the names that `import toolkit` offers, and the examples, in one process and by notebook_launcher."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Architectures that people use, each with recipes/cls.py; docs/models.md has the table."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Bad input ends at once: one clear line from one process, an exit code that is not 0, nothing overwritten."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

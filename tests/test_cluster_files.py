@@ -1,7 +1,5 @@
 """docs/cluster: bash, sbatch and YAML parse the files, ranks are right, and jobs are requeued when they should be."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """toolkit/config/: a YAML file and the command line -> settings, with every fault at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

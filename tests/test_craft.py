@@ -1,7 +1,5 @@
 """Settings of the loss, the optimizer and layers: equal losses under every launch, and after a resume."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterable

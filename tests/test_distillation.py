@@ -1,7 +1,5 @@
 """`--teacher`: its outputs are computed once, by all processes together; unsuitable teachers are errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

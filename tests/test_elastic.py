@@ -1,7 +1,5 @@
 """A checkpoint of any strategy and world size resumes under any other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """examples/engines: Ray Data and Spark give the answers of `toolkit predict`, without importing the toolkit."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

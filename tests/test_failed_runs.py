@@ -1,7 +1,5 @@
 """However a run ends, its trackers have every logged step."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

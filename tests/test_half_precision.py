@@ -1,7 +1,5 @@
 """Promise 1 in bf16 and fp16: gradients are as close to fp32's under every strategy as in one process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

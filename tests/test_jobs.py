@@ -1,7 +1,5 @@
 """Complete jobs: every kind of label, the best model, prediction of files."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -6,8 +6,6 @@ tokens; where attention is sparse, their micro-batches are the same ones on 1, 2
 `test_a_text_is_read_alike_in_every_batch` says what is missing.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

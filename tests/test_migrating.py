@@ -1,7 +1,5 @@
 """docs/migrating.md: its scripts run, and have the faults that it describes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

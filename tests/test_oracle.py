@@ -4,8 +4,6 @@ All three start from the same weights and read the same rows in the same order: 
 `numpy.random.default_rng([seed, epoch]).permutation(rows)`, split into global batches.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

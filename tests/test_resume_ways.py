@@ -1,7 +1,5 @@
 """Resuming across strategies, beyond tests/test_elastic.py: LoRA, bf16, a full disk."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

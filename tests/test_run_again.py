@@ -1,7 +1,5 @@
 """A second run in the same folder: what resumes, and what is refused without touching a file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Promise 1: the same losses, evaluation and predictions under every strategy and number of processes, LoRA too."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

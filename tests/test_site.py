@@ -1,7 +1,5 @@
 """`make docs`: the site in both languages, its links, its search, and the Markdown of each page."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The house of DESIGN.md: floors without an upward arrow, recipes that know no strategy, light imports."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Checkpoints of two hosts (network namespaces) that do not share the disk of --output_dir."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Two hosts (network namespaces): every way to start a run on both, and their errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

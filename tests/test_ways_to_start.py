@@ -1,7 +1,5 @@
 """Every way to start a run starts the requested world, with the same losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

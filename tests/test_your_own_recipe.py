@@ -1,7 +1,5 @@
 """docs/your-own-recipe.md: each edit of recipes/cls.py runs, with equal losses under every launch."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Writes small checkpoints, for tests that need no real ones."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

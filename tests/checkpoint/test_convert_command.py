@@ -1,7 +1,5 @@
 """`toolkit convert`: its errors, time and memory, and what it leaves when it is interrupted."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Which tensors are written under which names, from handmade checkpoints; casts give torch's bits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

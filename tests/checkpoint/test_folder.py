@@ -1,7 +1,5 @@
 """toolkit/checkpoint/folder.py: which checkpoints are complete, and which are removed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 Seeded. The slow one takes another seed and more rounds.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 import shutil

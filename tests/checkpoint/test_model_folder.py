@@ -1,7 +1,5 @@
 """toolkit/checkpoint/model_folder.py with a model that is not from `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

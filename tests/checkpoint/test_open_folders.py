@@ -1,7 +1,5 @@
 """`open_checkpoint` of a run's checkpoints, and of DeepSpeed's, accelerate's, FSDP's and Hugging Face's files."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

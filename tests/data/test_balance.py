@@ -1,7 +1,5 @@
 """toolkit/data/balance.py: what a row weighs and how often it is drawn, by its class."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 from typing import Any

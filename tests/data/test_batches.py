@@ -1,7 +1,5 @@
 """toolkit/data/batches.py: global batches, each process's micro-batches of them, and padded tensors."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from itertools import chain, product

@@ -1,7 +1,5 @@
 """jieba's words first: the ids of the published class, and everything else as with the fast tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

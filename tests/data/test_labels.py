@@ -1,7 +1,5 @@
 """toolkit/data/labels.py: label columns -> class ids, multi-hot rows or numbers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """toolkit/data/prepare.py and rows.py: files -> rows that take part -> one folder of tokens and labels."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

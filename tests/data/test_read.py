@@ -1,7 +1,5 @@
 """toolkit/data/read.py, text_files.py, json_files.py: files -> tables, with errors that name the file and the row."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

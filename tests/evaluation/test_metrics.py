@@ -1,7 +1,5 @@
 """toolkit/evaluation: the metrics in eval.jsonl, and the one that selects the best model."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

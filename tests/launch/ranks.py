@@ -7,15 +7,13 @@
 All are forks of tests/fork_server.py.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.runs import Finished, Process, fork
 from toolkit.launch.network import free_port
@@ -105,7 +103,7 @@ class Group:
         deadline = time.monotonic() + seconds
         return [process.finish(max(0.0, deadline - time.monotonic())) for process in self.ranks]
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

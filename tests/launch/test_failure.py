@@ -1,7 +1,5 @@
 """toolkit/launch/failure.py, signals.py: messages and exit codes of failures and stop signals."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import sys

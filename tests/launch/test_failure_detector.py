@@ -1,7 +1,5 @@
 """toolkit/launch/failure_detector.py: if one rank fails, all end, and each machine reports it once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,8 +1,6 @@
 """toolkit/launch/relaunch.py: `--config_file X` after the script -> the launcher's arguments and the request.
 toolkit/launch/launcher.py: which of several failures is reported."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """toolkit/launch/rendezvous.py: ranks with RANK, WORLD_SIZE and MASTER_* join and are compared."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The attention of training on a CPU, beside its formula and torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

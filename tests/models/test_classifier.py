@@ -1,7 +1,5 @@
 """toolkit/models/classifier.py: loading any classification checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """toolkit/models/first_token.py: computing only the first token in the last layer changes no number."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """toolkit/models/layers.py: layers that are kept, frozen or reinitialized, of any model."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """toolkit/models/lora.py, and merging LoRA in toolkit/checkpoint/model_folder.py."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

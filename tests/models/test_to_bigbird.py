@@ -1,7 +1,5 @@
 """Converting a BERT to a BigBird that computes the same; a failure leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

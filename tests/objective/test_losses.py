@@ -1,7 +1,5 @@
 """toolkit/objective/losses.py: losses per sample, whose mean is transformers' loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """toolkit/objective: R-Drop, FGM, a custom term."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

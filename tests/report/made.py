@@ -1,7 +1,5 @@
 """Run folders in the format of toolkit/report/files.py, with invented numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """toolkit/report/html.py and curves.py: one self-contained page, for every kind of task."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Sequence

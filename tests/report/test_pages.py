@@ -1,7 +1,5 @@
 """The layout of the pages in a browser at the widths of a phone, a tablet and a desktop."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

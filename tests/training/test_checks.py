@@ -1,7 +1,5 @@
 """toolkit/training/checks.py and loop_checks.py: parameters. Optimizers: tests/training/test_optimizer_trial.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """toolkit/training/optimizer.py and strategy.py: parameter groups, optimizers, the config of each strategy."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

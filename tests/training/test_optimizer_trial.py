@@ -1,8 +1,6 @@
 """toolkit/training/optimizer_trial.py: which optimizers compute the same from shards of parameters. The verdicts on 50
 classes of `pytorch_optimizer` 4.1 were compared by hand with runs in one process, ZeRO-2, ZeRO-3 and FSDP2."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

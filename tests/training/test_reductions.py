@@ -1,8 +1,6 @@
 """Bytes that a step sends to reduce gradients: once per optimizer step, unless `--sync_each_batch`; half as many with
 `--half_precision_gradients`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

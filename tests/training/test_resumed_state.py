@@ -1,7 +1,5 @@
 """toolkit/training/{optimizer,strategy}.py: a resumed run's schedule and loss scale."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from types import SimpleNamespace

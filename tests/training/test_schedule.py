@@ -1,7 +1,5 @@
 """toolkit/training: numbers of steps and micro-batches, loss normalisation, learning rates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """toolkit/utils/memory.py: out-of-memory errors name the settings that help."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The largest class and tf-idf as baselines: their metrics by hand, and their limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

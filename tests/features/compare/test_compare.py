@@ -1,7 +1,5 @@
 """`toolkit compare`: its statistics equal those of scipy and scikit-learn; incomparable runs are left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tuned decisions in whole runs: equal under every launch, saved with the model, applied by all that loads it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Thresholds, temperature and abstention against brute force and by hand; reading decisions.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

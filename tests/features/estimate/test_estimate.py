@@ -1,7 +1,5 @@
 """toolkit/training/estimate.py and `toolkit estimate`: estimated memory, and the micro-batch size that fits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

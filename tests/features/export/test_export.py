@@ -1,7 +1,5 @@
 """`toolkit export`: the exported model predicts like the original, or nothing is written."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Near duplicates among real reviews: all planted ones, and no others."""
 
-from __future__ import annotations
-
 from toolkit.data.read import read_demo
 from toolkit.features.folds.duplicates import SIMILAR, near_duplicates, normalise, similarity
 

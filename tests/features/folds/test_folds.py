@@ -1,7 +1,5 @@
 """--folds in whole runs: one prediction for each row, equal under every launch, resumed after a stop."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

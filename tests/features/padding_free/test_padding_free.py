@@ -1,7 +1,5 @@
 """`--padding_free`: losses, gradients and predictions equal those of padded batches, by each attention kernel."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

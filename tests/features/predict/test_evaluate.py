@@ -1,7 +1,5 @@
 """toolkit/features/predict/evaluate.py: the labels of a file, empty texts, and what its processes compare."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

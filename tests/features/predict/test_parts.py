@@ -1,7 +1,5 @@
 """toolkit/features/predict/command.py and parts.py: predictions in parts, joined in the order of the file."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

@@ -1,7 +1,5 @@
 """Masks: whole words of real sentences, numbers that follow from the length, draws by seed, epoch and row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """recipes/pretrain.py: equal losses under every strategy, checkpoints, and fine-tuning of its model."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`toolkit sweep`: trials run, are pruned, compared, and continued after a stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

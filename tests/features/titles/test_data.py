@@ -1,7 +1,5 @@
 """toolkit/features/titles/data.py: columns, rows and tokens of titles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

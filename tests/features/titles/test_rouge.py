@@ -1,7 +1,5 @@
 """ROUGE against rouge-chinese on real titles, and cases counted by hand."""
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

@@ -5,8 +5,6 @@ at 640 tokens (full attention). `varied`: from an encoder-decoder that generates
 texts (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes: see test_long.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

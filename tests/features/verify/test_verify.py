@@ -1,7 +1,5 @@
 """`toolkit verify`: the shipped recipe passes, and the fault of a wrong recipe is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
