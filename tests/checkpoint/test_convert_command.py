@@ -108,8 +108,7 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
 
     monkeypatch.setattr(conversion, "write_shards", write_shards)
     message = refusal(convert, run, out, overwrite=overwrite, match="thesis.txt" if overwrite else "not empty")
-    assert names_in(out) == ["thesis.txt"]
-    assert names_in(tmp_path) == ["out", "run"]
+    assert (names_in(out), names_in(tmp_path)) == (["thesis.txt"], ["out", "run"])
     fault(f"OUT appears while convert writes (--overwrite {overwrite})", message)
 
 

@@ -13,7 +13,6 @@ from toolkit.errors import UserError
 
 
 def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> Path:
-    """A checkpoint of two small files."""
     folder = folders.step_folder(checkpoints, step)
     folders.create_empty(folder)
     (folder / "model").mkdir()

@@ -1,7 +1,4 @@
-"""Real files with random damage: what comes out is a UserError, or a checkpoint; never anything else.
-
-Seeded. The slow one takes another seed and more rounds.
-"""
+"""Real files with random damage: what comes out is a UserError, or a checkpoint; never anything else."""
 
 import pickle
 import random

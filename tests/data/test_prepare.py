@@ -314,8 +314,7 @@ def test_texts_that_are_too_short(prepared: Prepare) -> None:
         refusal(prepared, files["train"], validation_file=files["validation"], min_length=7, says=says)
     rows[0]["label"], rows[1]["label"] = "short", None
     data = prepared(rows, validation_file=rows, min_length=7)
-    assert data.labels.names == ("a", "b")
-    assert data.train.rows.tolist() == list(range(4, 10))
+    assert (data.labels.names, data.train.rows.tolist()) == (("a", "b"), list(range(4, 10)))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
