@@ -55,7 +55,6 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
 
 @pytest.fixture(scope="module")
 def bare(model: Path, reviews: Path) -> Path:
-    """Texts without labels."""
     file = model.parent / "texts.csv"
     pandas.read_csv(reviews)[["text"]].to_csv(file, index=False)
     return file

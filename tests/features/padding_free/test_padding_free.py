@@ -66,7 +66,6 @@ def load(folder_of: Callable[[str], Path]) -> Models:
 
 
 def collators_of(tokenizer: Any, max_tokens: int | None = None) -> tuple[Collator, PackedCollator]:
-    """A padding and a packing one of the same texts."""
     ids = np.random.default_rng(0).integers(5, len(tokenizer), sum(LENGTHS)).astype(np.int32)
     numbers = np.arange(len(LENGTHS))
     split = Split("train", Path(), ids, np.cumsum([0, *LENGTHS]), numbers % 2, numbers)
