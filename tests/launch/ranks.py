@@ -88,7 +88,6 @@ class Group:
             self.ranks.append(fork([script], variables, stdin=True, imported=("torch.distributed", "toolkit.launch")))
 
     def await_line(self, word: str = "here") -> None:
-        """Waits until each rank has printed this line."""
         for rank, process in enumerate(self.ranks):
             line = process.line().strip()
             assert line == word, f"rank {rank} printed {line!r}, not {word!r}: {self._errors()}"

@@ -61,12 +61,10 @@ def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
 
 
-CLOSE_STDOUT = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)"
-
-
 @pytest.mark.parametrize(
     ("body", "code", "message"),
-    [(CLOSE_STDOUT, 141, "standard output is closed (as by `| head`): redirect it to a file"),
+    [("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)", 141,
+      "standard output is closed (as by `| head`): redirect it to a file"),
      ("open('/no/such.json')", 1, "/no/such.json: No such file or directory")],
     ids=["closed stdout", "missing file"],
 )  # fmt: skip

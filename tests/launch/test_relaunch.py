@@ -53,7 +53,6 @@ def _network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deepspeed_file_of(arguments: Namespace) -> str | None:
-    """Its name; it must lie in ds_configs/."""
     if arguments.deepspeed_config_file is None:
         return None
     path = Path(arguments.deepspeed_config_file).resolve()
