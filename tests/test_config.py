@@ -179,6 +179,9 @@ CONTRADICTIONS = [
     (("focal_gamma", "loss"), {"focal_gamma": 1}),
     (("freeze_layers", "lora_r"), {"freeze_layers": 0, "lora_r": 8}),
     (("num_hidden_layers", "lora_r"), {"num_hidden_layers": 2, "lora_r": 8}),
+    *(((name, "lora_r"), {name: value})
+      for name, value in {"lora_alpha": 3, "lora_dropout": 0.5, "lora_target_modules": "key"}.items()),
+    (("distillation_alpha", "teacher"), {"distillation_alpha": 0.5}),
     (("fgm_epsilon", "per_device_batch_size"), {"fgm_epsilon": 1, "per_device_batch_size": "auto"}),
 ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES, fault_of, load
 from toolkit.checkpoint.model_folder import check_adapter, merge_lora, save_model
-from toolkit.config import ModelSettings, TaskSettings, parse
+from toolkit.config import ModelSettings
 from toolkit.models.lora import describe
 
 LORA = {"lora_r": 4, "dropout": 0.0}
@@ -109,9 +109,3 @@ def test_settings_reach_peft(tiny_model: Path) -> None:
 )
 def test_wrong_target_modules(tiny_model: Path, name: str, says: str) -> None:
     fault_of(tiny_model, lora_target_modules=name, **LORA, says=["--lora_target_modules", says])
-
-
-@pytest.mark.parametrize("setting", ["lora_alpha", "lora_dropout", "lora_target_modules"])
-def test_settings_of_lora_without_lora(setting: str) -> None:
-    words = [f"--{setting}", "0.5" if setting == "lora_dropout" else "3"]
-    refusal(parse, TaskSettings, words, match=f"--{setting} is given without --lora_r")
