@@ -86,8 +86,7 @@ def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, t
 def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
     plain, notebook = runs / "plain", runs / "notebook"
     worlds = [json.loads((run / "config.json").read_text())["world"]["num_processes"] for run in (plain, notebook)]
-    assert worlds == [1, 2]
-    assert len(losses_of(plain)) == 6
+    assert (worlds, len(losses_of(plain))) == ([1, 2], 6)
     assert losses_of(notebook) == pytest.approx(losses_of(plain), rel=1e-5)
     assert (notebook / "report.html").is_file()
 

@@ -13,8 +13,6 @@ GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" fo
 
 @dataclass(frozen=True)
 class Case:
-    """A file, further arguments, and what the one line must say."""
-
     says: tuple[str, ...]
     content: str | bytes | None = GOOD
     arguments: list[str] = field(default_factory=list)

@@ -187,7 +187,6 @@ def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> li
 
 
 def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int, **options: Any) -> dict[str, Process]:
-    """Starts a run on both hosts and waits for `steps` steps."""
     started = hosts.start_both(on_both(*command), **options)
     wait_for_steps(folder, steps, started.values(), SECONDS)
     return started
@@ -208,7 +207,6 @@ def long_settings(settings: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]) -> list[float]:
-    """Of the first 40 steps."""
     folder = tmp_path_factory.mktemp("long-reference") / "run"
     return losses_of(run_of([*long_settings, "--max_steps", "40"], folder))
 
