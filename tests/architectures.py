@@ -1,7 +1,5 @@
 """Small models of the architectures that people fine-tune: random weights, a tokenizer of the family's kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """recipes/cls.py for many jobs: a job that is refused leaves its line in FOLDER.refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

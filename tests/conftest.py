@@ -1,7 +1,5 @@
 """Shared fixtures: caches of the session's own, a tiny BERT, small files."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json
@@ -149,6 +147,16 @@ def accelerator(no_launcher: None) -> Any:
     from accelerate import Accelerator
 
     return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of one on gloo."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ As tests/meta_worker.py, with CUDA's code paths: autocast, fp16's loss scale, fu
 ("hasPrimaryContext"): here it sets gradients of zeros.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ its steps when it is closed, not before.
 python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ A test that breaks something takes the fixture `fault` and calls `fault(what, sa
 row holds those words and the seconds the test took. A test that fails leaves a row that says so.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -11,8 +11,6 @@ The new process runs as usual: the recipe, `accelerate launch`, torchrun's agent
 that one of them starts (Popen) is a fork, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

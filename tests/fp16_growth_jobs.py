@@ -1,7 +1,5 @@
 """recipes/cls.py in fp16 with a loss scale that grows in every second step; for tests/jobs_worker.py."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """recipes/cls.py with fp16 gradients that overflow in two steps, on one process only; for tests/jobs_worker.py."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

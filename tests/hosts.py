@@ -8,8 +8,6 @@ It needs root and iproute2, and nothing else (no bridge, no iptables, no tc). Ho
 /etc/hosts and TMPDIR. Whatever still runs in them when the block is left is ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -21,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -51,7 +49,7 @@ class TwoHosts:
         self._started: list[Process] = []
         self._rules: list[tuple[str, tuple[str, ...]]] = []
 
-    def __enter__(self) -> TwoHosts:
+    def __enter__(self) -> Self:
         _remove_leftovers()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}x"))
         try:

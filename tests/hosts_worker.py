@@ -3,8 +3,6 @@
 python tests/hosts_worker.py [--launch options]
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

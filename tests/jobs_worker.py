@@ -5,8 +5,6 @@
 JOBS.json is a list of lists: a module with a `main`, and its arguments. Tests call `run_jobs`.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

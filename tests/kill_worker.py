@@ -5,8 +5,6 @@
 EVENT counts what the process of that RANK does to files under checkpoints/: opening, renaming, removing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

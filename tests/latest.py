@@ -7,8 +7,6 @@ torch is the version in --torch, since its builds are gigabytes. Prints the vers
 and what broke; exits with pytest's exit code. If nothing broke, pyproject.toml's ranges can be widened.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

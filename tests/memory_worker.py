@@ -3,8 +3,6 @@
 From its first step on, the process of LIMITED_RANK (`all` for each of them) may take 16 MiB more.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -7,8 +7,6 @@ JOBS.json: name -> [module, words...]. NOTES.json: name -> {"error": traceback, 
 synchronizes with a GPU (`.item()`, `.cpu()`, `bool()`, `nonzero`) raises on `meta`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -17,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -58,7 +56,7 @@ class Crossings(TorchDispatchMode):
         self.part = "computing"
         self.copies = Copies(self)
 
-    def __enter__(self) -> Crossings:
+    def __enter__(self) -> Self:
         self.copies.__enter__()
         return super().__enter__()
 

@@ -7,8 +7,6 @@ evaluation returns, and which ids a training epoch visits, bucketed and not, wit
 samples and in tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """`toolkit predict` with windows of 16 rows, in a group of processes (tests/jobs_worker.py), or as a script, which
 prints the first row of each part that it writes, and sends itself a signal after the part that begins at KILLED_AT."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The data of files written for a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -7,8 +7,6 @@ In the run's folder it writes `first_step_seconds`, since the command started, a
 bytes that this host's interfaces have sent so far, also between its own processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -7,8 +7,6 @@ init` must run from it. With --tag the working tree must be clean and CHANGELOG.
 then the tag vVERSION is created (not pushed).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -10,8 +10,6 @@ Used by tests/jobs_worker.py (several recipes in one process group), tests/launc
 hand) and tests/hosts.py (two machines).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -28,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -82,7 +80,7 @@ class Finished:
         message = self.err[self.err.index(line) :] if line.endswith(":") else line
         assert [part for part in parts if part not in message] == [], message
 
-    def succeeded(self) -> Finished:
+    def succeeded(self) -> Self:
         assert self.code == 0, self.err[-3000:]
         return self
 
@@ -173,7 +171,7 @@ class Process:
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Splits that have nothing but lengths."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,13 +1,12 @@
 """docs/api.md: the names that `import toolkit` offers, and the examples, in one process and by notebook_launcher."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import datasets
 import numpy as np
@@ -87,16 +86,13 @@ def test_parts_of_the_toolkit_in_another_loop(tiny_model: Path, reviews: Path, t
 def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
     plain, notebook = runs / "plain", runs / "notebook"
     worlds = [json.loads((run / "config.json").read_text())["world"]["num_processes"] for run in (plain, notebook)]
-    assert worlds == [1, 2]
-    assert len(losses_of(plain)) == 6
+    assert (worlds, len(losses_of(plain))) == ([1, 2], 6)
     assert losses_of(notebook) == pytest.approx(losses_of(plain), rel=1e-5)
     assert (notebook / "report.html").is_file()
 
 
 @pytest.mark.multiprocess
-def test_predict_evaluate_and_convert(
-    runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_evaluate_convert(runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: Any) -> None:
     run = runs / "plain"
     first = examples()[0].replace("MODEL", f"{run}/model").replace("OUT", f"{tmp_path}/out")
     exec(first.replace("CHECKPOINT", f"{run}/checkpoints/best"), {})

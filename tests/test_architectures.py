@@ -1,7 +1,5 @@
 """Architectures that people use, each with recipes/cls.py; docs/models.md has the table."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -46,7 +44,6 @@ Runs = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
-    """60 pairs of short texts."""
     table = pandas.read_csv(reviews).head(60)
     table["text"] = table["text"].str[:60]
     table["other"] = table["text"].iloc[::-1].tolist()

@@ -1,7 +1,5 @@
 """Bad input ends at once: one clear line from one process, an exit code that is not 0, nothing overwritten."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +13,6 @@ GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" fo
 
 @dataclass(frozen=True)
 class Case:
-    """A file, further arguments, and what the one line must say."""
-
     says: tuple[str, ...]
     content: str | bytes | None = GOOD
     arguments: list[str] = field(default_factory=list)

@@ -1,7 +1,5 @@
 """docs/cluster: bash, sbatch and YAML parse the files, ranks are right, and jobs are requeued when they should be."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -98,7 +96,6 @@ def test_shards_match_the_tasks(tmp_path: Path) -> None:
 
 
 def start_batch(name: str, what: str, folder: Path, restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
-    """Starts the script with `srun` and `scontrol` stubs that log their arguments."""
     (folder / "bin").mkdir()
     for command in ("srun", "scontrol"):
         stub = STUB.format(log=folder / "log", folder=folder, what=what if command == "srun" else "nothing")

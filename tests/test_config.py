@@ -1,7 +1,5 @@
 """toolkit/config/: a YAML file and the command line -> settings, with every fault at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable
@@ -88,12 +86,10 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
             "--dropout"]  # fmt: skip
     fault = refusal(parse, TaskSettings, given, says=says, match="^11 faults:", lines=12)
     assert "'5'" not in fault  # the value of an unknown name
-    refusal(
-        parse, TaskSettings, [*NAMED, *"1234"], match=r"^'1', '2', '3' and 1 more is not a setting: .*'part-\*\.csv'$"
-    )
-    refusal(
-        parse, TaskSettings, [yaml_file("data:\n  train_file: a.csv\n"), *NAMED], match="data: there are no sections"
-    )
+    match = r"^'1', '2', '3' and 1 more is not a setting: .*'part-\*\.csv'$"
+    refusal(parse, TaskSettings, [*NAMED, *"1234"], match=match)
+    sections = [yaml_file("data:\n  train_file: a.csv\n"), *NAMED]
+    refusal(parse, TaskSettings, sections, match="data: there are no sections")
 
 
 def test_a_setting_of_another_recipe_is_unknown() -> None:
@@ -118,7 +114,6 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         ("mixed_precision", "fp32"),
         ("problem_type", "classification"),
         ("drop_empty_text", "maybe"),
-        # in the file
         *(("seed", f"seed: {value}") for value in ("x", "[1]", "null")),
         ("train_file", "train_file: 5"),
         ("label_column", "label_column: ['a', 'b']"),
@@ -184,6 +179,9 @@ CONTRADICTIONS = [
     (("focal_gamma", "loss"), {"focal_gamma": 1}),
     (("freeze_layers", "lora_r"), {"freeze_layers": 0, "lora_r": 8}),
     (("num_hidden_layers", "lora_r"), {"num_hidden_layers": 2, "lora_r": 8}),
+    *(((name, "lora_r"), {name: value})
+      for name, value in {"lora_alpha": 3, "lora_dropout": 0.5, "lora_target_modules": "key"}.items()),
+    (("distillation_alpha", "teacher"), {"distillation_alpha": 0.5}),
     (("fgm_epsilon", "per_device_batch_size"), {"fgm_epsilon": 1, "per_device_batch_size": "auto"}),
 ]  # fmt: skip
 

@@ -1,7 +1,5 @@
 """CUDA code paths without a GPU, with a CUDA build of torch: `make test-cuda-trace`, by tests/cuda_worker.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--teacher`: its outputs are computed once, by all processes together; unsuitable teachers are errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -164,7 +162,6 @@ def test_unsuitable_teachers(teacher: Path, tiny_model: Path, tiny_job: list[str
         (tmp_path / "no", "no such folder"),
     ):
         assert message in failed(*data, "--teacher", unsuitable)
-    assert "--distillation_alpha is given without --teacher" in failed(*data, "--distillation_alpha", 0.5)
 
 
 def test_the_loss_is_hintons() -> None:

@@ -1,7 +1,5 @@
 """Files, settings, subcommands and links in README and docs exist."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

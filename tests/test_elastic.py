@@ -1,7 +1,5 @@
 """A checkpoint of any strategy and world size resumes under any other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, slow_but
 
 ALL = {**WAYS, "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"], **MORE_WAYS}
 # Each resumes from its own checkpoint and those before it, in another test from those after it.
-# `make test` omits the last one.
 ORDER = ["single", "zero2 x3", "ddp x2", "zero3 x2", "zero1 x2", "fsdp2 x2", "zero2 x2", "zero3 x3"]
 STEPS, SAVED_AT = 6, 3
 

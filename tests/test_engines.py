@@ -1,7 +1,5 @@
 """examples/engines: Ray Data and Spark give the answers of `toolkit predict`, without importing the toolkit."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys
@@ -15,8 +13,6 @@ from tests.report.made import classifier
 from tests.runs import ROOT, start
 from toolkit.data.labels import Labels
 
-ENGINES = ROOT / "examples" / "engines"
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "pyspark"])
@@ -29,7 +25,7 @@ def test_an_engine_labels_every_row_once(engine: str, sharp_model: Path, tmp_pat
     words = ("good film", 'a "dull" book, very bad', "the room\nand the price", "not good")
     rows = pd.DataFrame({"id": range(150), "text": [f"{words[i % 4]} {i}" for i in range(150)]})
     rows.to_csv(tmp_path / "new.csv", index=False)
-    script = ENGINES / f"{engine.removeprefix('py')}_label.py"
+    script = ROOT / "examples" / "engines" / f"{engine.removeprefix('py')}_label.py"
     assert "toolkit" not in script.read_text(encoding="utf-8").replace("`toolkit` read", "")
     command = [sys.executable, script, model, tmp_path / "new.csv", tmp_path / "out", "--batch_size", "16"]
     env = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -1,7 +1,5 @@
 """toolkit/errors.py: errors of files and memory are one line, others keep their traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

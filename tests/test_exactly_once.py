@@ -1,7 +1,5 @@
 """Promise 2, for every size up to two global batches plus 1 (tests/once_worker.py does the counting)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """However a run ends, its trackers have every logged step."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -11,8 +9,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.failing_worker import STEPS
 from tests.runs import WAYS, recipe
 from toolkit.launch import exit_state
-
-SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
 
 
 @pytest.mark.parametrize(
@@ -26,8 +22,8 @@ SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
     ],
 )
 def test_steps_reach_the_trackers(how: str, rank: str, way: str, code: int, tiny_job: list, tmp_path: Path) -> None:
-    settings = [*tiny_job, *SETTINGS, "--report_to", "tensorboard,trackio", "--project", str(tmp_path / "late"),
-                "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    settings = [*tiny_job, "--max_steps", "8", "--global_batch_size", "8", "--report_to", "tensorboard,trackio",
+                "--project", str(tmp_path / "late"), "--output_dir", str(tmp_path / "run")]  # fmt: skip
     env = {"TOOLKIT_STOP_TIMEOUT": "1" if how == "hangs when it is stopped" else "60"}
     done = recipe(how, rank, *settings, *WAYS[way], script="tests/failing_worker.py", env=env)
     assert done.code == code, done.err

@@ -1,7 +1,5 @@
 """docs/first-labels.md: the CSV files of its script; examples/first_steps.ipynb: every cell, in order."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """fp16: schedule, optimizer and average skip a step whose gradient overflows, also in a resumed run."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

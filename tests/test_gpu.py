@@ -3,8 +3,6 @@
 TOOLKIT_REHEARSE_GPU_TESTS=1 runs them on a CPU and gloo instead, to check the tests.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

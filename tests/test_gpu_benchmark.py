@@ -1,7 +1,5 @@
 """benchmarks/gpu.py at toy size: every part of its page, on a CPU where there is no GPU."""
 
-from __future__ import annotations
-
 import re
 import sys
 

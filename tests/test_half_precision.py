@@ -1,7 +1,5 @@
 """Promise 1 in bf16 and fp16: gradients are as close to fp32's under every strategy as in one process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -64,8 +62,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     return lambda way, precision: run(way) / precision
 
 
-def weights_of(run: Path) -> torch.Tensor:
-    """All weights, (N,) float64."""
+def weights_of(run: Path) -> torch.Tensor:  # (N,) float64
     weights = load_file(run / "model" / WEIGHTS)
     return torch.cat([weights[name].flatten() for name in sorted(weights)]).double()
 

@@ -1,7 +1,5 @@
 """Files and folders made to harm: downloaded models, data and runs."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Complete jobs: every kind of label, the best model, prediction of files."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -93,11 +91,10 @@ def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_m
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
     arguments = ["--train_file", data, "--model_name_or_path", tiny_model, "--output_dir", run]
     arguments += [*FEW[2:], *settings]
-    log = run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]]).err
+    run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]])
     *during, last = lines_of(run / "eval.jsonl")
     best = max(during, key=lambda line: line["f1_macro"])
     assert len(during) < 40
-    assert "stopping early" in log
     assert during[-1]["step"] == best["step"] + 3
     assert last["step"] == best["step"]
     assert last["loss"] == pytest.approx(best["loss"], rel=1e-5)
@@ -110,8 +107,7 @@ def test_predict_answers_for_texts_and_lines_of_a_file(labelled: Path, tmp_path:
     trained, model = (labelled / kind / "run" / "model" for kind in ("six classes", "several numbers"))
     texts = ["good film", "", "very dull room"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
-    finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
-    assert f"{tmp_path / 'new.txt'}: one text per line" in finished.err
+    start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
     table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
     assert table["text"].to_list() == texts
     typed = [word for text in texts for word in ("--text", text)]

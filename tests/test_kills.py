@@ -1,7 +1,5 @@
 """A run killed at any moment and started again has the loss curve of an uninterrupted one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -6,8 +6,6 @@ tokens; where attention is sparse, their micro-batches are the same ones on 1, 2
 `test_a_text_is_read_alike_in_every_batch` says what is missing.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -175,10 +173,6 @@ def test_command(command: str, settings: list[str], single: Runs, tmp_path: Path
     assert beginnings["step"] == whole["step"]
     assert beginnings["loss"] != whole["loss"]
     assert len(lines_of(run / "predictions.jsonl")) == 12
-    page = (run / "report.html").read_text(encoding="utf-8")
-    assert f"{FIRST} tokens" in page
-    for line in (beginnings, whole):
-        assert f"{line['accuracy']:.4f}" in page or f"{100 * line['accuracy']:.1f}" in page
     said = finished.out[finished.out.index("done in") :]
     assert f"reading the first {FIRST} tokens only" in said
     assert said.count(f"accuracy {whole['accuracy']:.4f}") >= 2  # beside its own line, beside the other's

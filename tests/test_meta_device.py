@@ -1,7 +1,5 @@
 """Steps leave no tensor on the CPU and do not synchronize: checked on torch's `meta` device, without a GPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/migrating.md: its scripts run, and have the faults that it describes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys
@@ -34,7 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
 
 
 def run(folder: Path, *words: str | Path) -> Finished:
-    """In the folder where the scripts write their files."""
     with fork(words, cwd=folder) as process:
         return process.finish(240).succeeded()
 

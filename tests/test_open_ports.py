@@ -1,7 +1,5 @@
 """The ports that a run listens on, from its start to its end, by every way to start it."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import sys

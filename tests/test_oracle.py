@@ -4,8 +4,6 @@ All three start from the same weights and read the same rows in the same order: 
 `numpy.random.default_rng([seed, epoch]).permutation(rows)`, split into global batches.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +88,7 @@ def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -
 
 # 16 rows on one process as one micro-batch, and as three of 6, 5 and 5 (of 3, 3 and 2 in the short batch)
 @pytest.mark.parametrize("per_device", [16, 6])
-def test_the_recipe_trains_as_a_plain_loop(
-    per_device: int, reviews: Rows, start: Path, plain: Any, tmp_path: Path
-) -> None:
+def test_the_recipe_is_a_plain_loop(per_device: int, reviews: Rows, start: Path, plain: Any, tmp_path: Path) -> None:
     assert trained(per_device, reviews, start, tmp_path) == [pytest.approx(pair, rel=CLOSE) for pair in plain]
 
 

@@ -1,7 +1,5 @@
 """A resumed run equals an uninterrupted one; what cannot be resumed is an error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

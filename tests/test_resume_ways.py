@@ -1,7 +1,5 @@
 """Resuming across strategies, beyond tests/test_elastic.py: LoRA, bf16, a full disk."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -30,7 +28,6 @@ def settings(tiny_model: Path, reviews: Path) -> list[Any]:
 
 
 def run(jobs: list[list[Any]], way: str, folder: Path) -> Finished:
-    """Several runs in one group of processes."""
     root = folder / f"jobs-{way.replace(' ', '-')}-{len(list(folder.iterdir()))}"
     return run_jobs(root, WAYS[way], [["recipes.cls", *job] for job in jobs])
 

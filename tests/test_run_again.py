@@ -1,7 +1,5 @@
 """A second run in the same folder: what resumes, and what is refused without touching a file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -24,7 +22,6 @@ def settings(tiny_job: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps with checkpoints of steps 2 and 4."""
     options = ["--max_steps", "4", "--checkpoint_every", "2"]
     return run_of([*settings, *options], tmp_path_factory.mktemp("finished") / "run")
 
@@ -44,9 +41,7 @@ def test_refused(changed: list[str], message: str, settings: list[str], finished
     assert digests(finished) == before
 
 
-def test_a_failed_evaluation_is_repeated_with_smaller_batches(
-    settings: list[str], finished: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_is_repeated_with_smaller_batches(settings: list[str], finished: Path, tmp_path: Path) -> None:
     run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
     train(*settings, "--max_steps", 4, "--checkpoint_every", 2, "--max_tokens_per_batch", 140, "--output_dir", run)
 
@@ -111,7 +106,6 @@ def test_the_summary_is_about_this_run(settings: list[str], tmp_path: Path) -> N
 
 
 def test_ended_before_its_first_checkpoint(settings: list[str], tmp_path: Path) -> None:
-    """It starts over from step 0."""
     folder = tmp_path / "run"
     folder.mkdir()
     options = ["--max_steps", "3", "--checkpoint_every", "2", "--output_dir", folder]

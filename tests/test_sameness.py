@@ -1,7 +1,5 @@
 """Promise 1: the same losses, evaluation and predictions under every strategy and number of processes, LoRA too."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -103,9 +101,7 @@ def assert_model_was_evaluated(run: Path, base: Path, reviews: Path) -> None:
 
 
 def test_lora_in_one_process(runs_of: Runs, tiny_model: Path, reviews: Path) -> None:
-    folder, log = runs_of("single")
-    run = folder / LORA
-    assert re.search(r"LoRA r=3: [\d,]{4,} of [\d,]{6,} parameters are trained \(\d+\.\d %\)\n", log)
+    run = runs_of("single")[0] / LORA
     assert lines_of(run / "eval.jsonl")[-1]["step"] < 10  # the best weights were loaded
     assert max(losses_of(run)) - min(losses_of(run)) > 0.01
     assert_model_was_evaluated(run, tiny_model, reviews)

@@ -1,7 +1,5 @@
 """Workflows, versions and the release: files and commands that they name exist."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

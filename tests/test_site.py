@@ -1,7 +1,5 @@
 """`make docs`: the site in both languages, its links, its search, and the Markdown of each page."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -28,8 +26,6 @@ def test_the_menu_lists_every_page_once(ending: str) -> None:
 
 
 class Page(HTMLParser):
-    """The links and the anchors of a page."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.links: list[str] = []

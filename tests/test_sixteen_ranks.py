@@ -1,7 +1,5 @@
 """Two hosts of eight ranks each: the losses of one process, exactly one evaluation, and the bytes a step sends."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

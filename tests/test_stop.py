@@ -1,7 +1,5 @@
 """Stop signals: a checkpoint, a clean exit, and the same command resumes."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

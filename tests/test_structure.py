@@ -1,7 +1,5 @@
 """The house of DESIGN.md: floors without an upward arrow, recipes that know no strategy, light imports."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -112,10 +110,6 @@ def test_the_core_names_no_feature_and_features_are_light_to_find() -> None:
                                                     if (path / "__init__.py").is_file()}  # fmt: skip
 
 
-def test_at_most_eight_files_lie_loose() -> None:
-    assert len({path.name for path in PACKAGE.glob("*.py")}) <= 8
-
-
 def test_no_module_imports_itself_through_others() -> None:
     graph = {
         name: {module for _, module in imports_of(path, at_run_time=True) if module in KNOWN and module != name}
@@ -145,7 +139,8 @@ def test_a_recipe_is_short_shows_its_loop_and_holds_no_word_of_a_strategy(path: 
     assert any("backward" in ast.unparse(node) for node in loops)
 
 
-def test_every_module_says_what_it_is_and_is_of_a_readable_length() -> None:
+def test_every_module_says_what_it_is_and_few_are_loose_or_long() -> None:
+    assert len({path.name for path in PACKAGE.glob("*.py")}) <= 8
     for path in MODULES:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 450, path  # about 400
         assert ast.get_docstring(tree_of(path)), path

@@ -1,7 +1,5 @@
 """Every optional term of a training, alone and in pairs: equal losses under every strategy, or one error line."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Checkpoints of two hosts (network namespaces) that do not share the disk of --output_dir."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
@@ -52,7 +50,6 @@ class TwoDisks:
         return self.start("accelerate", "launch", *script, *launch, *words, "--output_dir", self.run)
 
     def train(self, way: str, *words: str | Path) -> dict[str, Finished]:
-        """The results of a run that succeeds."""
         return {host: finished.succeeded() for host, finished in self.finish(self.recipe(way, *words)).items()}
 
     def kill_host_b(self, way: str, *words: str | Path, rank: int = 1) -> dict[str, Finished]:
@@ -70,7 +67,6 @@ class TwoDisks:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
 
     def steps(self, host: str) -> list[int | None]:
-        """Of the complete checkpoints on a host's disk."""
         return sorted(folders.step_number(folder) or 0 for folder in folders.complete(self.checkpoints(host)))
 
 

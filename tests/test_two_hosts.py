@@ -1,7 +1,5 @@
 """Two hosts (network namespaces): every way to start a run on both, and their errors."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -78,9 +76,6 @@ def test_rank_of_each_host(way: str, hosts: TwoHosts) -> None:
         assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in output
 
 
-LAUNCHERS = ("deepspeed --hostfile --no_ssh", "torchrun c10d", "srun")
-
-
 def launcher_words(name: str, host: str, folder: Path) -> list[str]:
     number, hostfile = str("ab".index(host)), folder / "hostfile"
     hostfile.write_text("hostA slots=1\nhostB slots=1\n", encoding="utf-8")
@@ -99,7 +94,7 @@ def launcher_words(name: str, host: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", ["deepspeed --hostfile --no_ssh", "torchrun c10d", "srun"])
 def test_another_launcher(name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path) -> None:
     words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
     done = hosts.run_both({host: [*launcher_words(name, host, tmp_path), *words] for host in ("a", "b")}, SECONDS)
@@ -140,9 +135,6 @@ def test_hosts_that_have_ipv6_alone(words: list[str], hosts: TwoHosts) -> None:
         assert "16 MB summed over 2 machines" in doctors[host].succeeded().out
 
 
-SHORT = ["--rendezvous_timeout", "6"]
-
-
 def error_of(finished: Finished, *says: str) -> str:
     """The one error line, which has these words; `accelerate launch` adds a traceback after it."""
     (line,) = (text.partition("error: ")[2] for text in finished.error_lines)
@@ -153,7 +145,7 @@ def error_of(finished: Finished, *says: str) -> str:
 
 def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
     """Each host starts a run on another port."""
-    command = [*WORKER, *FIRST, *SHORT, "--main_process_port"]
+    command = [*WORKER, *FIRST, "--rendezvous_timeout", "6", "--main_process_port"]
     done = hosts.run_both({"a": [*command, "29600"], "b": [*command, "29700"]}, SECONDS)
     says = ("rank 1 (machine 1) of 2 did not connect to 10.77.0.1:29600 within 6 s", "with the same command",
             "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER")  # fmt: skip
@@ -195,7 +187,6 @@ def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> li
 
 
 def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int, **options: Any) -> dict[str, Process]:
-    """Starts a run on both hosts and waits for `steps` steps."""
     started = hosts.start_both(on_both(*command), **options)
     wait_for_steps(folder, steps, started.values(), SECONDS)
     return started
@@ -216,7 +207,6 @@ def long_settings(settings: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]) -> list[float]:
-    """Of the first 40 steps."""
     folder = tmp_path_factory.mktemp("long-reference") / "run"
     return losses_of(run_of([*long_settings, "--max_steps", "40"], folder))
 

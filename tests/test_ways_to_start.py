@@ -1,7 +1,5 @@
 """Every way to start a run starts the requested world, with the same losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -114,9 +112,6 @@ def test_launcher_that_starts_too_few_processes(settings: list[str], tmp_path: P
     assert done.code != 0
     assert "asks for 2 processes, and 1 joined" in done.error_lines[0]
     assert not output.exists()
-
-
-# --- signals
 
 
 def _imports_torch(process: psutil.Process) -> bool:

@@ -3,8 +3,6 @@
 NOTES=NOTES.json python tests/waits_worker.py ARGUMENTS_OF_THE_RECIPE
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

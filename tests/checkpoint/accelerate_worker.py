@@ -5,8 +5,6 @@
 writes FOLDER/ddp/{safe,bin}, FOLDER/fsdp/{sharded,full} and a truth.safetensors beside them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

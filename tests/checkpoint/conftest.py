@@ -1,7 +1,5 @@
 """Real checkpoints, made once per session by a few processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ writes, for each NAME of `KINDS`, FOLDER/NAME/{latest, tag, ...} as DeepSpeed do
 `truth_of` reads from memory (of stage 0 the weights and buffers). MODEL is a folder with a BERT, for some kinds.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A small model of awkward shapes, optimizers of many kinds, and all strategies, for the workers in this folder."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -7,8 +7,6 @@ FOLDER/plan.json has [model, reader, target] for every restore. `zero2-bf16 x3` 
 processes. The first restore that differs ends them.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc

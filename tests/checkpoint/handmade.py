@@ -1,7 +1,5 @@
 """Writes small checkpoints, for tests that need no real ones."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json
@@ -37,7 +35,6 @@ def rewritten(file: Path, change: Callable[[str, bytes], bytes]) -> bytes:
 
 
 def write_manifest(folder: Path, **manifest: Any) -> Path:
-    """Of all files in a folder."""
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
         for path in folder.rglob("*")

@@ -1,7 +1,5 @@
 """`toolkit convert` of real checkpoints of every kind is what was in memory, bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`toolkit convert`: its errors, time and memory, and what it leaves when it is interrupted."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -110,8 +108,7 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
 
     monkeypatch.setattr(conversion, "write_shards", write_shards)
     message = refusal(convert, run, out, overwrite=overwrite, match="thesis.txt" if overwrite else "not empty")
-    assert names_in(out) == ["thesis.txt"]
-    assert names_in(tmp_path) == ["out", "run"]
+    assert (names_in(out), names_in(tmp_path)) == (["thesis.txt"], ["out", "run"])
     fault(f"OUT appears while convert writes (--overwrite {overwrite})", message)
 
 
@@ -198,8 +195,7 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
         time.sleep(0.3)
         process.send_signal(number)
         assert process.stderr.read() == "interrupted\n"
-    assert process.returncode == 130
-    assert names_in(tmp_path) == ["run"]
+    assert (process.returncode, names_in(tmp_path)) == (130, ["run"])
 
 
 @pytest.mark.multiprocess

@@ -1,7 +1,5 @@
 """Conversion of what other tools write: Lightning, torch.save, torch.distributed.checkpoint, Trainer, peft."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """LoRA: the merged model equals peft's, and the adapter folder loads in peft."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Every fault of a checkpoint's files is an error of one line that names the file."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

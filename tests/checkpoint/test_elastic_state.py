@@ -1,8 +1,6 @@
 """State saved under one strategy and world size is restored under any other, bit for bit, with parameters and settings
 that tests/test_elastic.py does not have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

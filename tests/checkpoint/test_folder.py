@@ -1,7 +1,5 @@
 """toolkit/checkpoint/folder.py: which checkpoints are complete, and which are removed."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path
@@ -15,7 +13,6 @@ from toolkit.errors import UserError
 
 
 def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> Path:
-    """A checkpoint of two small files."""
     folder = folders.step_folder(checkpoints, step)
     folders.create_empty(folder)
     (folder / "model").mkdir()
@@ -32,7 +29,6 @@ def names_in(checkpoints: Path) -> list[str]:
 
 
 def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:
-    """A damaged manifest must not give another step."""
     folder = save(tmp_path, 123456)
     path = folder / "manifest.json"
     before, manifest = path.read_bytes(), folders.read_manifest(folder)

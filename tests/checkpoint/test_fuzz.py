@@ -1,9 +1,4 @@
-"""Real files with random damage: what comes out is a UserError, or a checkpoint; never anything else.
-
-Seeded. The slow one takes another seed and more rounds.
-"""
-
-from __future__ import annotations
+"""Real files with random damage: what comes out is a UserError, or a checkpoint; never anything else."""
 
 import pickle
 import random
@@ -26,7 +21,6 @@ _OPCODES = b"".join(getattr(pickle, name) for name in pickle.__all__ if name.isu
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """Bytes changed, cut, put in or doubled."""
     actual = bytearray(content)
     for _ in range(chance.choice((1, 1, 1, 2, 5, 20))):
         at, other = chance.randrange(len(actual) + 1), chance.randrange(len(actual) + 1)

@@ -1,7 +1,5 @@
 """toolkit/checkpoint/model_folder.py with a model that is not from `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,7 @@ def test_buffers_of_a_checkpointed_layer_are_saved() -> None:
     assert len([*persistent_buffers(model)]) == len(model.state_dict()) - 2
 
 
-class Bare(nn.Linear):
-    """Nothing but a module."""
-
-
-@pytest.mark.parametrize("make", [lambda seed: Own(seed), lambda seed: Bare(2 + seed, 3)])
+@pytest.mark.parametrize("make", [Own, lambda seed: nn.Linear(2 + seed, 3)])
 def test_there_and_back(tmp_path: Path, make: Any) -> None:
     accelerator, model = Accelerator(cpu=True), make(1)
     for _ in range(2):  # the second replaces the first
@@ -63,7 +57,7 @@ def test_its_own_save_gets_all_names(tmp_path: Path) -> None:
 
 
 def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
-    model = Bare(2, 3)
+    model = nn.Linear(2, 3)
     model.weight.data[0, 0] = 7e4
     folder = tmp_path / "model"
     refusal(save_model, Accelerator(cpu=True), model, None, folder, dtype="fp16", match="weight .*--save_dtype bf16")

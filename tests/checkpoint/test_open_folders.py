@@ -1,7 +1,5 @@
 """`open_checkpoint` of a run's checkpoints, and of DeepSpeed's, accelerate's, FSDP's and Hugging Face's files."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -19,7 +17,7 @@ from tests.checkpoint.test_damaged import fault_of
 from tests.faults import refusal
 from tests.runs import groups
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import TensorIndex
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
@@ -38,15 +36,6 @@ def tensor_of(stored: TensorIndex) -> torch.Tensor:
     return torch.frombuffer(content, dtype=empty.dtype).view(stored.shape) if content else empty
 
 
-def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
-    """By the reference file's names."""
-    actual = {f"weight.{name}": stored for name, stored in reader.weights.items()}
-    actual |= {f"buffer.{name}": stored for name, stored in reader.buffers.items()}
-    for name, moments in reader.optimizer_state.items():
-        actual |= {f"{key}.{name}": stored for key, stored in moments.items()}
-    return actual
-
-
 def read_reference(made: Made) -> dict[str, torch.Tensor]:
     truth = load_file(f"{made.folder}.safetensors")
     absent = ("step.", "frozen.") if made.kind.exclude else ("step.",)
@@ -57,7 +46,10 @@ def read_reference(made: Made) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", names())
 def test_every_tensor_is_that_in_memory(made: Made) -> None:
     reader = open_checkpoint(made.folder)
-    actual = everything_of(reader)
+    actual = {f"weight.{name}": stored for name, stored in reader.weights.items()}
+    actual |= {f"buffer.{name}": stored for name, stored in reader.buffers.items()}
+    for name, moments in reader.optimizer_state.items():
+        actual |= {f"{key}.{name}": stored for key, stored in moments.items()}
     same(actual, read_reference(made))
     assert (reader.world, reader.step) == (made.world, 2)
     assert reader.strategy == (f"zero{made.kind.stage}" if made.kind.stage else "ddp" if made.world > 1 else "single")
@@ -129,7 +121,6 @@ def test_slices_that_do_not_fit(tmp_path: Path) -> None:
     assert "of 2 processes" in fault_of(good)
     write_manifest(good, state="slices", world=1, step=4)
     assert str(good) in fault_of(good)
-    # a rank of another step
     one, other = write_slices(tmp_path / "a", 4, (4.0, 3.0)), write_slices(tmp_path / "b", 4, (9.0, 9.0))
     fault_of(one, "slices-rank-00001.safetensors and ", "optimizer step (3.0 and 4.0)")
     fault_of(other, "of step 9")

@@ -1,8 +1,6 @@
 """Every kind of optimizer resumes exactly; state that cannot be restored is refused by name before anything is changed.
 Across strategies: tests/checkpoint/test_elastic_state.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

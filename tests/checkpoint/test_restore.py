@@ -1,7 +1,5 @@
 """toolkit/checkpoint/{live,save,restore}.py in one process: a round trip, and what is refused before any change."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """The header of a safetensors file: written with the bytes of the library; invalid ones are refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

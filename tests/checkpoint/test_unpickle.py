@@ -1,7 +1,5 @@
 """Pickles that could execute code are refused by name; files of torch.save are read."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Checkpoints that earlier versions wrote (tests/checkpoint/written_by) are read by this one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

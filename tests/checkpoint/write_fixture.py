@@ -5,8 +5,6 @@
 With a BERT of 3,000 weights with its tokenizer (`base`), the data, a checkpoint of step 2, its losses up to step 4.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

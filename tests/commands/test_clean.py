@@ -1,7 +1,5 @@
 """`toolkit clean` removes the checkpoints of finished runs; a run reports the size of its checkpoints at its start."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`toolkit init`, from a clone and from a wheel in a new environment."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Commands that take the model as an argument name it as it was typed; recipes name their setting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """toolkit/demo.py: real texts and weights from installed packages."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable

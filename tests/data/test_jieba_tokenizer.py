@@ -1,7 +1,5 @@
 """jieba's words first: the ids of the published class, and everything else as with the fast tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -101,7 +99,6 @@ def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, rea
     assert made[5] == ours(real_texts[5])["input_ids"] == ours.encode(real_texts[5])
     offsets = ours("我们的，Mate", return_offsets_mapping=True)["offset_mapping"][1:-1]
     assert [offsets[0], offsets[1], offsets[-1][1]] == [(0, 2), (2, 3), 8]
-    # and words are what this is about
     tokens = ours.convert_ids_to_tokens([token for ids in made for token in ids])
     assert sum(len(token) > 1 and re.match(f"[{HAN}]", token) is not None for token in tokens) > len(tokens) / 5
 

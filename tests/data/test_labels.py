@@ -1,7 +1,5 @@
 """toolkit/data/labels.py: label columns -> class ids, multi-hot rows or numbers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,8 +86,7 @@ def test_what_a_column_means(labels: Any, problem: Any, inferred: Any, names: tu
 
 def test_a_data_sets_own_names_keep_their_order() -> None:
     decided = found([0, 1], feature=NAMED)
-    assert decided.names == ("joy", "anger", "unused")
-    assert encoded(decided, [1, 0], NAMED) == [1, 0]
+    assert (decided.names, encoded(decided, [1, 0], NAMED)) == (("joy", "anger", "unused"), [1, 0])
     assert encoded(decided, ["anger"]) == [1]  # from a file
     lists = datasets.List(NAMED)
     decided = found([[0], [0, 2]], feature=lists)

@@ -1,7 +1,5 @@
 """Two texts read as a pair (--text_pair): their tokens and token types are the tokenizer's own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """toolkit/data/prepare.py and rows.py: files -> rows that take part -> one folder of tokens and labels."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable
@@ -89,8 +87,7 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
     says = ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'")
     refusal(prepared, EMPTY, validation_file=EMPTY[:1], says=says)
     data = prepared([*EMPTY, {"text": "", "label": None}], validation_file=EMPTY[1:3], drop_empty_text=True)
-    assert data.train.rows.tolist() == [0, 2]
-    assert data.validation.rows.tolist() == [1]
+    assert (data.train.rows.tolist(), data.validation.rows.tolist()) == ([0, 2], [1])
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
     assert any("3 rows with an empty text are left out" in note for note in data.notes)
@@ -321,8 +318,7 @@ def test_texts_that_are_too_short(prepared: Prepare) -> None:
         refusal(prepared, files["train"], validation_file=files["validation"], min_length=7, says=says)
     rows[0]["label"], rows[1]["label"] = "short", None
     data = prepared(rows, validation_file=rows, min_length=7)
-    assert data.labels.names == ("a", "b")
-    assert data.train.rows.tolist() == list(range(4, 10))
+    assert (data.labels.names, data.train.rows.tolist()) == (("a", "b"), list(range(4, 10)))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -337,7 +333,6 @@ def test_each_split_has_its_own_limit(prepared: Prepare, seed: int) -> None:
 
 
 def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Prepare) -> None:
-    """Fewer rows to train on move no row from one side to the other."""
     rows = growing(40)
     whole = prepared(rows, validation_split=0.25)
     less = prepared(rows, validation_split=0.25, max_train_samples=6)
@@ -371,9 +366,7 @@ HELD_BACK = {1: [5, 9, 10, 11, 22, 24], 42: [5, 6, 12, 15, 24, 29]}
 
 @pytest.mark.parametrize("seed", HELD_BACK)
 def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(prepared: Prepare, seed: int) -> None:
-    """Runs that are compared over the years are evaluated on the same rows."""
     data = prepared(growing(30), validation_split=0.2, seed=seed)
     assert data.validation.rows.tolist() == HELD_BACK[seed]
     assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
     assert counts_of(data, "validation") == {"a": 3, "b": 3}
-    assert any("6 of 30 rows are held back" in note for note in data.notes)

@@ -1,7 +1,5 @@
 """toolkit/data/read.py, text_files.py, json_files.py: files -> tables, with errors that name the file and the row."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -61,8 +59,7 @@ def test_every_format_gives_the_same_rows(write_rows: WriteRows, kind: str) -> N
     rows = [*ROWS, *({"text": text, "label": text} for text in texts)]
     path = write_rows(f"a.{kind}", rows)
     table = read_file(path)
-    assert table.rows.to_list() == rows
-    assert table.name == path
+    assert (table.rows.to_list(), table.name) == (rows, path)
     found = read_file(write_rows(f"b.{kind}", rows[-5:-1])).rows  # and where no other row is a text
     assert found.to_list() == rows[-5:-1]
 
@@ -288,7 +285,6 @@ def test_rows_come_in_batches_with_their_numbers(write_rows: WriteRows) -> None:
 
 
 def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> None:
-    """In the order of the numbers in their names; a row is named by its own file."""
     paths = [write_rows(f"part-{number}.csv.gz", [{"text": f"{number} {row}", "label": "x"} for row in range(60)])
              for number in (10, 9)]  # fmt: skip
     pattern = str(tmp_path / "part-*.csv.gz")

@@ -1,7 +1,5 @@
 """toolkit/data/tokens.py: texts -> one flat array per split, mapped from disk."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

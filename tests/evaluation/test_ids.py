@@ -1,7 +1,5 @@
 """toolkit/evaluation/outputs.py: every sample exactly once, or an error that names it (one process)."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """toolkit/evaluation: the metrics in eval.jsonl, and the one that selects the best model."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PretrainedConfig
 
 from tests.faults import refusal
 from tests.splits import of_lengths
@@ -21,7 +18,7 @@ from toolkit.config import ProblemType, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Best, Evaluation, Outputs, classification_evaluation, classification_metrics
-from toolkit.evaluation.answers import ClassAnswers, labels_of
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.best import make_best
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
@@ -84,11 +81,6 @@ def test_predicted_numbers_keep_their_digits() -> None:
     answers, outputs = ClassAnswers(Labels("regression", ("y",), ("y",))), np.array([[1e-8], [12345.678]], np.float32)
     lines = answers.prediction_lines(np.arange(2), outputs, np.array([0.1, 4.17], np.float32))
     assert [(line["label"], line["prediction"]) for line in lines] == [(0.1, 1e-8), (4.17, 12345.678)]
-
-
-def test_a_model_of_one_output_predicts_a_number() -> None:
-    assert labels_of(PretrainedConfig(num_labels=1)).problem_type == "regression"
-    assert labels_of(PretrainedConfig(num_labels=2)).problem_type == SINGLE
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """toolkit/evaluation/saved_model.py: the tokens that several processes share, the device and the precision."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -6,8 +6,6 @@ COPY is a folder with `toolkit/` and `recipes/`. Trains, resumes from a checkpoi
 report again.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Each feature can be removed: without its folder recipes/cls.py trains, resumes, evaluates, predicts and reports."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -7,15 +7,13 @@
 All are forks of tests/fork_server.py.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.runs import Finished, Process, fork
 from toolkit.launch.network import free_port
@@ -90,7 +88,6 @@ class Group:
             self.ranks.append(fork([script], variables, stdin=True, imported=("torch.distributed", "toolkit.launch")))
 
     def await_line(self, word: str = "here") -> None:
-        """Waits until each rank has printed this line."""
         for rank, process in enumerate(self.ranks):
             line = process.line().strip()
             assert line == word, f"rank {rank} printed {line!r}, not {word!r}: {self._errors()}"
@@ -105,7 +102,7 @@ class Group:
         deadline = time.monotonic() + seconds
         return [process.finish(max(0.0, deadline - time.monotonic())) for process in self.ranks]
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +124,6 @@ def run_group(*bodies: str, ranks: Sequence[int] | None = None, **options: Any) 
 
 
 def errors(ended: Iterable[Finished]) -> list[str]:
-    """The error lines of all ranks."""
     return [line for one in ended for line in one.error_lines]
 
 

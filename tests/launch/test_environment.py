@@ -1,8 +1,6 @@
 """toolkit/launch/environment.py: each launcher's variables -> torch's, with one address and port; OMP_NUM_THREADS=1
 counts if the user has set it, not if a launcher has."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """toolkit/launch/failure.py, signals.py: messages and exit codes of failures and stop signals."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import sys
@@ -26,7 +24,6 @@ launch.run(main)
 
 
 def run(*body: str, **env: str) -> Finished:
-    """Runs a recipe with these lines in one process."""
     return start([sys.executable, "-c", _MAIN.format("\n    ".join(body))], 60, env)
 
 
@@ -64,12 +61,10 @@ def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
     assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
 
 
-CLOSE_STDOUT = "reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)"
-
-
 @pytest.mark.parametrize(
     ("body", "code", "message"),
-    [(CLOSE_STDOUT, 141, "standard output is closed (as by `| head`): redirect it to a file"),
+    [("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)", 141,
+      "standard output is closed (as by `| head`): redirect it to a file"),
      ("open('/no/such.json')", 1, "/no/such.json: No such file or directory")],
     ids=["closed stdout", "missing file"],
 )  # fmt: skip

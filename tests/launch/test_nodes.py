@@ -1,8 +1,6 @@
 """toolkit/launch/nodes.py: options, config file and environment -> this machine's rank, the first one's address.
 toolkit/launch/network.py: connection errors, TCP keep-alive, and a store on one address."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """toolkit/launch/precision.py: what `--mixed_precision auto` chooses, and what it measures and caches on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """toolkit/launch/rendezvous.py: ranks with RANK, WORLD_SIZE and MASTER_* join and are compared."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -170,7 +168,6 @@ def peer(rank: int, size: int = 3, failure: str = "", attempt: int = 0) -> Peer:
 
 
 def join(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "", attempt: int = 0) -> Any:
-    """This rank's rendezvous, or the error."""
     ranks = Rendezvous(peer(rank, size, failure, attempt), seconds)
     try:
         ranks.join()

@@ -1,7 +1,5 @@
 """toolkit/launch/world.py: what was requested, and the checks that need one process."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fast BigBird attention computes what transformers does, in training and evaluation, with and without padding."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The fast BigBird attention by flex_attention (on a GPU: tests/test_gpu.py)."""
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """toolkit/models/classifier.py: loading any classification checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -38,7 +36,6 @@ def fault_of(path: Path | str, **settings: Any) -> str:
 
 @pytest.fixture
 def broken(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model to break."""
     return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
 
 

@@ -1,7 +1,5 @@
 """toolkit/models/first_token.py: computing only the first token in the last layer changes no number."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -83,8 +81,6 @@ def test_the_last_layer_of_a_new_and_of_a_saved_model_computes_one_position(tmp_
 
 
 class Mean(torch.nn.Module):
-    """A custom head."""
-
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states.mean(1)
 
@@ -135,18 +131,14 @@ def test_every_position_where_a_call_returns_it() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_model_in_fsdp2(family: str) -> None:
+def test_a_model_in_fsdp2(family: str, one_process: None) -> None:
     """`fully_shard` gives the model a subclass, in a module of torch."""
     model = make(family, "sdpa")
     assert read_first_token_only(model)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        for part in (*model.base_model.encoder.layer, model):
-            fully_shard(part, mesh=mesh)
-        assert width_of_last(model, family) == 1
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = DeviceMesh("cpu", [0])
+    for part in (*model.base_model.encoder.layer, model):
+        fully_shard(part, mesh=mesh)
+    assert width_of_last(model, family) == 1
 
 
 def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:

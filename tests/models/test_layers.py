@@ -1,7 +1,5 @@
 """toolkit/models/layers.py: layers that are kept, frozen or reinitialized, of any model."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -76,9 +74,8 @@ def test_kept_layers_are_evenly_spaced() -> None:
 
 def test_a_decoder_with_fewer_layers_has_a_cache() -> None:
     sizes = {"hidden_size": 16, "num_layers": 4, "num_heads": 2, "attention_types": [[["global", "local"], 2]]}
-    model: Any = AutoModelForSequenceClassification.from_config(
-        AutoConfig.for_model("gpt_neo", **sizes, pad_token_id=0)
-    )
+    config = AutoConfig.for_model("gpt_neo", **sizes, pad_token_id=0)
+    model: Any = AutoModelForSequenceClassification.from_config(config)
     keep_layers(model, 2, "M")
     assert model(torch.ones(1, 4, dtype=torch.long), use_cache=True).past_key_values.get_seq_length() == 4
 
@@ -86,9 +83,8 @@ def test_a_decoder_with_fewer_layers_has_a_cache() -> None:
 @pytest.mark.parametrize("change", [keep_layers, lambda model, *args: reinit_layers(model, *args, seed=1)])
 def test_layers_in_parts_are_refused(change: Any) -> None:
     config = AutoConfig.for_model("xlm", emb_dim=16, n_layers=4, n_heads=2, n_words=32)
-    refusal(
-        change, AutoModelForSequenceClassification.from_config(config), 2, "M", match="_layers 2: M has .* of norms"
-    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    refusal(change, model, 2, "M", match="_layers 2: M has .* of norms")
 
 
 def test_blocks_of_layers() -> None:

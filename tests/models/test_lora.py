@@ -1,7 +1,5 @@
 """toolkit/models/lora.py, and merging LoRA in toolkit/checkpoint/model_folder.py."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,9 @@ from transformers import AutoConfig, AutoModel
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES, fault_of, load
 from toolkit.checkpoint.model_folder import check_adapter, merge_lora, save_model
-from toolkit.config import ModelSettings, TaskSettings, parse
+from toolkit.config import ModelSettings
 from toolkit.models.lora import describe
 
-IDS = torch.arange(5, 29).view(2, 12)
 LORA = {"lora_r": 4, "dropout": 0.0}
 
 
@@ -56,7 +53,7 @@ def test_modules_outside_the_encoder_are_fully_trained(family: str, head: set[st
     assert {name.split(".")[2] for name in names if ".modules_to_save." in name} == head
     assert any(".lora_A." in name for name in names)
     assert not any(part in name for name in names for part in (".original_module.", ".base_layer."))
-    model(input_ids=IDS).logits.sum().backward()
+    model(input_ids=torch.arange(5, 29).view(2, 12)).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     plain = merge_lora(model, model.state_dict())
     merged = copy.deepcopy(model).merge_and_unload()
@@ -112,9 +109,3 @@ def test_settings_reach_peft(tiny_model: Path) -> None:
 )
 def test_wrong_target_modules(tiny_model: Path, name: str, says: str) -> None:
     fault_of(tiny_model, lora_target_modules=name, **LORA, says=["--lora_target_modules", says])
-
-
-@pytest.mark.parametrize("setting", ["lora_alpha", "lora_dropout", "lora_target_modules"])
-def test_settings_of_lora_without_lora(setting: str) -> None:
-    words = [f"--{setting}", "0.5" if setting == "lora_dropout" else "3"]
-    refusal(parse, TaskSettings, words, match=f"--{setting} is given without --lora_r")

@@ -1,13 +1,10 @@
 """Converting a BERT to a BigBird that computes the same; a failure leaves nothing behind."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +88,6 @@ def batch(length: int = 48) -> dict[str, torch.Tensor]:
 
 
 def outputs_of(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """Hidden states without padding, and all outputs."""
     with torch.inference_mode():
         outputs = model.eval()(**inputs, output_hidden_states=True)
     return outputs.hidden_states[-1][inputs["attention_mask"].bool()], outputs
@@ -289,9 +285,11 @@ def test_the_cache_depends_on_length_and_content(bert: Bert) -> None:
     assert AutoConfig.from_pretrained(made(long_model(of(source), None))).hidden_act == "relu"
 
 
-@contextlib.contextmanager
-def second_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The second of two processes, with settings by which transformers loads weights only in the first."""
+@pytest.mark.usefixtures("toolkit_cache")
+def test_every_process_of_a_group_writes_the_same_model(bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second of two processes, with settings by which transformers loads weights only in the first."""
+    source = bert("BertForMaskedLM")
+    to_bigbird(str(source), out, SparseSizes())
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -299,21 +297,13 @@ def second_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     zero3 = transformers_deepspeed.HfDeepSpeedConfig(config)
     torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
-        yield
+        path = made(long_model(of(source), None))
         assert transformers_deepspeed.is_deepspeed_zero3_enabled()
         assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     finally:
         torch.distributed.destroy_process_group()
         transformers_deepspeed.unset_hf_deepspeed_config()
         del zero3
-
-
-@pytest.mark.usefixtures("toolkit_cache")
-def test_every_process_of_a_group_writes_the_same_model(bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = bert("BertForMaskedLM")
-    to_bigbird(str(source), out, SparseSizes())
-    with second_process(monkeypatch):
-        path = made(long_model(of(source), None))
     names = {file.name for file in out.iterdir()} - {"meta.json"}
     assert {file.name for file in path.iterdir()} == {"files.json", *names}
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -1,7 +1,5 @@
 """toolkit/objective/losses.py: losses per sample, whose mean is transformers' loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,8 +28,7 @@ def test_the_mean_is_transformers_loss(tiny_model: Path, tokenizer: Any, problem
     inputs = tokenizer(["good film", "很好", "the price", "dull and bad"][:size], padding=True, return_tensors="pt")
     output = model(**inputs, labels=labels)
     losses = sample_losses(output.logits, labels, problem)
-    assert losses.shape == (size,)
-    assert losses.dtype == torch.float32
+    assert (losses.shape, losses.dtype) == ((size,), torch.float32)
     assert losses.mean().item() == pytest.approx(output.loss.item(), rel=1e-6)
     ours, theirs = (torch.autograd.grad(loss, model.classifier.weight, retain_graph=True)[0]
                     for loss in (losses.mean(), output.loss))  # fmt: skip

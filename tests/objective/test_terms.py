@@ -1,7 +1,5 @@
 """toolkit/objective: R-Drop, FGM, a custom term."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +127,6 @@ def test_a_custom_term_and_terms_that_do_not_fit() -> None:
     torch.testing.assert_close(plain(batch, outputs), expected)
     torch.testing.assert_close(objective(batch, outputs), expected + outputs[:, 0])
     torch.testing.assert_close(objective.losses(outputs, batch.labels), expected)
-    # and terms that do not fit
     refusal(objective_of, tiny("bert"), "regression", r_drop_alpha=1, match="--r_drop_alpha")
     for problem_type in ("regression", MULTI):  # inferred from the labels
         refusal(objective_of, None, problem_type, label_smoothing_factor=0.1, match="--label_smoothing_factor 0.1")

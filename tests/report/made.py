@@ -1,7 +1,5 @@
 """Run folders in the format of toolkit/report/files.py, with invented numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +81,6 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]], mode: str = "w") ->
 
 
 def add_comparison(folder: Path, **more: Any) -> None:
-    """The line of `--compare_max_length`."""
     line = {"step": 40, "split": "validation_first_16", "max_length": 16, "num_samples": 60, "loss": 0.25,
             "accuracy": 0.625, "f1_macro": 0.99, "f1_micro": 0.625, "per_class": {}} | more  # fmt: skip
     write_lines(folder / "eval.jsonl", [line], "a")

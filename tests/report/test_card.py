@@ -1,7 +1,5 @@
 """toolkit/report/card.py: the front matter for the hub, and the facts in the text."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

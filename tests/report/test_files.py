@@ -1,7 +1,5 @@
 """toolkit/report/files.py: files are written atomically, and read as a killed run left them."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Callable

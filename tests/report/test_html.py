@@ -1,7 +1,5 @@
 """toolkit/report/html.py and curves.py: one self-contained page, for every kind of task."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -91,12 +89,10 @@ def written(run: Run) -> Page:
 
 
 def page_for(folder: Path, labels: Labels | None, lines: list[Any], numbers: Any, texts: Sequence[str] = ()) -> Page:
-    """The page of a run with these predictions and metrics."""
     return written((folder, make_run(folder, labels, lines, numbers), list(texts)))
 
 
 def page_of(folder: Path) -> Page:
-    """As `toolkit report` writes it."""
     return Page(write_report_of_folder(folder))
 
 
@@ -182,8 +178,7 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     page = page_for(tmp_path / "run", labels, predictions, numbers)
     assert "these are the 11 most confused of 11 confused pairs" in page.text
     assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
-    assert len(page.rows["confusion"]) == 12
-    assert len(page.rows["classes"]) == 2001
+    assert (len(page.rows["confusion"]), len(page.rows["classes"])) == (12, 2001)
     assert len(page.source) < 1_000_000
 
 

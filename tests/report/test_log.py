@@ -1,7 +1,5 @@
 """toolkit/report/log.py: how trackers are started, and closed after a failure."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The layout of the pages in a browser at the widths of a phone, a tablet and a desktop."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -125,8 +123,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 def test_a_page_is_as_wide_as_its_window(page: str, width: int, measured: Measured) -> None:
     """A wider table scrolls within its frame, which shows a shade."""
     measures = measured[page, width]
-    assert measures["seen"] == width
-    assert measures["whole"] == width
+    assert measures["seen"] == measures["whole"] == width
     assert measures["broken"] == []
     assert len(measures["tables"]) > 1
     for table in measures["tables"]:

@@ -1,7 +1,5 @@
 """toolkit/training/average.py: the moving average of the weights."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """toolkit/training/checks.py and loop_checks.py: parameters. Optimizers: tests/training/test_optimizer_trial.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,8 +55,7 @@ def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
     refusal(check_parameters, accelerator_with(), model, optimizer, SETTINGS, 10, says=says)
 
 
-def test_the_optimizer_and_the_scheduler_are_prepared(no_launcher: None) -> None:
-    accelerator = Accelerator(cpu=True)
+def test_the_optimizer_and_the_scheduler_are_prepared(accelerator: Accelerator) -> None:
     plain, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     optimizer = accelerator.prepare(plain)
     scheduler = make_scheduler(optimizer, SETTINGS, 10)

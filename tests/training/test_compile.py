@@ -1,7 +1,5 @@
 """`--torch_compile`: equal numbers and names, few graphs; an error where it does not help."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """toolkit/training/dropout.py: the frequency of 1, reproducible by torch's generator, used by every dropout."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """toolkit/training/mfu.py: model FLOPs utilization."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

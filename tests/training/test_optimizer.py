@@ -1,7 +1,5 @@
 """toolkit/training/optimizer.py and strategy.py: parameter groups, optimizers, the config of each strategy."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
@@ -24,16 +22,8 @@ from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import freeze_layers
-from toolkit.training.optimizer import (
-    DISTANCE,
-    HIDDEN,
-    Lion,
-    custom_scheduler,
-    make_optimizer,
-    make_scheduler,
-    parameter_groups,
-    set_schedule,
-)
+from toolkit.training import optimizer as module
+from toolkit.training.optimizer import Lion, make_optimizer, make_scheduler, parameter_groups
 from toolkit.training.steps import make_schedule
 from toolkit.training.strategy import align_strategy, explain_config_errors
 
@@ -115,10 +105,10 @@ def test_layers_are_unfrozen_from_the_head_down(decay: float | None, resumed_at:
     settings = TrainingSettings(**UNFREEZING, layerwise_lr_decay=decay)
     plain = TrainingSettings(**UNFREEZING | {"unfreeze_every": None}, layerwise_lr_decay=decay)
     optimizers = [make_optimizer(model, each) for each in (settings, plain)]
-    refusal(custom_scheduler, optimizers[0], StepLR, says=["--unfreeze_every"])
+    refusal(module.custom_scheduler, optimizers[0], StepLR, says=["--unfreeze_every"])
     gradual, usual = (make_scheduler(*pair, 14) for pair in zip(optimizers, (settings, plain), strict=True))
-    set_schedule(gradual, resumed_at)
-    set_schedule(usual, resumed_at)
+    module.set_schedule(gradual, resumed_at)
+    module.set_schedule(usual, resumed_at)
     for step in range(resumed_at, 14):
         rates, expected = (groups_of(each.param_groups, model, "lr") for each in optimizers)
         for name, rate in rates.items():
@@ -153,11 +143,11 @@ def test_a_frozen_layer_does_not_change(options: dict[str, Any]) -> None:
 def test_unfreezing_with_frozen_layers_and_with_lora(tiny_model: Path) -> None:
     model = tiny("bert")
     freeze_layers(model, 1, "tiny")
-    turns = {group[DISTANCE] for group in make_optimizer(model, TrainingSettings(**UNFREEZING)).param_groups}
+    turns = {group[module.DISTANCE] for group in make_optimizer(model, TrainingSettings(**UNFREEZING)).param_groups}
     assert turns == {0, 1}
     settings = ModelSettings(model_name_or_path=str(tiny_model), lora_r=2)
     adapted = load_classifier(settings, Labels("single_label_classification", ("a", "b"), ("label",)), 1)
-    turn_of = groups_of(make_optimizer(adapted, TrainingSettings(**UNFREEZING)).param_groups, adapted, DISTANCE)
+    turn_of = groups_of(make_optimizer(adapted, TrainingSettings(**UNFREEZING)).param_groups, adapted, module.DISTANCE)
     assert turn_of == {name: 2 if "layer.0" in name else 1 if "layer.1" in name else 0 for name in turn_of}
     assert set(turn_of.values()) == {0, 1, 2}
 
@@ -165,13 +155,13 @@ def test_unfreezing_with_frozen_layers_and_with_lora(tiny_model: Path) -> None:
 def test_muon_trains_the_matrices_of_layers() -> None:
     model, settings = tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, optimizer="muon")
     optimizer = make_optimizer(model, settings)
-    hidden = groups_of(optimizer.param_groups, model, HIDDEN)
+    hidden = groups_of(optimizer.param_groups, model, module.HIDDEN)
     assert hidden == {name: ".layer." in name and each.ndim == 2 for name, each in model.named_parameters()}
     copies = {key: torch.nn.Parameter(each.detach().clone()) for key, each in ((id(e), e) for e in model.parameters())}
     others = [{**group, "params": [copies[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
     oracles = [
-        torch.optim.Muon([group for group in others if group[HIDDEN]], adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW([group for group in others if not group[HIDDEN]]),
+        torch.optim.Muon([group for group in others if group[module.HIDDEN]], adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([group for group in others if not group[module.HIDDEN]]),
     ]
     for step in range(3):
         if step == 1:

@@ -1,7 +1,5 @@
 """toolkit/training/resume.py: what `--resume` means for the checkpoints that are there."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace

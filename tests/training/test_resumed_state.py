@@ -1,7 +1,5 @@
 """toolkit/training/{optimizer,strategy}.py: a resumed run's schedule and loss scale."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -128,7 +126,6 @@ def test_torchs_scaler_resumes_exactly_and_its_scale_crosses_strategies() -> Non
     there_and_back(source, target)
     assert target[0].scaler.state_dict() == source[0].scaler.state_dict()
     assert target[0].scaler.get_scale() == 1024.0
-    # and the scale crosses strategies
     ours, theirs = torch_scaler(512.0), deepspeed_scaler()
     there_and_back(ours, theirs)
     assert theirs[1].optimizer.loss_scaler.cur_scale == 512.0

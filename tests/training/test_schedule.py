@@ -1,7 +1,5 @@
 """toolkit/training: numbers of steps and micro-batches, loss normalisation, learning rates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -48,7 +46,6 @@ def test_accumulation(per_device: int, processes: int, accumulation: int, micro:
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
     schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
-    assert schedule.accumulation * schedule.micro_batch_size * processes >= 32
 
 
 def test_a_text_longer_than_any_batch() -> None:

@@ -1,7 +1,5 @@
 """A training step waits only for its gradients, until a log line is due."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import sys

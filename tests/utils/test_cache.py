@@ -1,7 +1,5 @@
 """toolkit/utils/cache.py: a folder is built once per machine, and rebuilt if it is damaged."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """The private names of docs/compatibility.md are in the installed packages; the error for a missing one names it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Without its extras the toolkit trains, saves and converts, and names the extra where one is needed."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

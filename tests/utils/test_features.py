@@ -1,7 +1,5 @@
 """What a feature's author gets wrong ends the start with a line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """toolkit/utils/files.py: files and folders are written completely or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """toolkit/utils/hub.py: without a network a hub name fails within seconds, with the alternatives."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

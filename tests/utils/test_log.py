@@ -1,7 +1,5 @@
 """What a user, or an application around this package, does with its lines on stderr."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """toolkit/utils/memory.py: out-of-memory errors name the settings that help."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -30,14 +28,12 @@ def batch_of(samples: int, width: int) -> SimpleNamespace:
     return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)}, ids=ids)
 
 
-# allocations that really fail
 ALLOCATIONS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.empty(ABSURD),
     "torch, in use": lambda: torch.zeros(1000, 1) @ torch.zeros(1, 1).expand(1, ABSURD),
     "numpy": lambda: np.empty(ABSURD),
     "python": lambda: bytearray(ABSURD),
 }
-# messages of libraries
 MESSAGES: list[Exception] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"),
     torch.OutOfMemoryError(),
@@ -77,7 +73,6 @@ def test_library_messages_are_recognised(error: Exception) -> None:
     answer = memory.explain(batch_of(2, 8), False, error)
     assert answer
     assert "\n" not in answer
-    # it ends with the library's message
     assert re.search(r"\[.*(memory|alloc|primitive|segment).*\]$", answer, re.IGNORECASE), answer
 
 

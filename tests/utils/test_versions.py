@@ -1,7 +1,5 @@
 """toolkit/utils/versions.py: what the processes of a run must have in common, and what to type where they do not."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The largest class and tf-idf as baselines: their metrics by hand, and their limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +39,7 @@ def test_the_metrics_of_each_model(labels: Labels) -> None:
     logits = np.random.default_rng(0).normal(size=(301, labels.size)).astype(np.float32)
     content = baselines(train, split, logits, ClassAnswers(labels))
     models, truth = content["models"], split.labels if several else np.eye(3)[split.labels]
-    assert list(models) == [LARGEST, LINEAR, MODEL]
-    assert content["trained_on"] == 400
+    assert (list(models), content["trained_on"]) == ([LARGEST, LINEAR, MODEL], 400)
     assert models[LARGEST]["accuracy"]["value"] == pytest.approx(truth[:, 0].mean())
     assert models[LINEAR]["accuracy"]["value"] > 0.95
     right = (logits > 0) == truth if several else (logits.argmax(1) == split.labels)[:, None]

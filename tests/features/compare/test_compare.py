@@ -1,7 +1,5 @@
 """`toolkit compare`: its statistics equal those of scipy and scikit-learn; incomparable runs are left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -149,7 +147,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["runs"][0]["metrics"]["accuracy"]["value"] > 0.8
     file = tmp_path / "c.html"
     run_command(build_parser().parse_args(["compare", str(folder), str(other), "--output", str(file)]))
-    assert "400 rows of validation" in capsys.readouterr().out
     page = Page(file)
     assert page.loads() == []
     assert [row[0] for row in page.rows["table1"]] == ["run", "a", "好"]

@@ -1,7 +1,5 @@
 """Tuned decisions in whole runs: equal under every launch, saved with the model, applied by all that loads it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -124,7 +122,6 @@ def test_evaluate_agrees_with_the_run(way: str, runs: dict[str, Path], tmp_path:
     mine, theirs = ([(line["label"], line["prediction"]) for line in lines_of(folder / "predictions.jsonl")]
                     for folder in (out, run))  # fmt: skip
     assert mine == theirs
-    assert "on the 141 samples of test.csv" in (out / "report.html").read_text()
     if way == "single":
         start(command).says_in_one_line("--overwrite")
         (out / "mine.txt").touch()
@@ -149,8 +146,7 @@ def test_a_finished_run_is_tuned_again_with_other_settings(runs: dict[str, Path]
     weights = (run / "model" / "model.safetensors").read_bytes()
     command = ["--model_name_or_path", tiny_model, "--train_file", folder / "train.csv", "--test_file",
                folder / "test.csv", *COMMON, "--output_dir", run]  # fmt: skip
-    screen = train(*command, *JOBS["two"], "--tune_thresholds", "f1")
-    assert "thresholds from the validation rows: neg 0." in screen
+    train(*command, *JOBS["two"], "--tune_thresholds", "f1")
     assert saved(run)["requested"]["tune_thresholds"] == "f1"
     assert (run / "model" / "model.safetensors").read_bytes() == weights
     train(*command)

@@ -1,7 +1,5 @@
 """Thresholds, temperature and abstention against brute force and by hand; reading decisions.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,8 @@ from tests.faults import refusal
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.features.decisions import decisions as decisions_module
-from toolkit.features.decisions.decisions import (
-    Decisions,
-    best_threshold,
-    best_thresholds,
-    calibration_error,
-    check,
-    coverage,
-    fit_temperature,
-    saved_decisions,
-    tune,
-)
+from toolkit.features.decisions import decisions as module
+from toolkit.features.decisions.decisions import Decisions, best_threshold, calibration_error, saved_decisions
 from toolkit.features.decisions.settings import DecisionSettings
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))
@@ -67,7 +55,7 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
     several = (generator.random(scores.shape) < 1 / (1 + np.exp(-scores))).astype(np.float32)
     logits = (3 * scores).astype(np.float32)
     for labels, truth in ((THREE, one), (SEVERAL, several)):
-        assert fit_temperature(logits, truth) == pytest.approx(3, rel=0.05)
+        assert module.fit_temperature(logits, truth) == pytest.approx(3, rel=0.05)
         before = calibration_error(Decisions(labels).probabilities(logits), truth)
         after = calibration_error(Decisions(labels, 3.0).probabilities(logits), truth)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
@@ -77,7 +65,7 @@ def test_a_fitted_temperature_is_the_one_applied_and_lowers_the_error() -> None:
 def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Decisions, list[str]]:
     rows = np.arange(len(truth))
     split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    return tune(DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits)))
+    return module.tune(DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits)))
 
 
 def test_the_highest_temperature_is_a_warning() -> None:
@@ -101,7 +89,7 @@ def test_the_error_of_a_few_probabilities_by_hand() -> None:
     assert error["ece"] == pytest.approx((0.1 + abs(0.8 + 0.84 - 1)) / 3)  # 0.8 and 0.84 share a bin of 1/15
     assert error["brier"] == pytest.approx((0.02 + 1.28 + 2 * 0.16**2) / 3)
     assert error["bins"] == [[2, pytest.approx(0.82), 0.5], [1, pytest.approx(0.9), 1.0]]
-    points = coverage(np.array([0.9, 0.6, 0.8, 0.7]), np.array([True, False, True, False]))
+    points = module.coverage(np.array([0.9, 0.6, 0.8, 0.7]), np.array([True, False, True, False]))
     assert points == [[1.0, 0.5, 0.6], [0.75, pytest.approx(2 / 3), 0.7], [0.5, 1.0, 0.8], [0.25, 1.0, 0.9]]
 
 
@@ -132,7 +120,7 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
     truth = generator.choice(4, 600, p=[0.7, 0.2, 0.07, 0.03])
     logits = generator.normal(size=(600, 4)) + 1.2 * np.eye(4)[truth] + np.log([0.7, 0.2, 0.07, 0.03])
     labels = Labels("single_label_classification", ("a", "b", "c", "d"), ("label",))
-    tuned = dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
+    tuned = dict(zip(labels.names, module.best_thresholds(truth, logits).tolist(), strict=True))
 
     def f1(thresholds: dict[str, float]) -> float:
         guess = Decisions(labels, thresholds=thresholds).adjust_logits(logits.astype(np.float32)).argmax(axis=1)
@@ -145,7 +133,7 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
             assert f1(tuned | {name: odds / (1 + odds)}) <= best + 1e-6
     alike = Decisions(labels, thresholds=dict.fromkeys(labels.names, 0.2))
     assert (alike.adjust_logits(logits).argmax(axis=1) == logits.argmax(axis=1)).all()
-    assert (best_thresholds(truth % 3, np.zeros((600, 4))) > 0).all()
+    assert (module.best_thresholds(truth % 3, np.zeros((600, 4))) > 0).all()
 
 
 def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
@@ -195,12 +183,12 @@ def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str,
     ],
 )
 def test_settings_that_do_not_fit_the_labels(settings: dict[str, Any], labels: Labels, message: str) -> None:
-    refusal(check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
+    refusal(module.check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
 
 
 def test_a_cached_model_needs_no_request_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(decisions_module, "hf_hub_download", None)  # which would fail
+    monkeypatch.setattr(module, "hf_hub_download", None)  # which would fail
     for name, folder in (("without", ".no_exist"), ("with", "snapshots")):
         cache = tmp_path / f"models--nobody--{name}"
         for place in (cache / "refs", cache / "snapshots" / "abc", cache / folder / "abc"):

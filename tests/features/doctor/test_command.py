@@ -1,7 +1,5 @@
 """`toolkit doctor` on this machine, as a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Checks of GPUs from the output of nvidia-smi and torch."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Printed text has no control characters; remedies are quoted, and contain nothing that another machine sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """host.py: disks, locks of builds, environment variables, interfaces, versions of libraries."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """The command line of a run, parsed without starting it."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

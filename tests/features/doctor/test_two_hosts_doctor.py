@@ -1,7 +1,5 @@
 """`toolkit doctor` between two hosts: network namespaces with a cable between them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

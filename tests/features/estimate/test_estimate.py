@@ -1,7 +1,5 @@
 """toolkit/training/estimate.py and `toolkit estimate`: estimated memory, and the micro-batch size that fits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +148,6 @@ def test_auto_keeps_the_global_batch(model: Any, tokenizer: Any, monkeypatch: py
     schedules = [make_schedule(each, of_lengths(LENGTHS), 1) for each in settings]
     assert [schedule.accumulation for schedule in schedules] == [-(-50 // size) for size in sizes]
     assert {schedule.total_steps for schedule in schedules} == {schedules[0].total_steps}
-    # limited by max_tokens_per_batch
     assert fit(model, tokenizer, 8 * 10**6, monkeypatch, max_tokens_per_batch=131).micro_batch_size == 50
     with pytest.raises(UserError, match=r"not even one text of 131 tokens fits .*--gradient_checkpointing true"):
         fit(model, tokenizer, 10**5, monkeypatch)

@@ -1,7 +1,5 @@
 """`toolkit report RUN --explain`: attributions add up, tokens become words, and the page escapes them."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path

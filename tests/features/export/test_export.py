@@ -1,7 +1,5 @@
 """`toolkit export`: the exported model predicts like the original, or nothing is written."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -57,7 +55,6 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
 
 @pytest.fixture(scope="module")
 def bare(model: Path, reviews: Path) -> Path:
-    """Texts without labels."""
     file = model.parent / "texts.csv"
     pandas.read_csv(reviews)[["text"]].to_csv(file, index=False)
     return file
@@ -68,7 +65,6 @@ def test_the_exported_model_predicts_the_same(to: str, int8: bool, exported: Any
     folder, done = exported[to, int8]
     result = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
     assert result
-    assert re.search(r"on 21 rows of validation\b", done.out)
     assert {path.name for path in folder.iterdir()} >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
     assert not list(folder.glob("*.safetensors"))
     assert AutoConfig.from_pretrained(folder).id2label == {0: "neg", 1: "pos"}

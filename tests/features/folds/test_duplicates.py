@@ -1,12 +1,12 @@
 """Near duplicates among real reviews: all planted ones, and no others."""
 
-from __future__ import annotations
-
 from toolkit.data.read import read_demo
 from toolkit.features.folds.duplicates import SIMILAR, near_duplicates, normalise, similarity
 
 
 def test_planted_duplicates_are_found() -> None:
+    assert near_duplicates([]) == []
+    assert near_duplicates(["", "a", "A.", "b", ""]) == [[0, 4], [1, 2]]
     reviews = read_demo("demo:rotten-tomatoes")["train"].rows["text"][:1500]
     rows = [*reviews, "这家书店的服务很好，下次还会再来买书。", "..."]
     texts = [*rows, rows[5].upper() + " !!", f"well, {rows[7]}", "这家书店的服务很好 下次还会再来买书", "!!!"]
@@ -17,8 +17,3 @@ def test_planted_duplicates_are_found() -> None:
     assert len(groups) < 10
     for first, *others in groups:
         assert all(similarity(normalise(texts[first]), normalise(texts[other])) >= SIMILAR for other in others)
-
-
-def test_short_and_empty_texts() -> None:
-    assert near_duplicates([]) == []
-    assert near_duplicates(["", "a", "A.", "b", ""]) == [[0, 4], [1, 2]]

@@ -1,7 +1,5 @@
 """Confident learning and slices: planted errors, and cases by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from toolkit.data.labels import Labels

@@ -1,7 +1,5 @@
 """The rows of each fold, the next fold, and corrected labels."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

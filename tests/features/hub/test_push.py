@@ -1,7 +1,5 @@
 """`--push_to_hub` with a fake of the hub's API on this machine."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """`--padding_free`: losses, gradients and predictions equal those of padded batches, by each attention kernel."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +66,6 @@ def load(folder_of: Callable[[str], Path]) -> Models:
 
 
 def collators_of(tokenizer: Any, max_tokens: int | None = None) -> tuple[Collator, PackedCollator]:
-    """A padding and a packing one of the same texts."""
     ids = np.random.default_rng(0).integers(5, len(tokenizer), sum(LENGTHS)).astype(np.int32)
     numbers = np.arange(len(LENGTHS))
     split = Split("train", Path(), ids, np.cumsum([0, *LENGTHS]), numbers % 2, numbers)
@@ -76,7 +73,6 @@ def collators_of(tokenizer: Any, max_tokens: int | None = None) -> tuple[Collato
 
 
 def logits_and_gradients(classifier: Any, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(logits, gradients of the sum of their squares)."""
     logits = classifier(**batch.inputs).logits
     weights = [weight for weight in classifier.parameters() if weight.requires_grad]
     return logits, list(torch.autograd.grad(logits.square().sum(), weights))
@@ -139,19 +135,12 @@ def test_the_last_layer_computes_the_first_tokens_only(load: Models, accelerator
     packed.prepare_model(accelerator, classifier)
     inputs = packed(np.arange(7)).inputs
     assert width_of_last(classifier, **inputs) == 1
+    expected = classifier.eval()(**inputs).logits
+    load("BERT")  # another model
+    assert torch.equal(classifier(**inputs).logits, expected)
     # a hook on the last layer gets every token
     classifier.bert.encoder.layer[-1].attention.register_forward_hook(lambda *words: None)
     assert width_of_last(classifier, **inputs) == 123
-
-
-def test_another_model_is_loaded_afterwards(load: Models, accelerator: Any) -> None:
-    classifier, tokenizer = load("BERT")
-    _, packed = collators_of(tokenizer)
-    packed.prepare_model(accelerator, classifier)
-    inputs = packed(np.arange(7)).inputs
-    expected = classifier.eval()(**inputs).logits
-    load("BERT")
-    assert torch.equal(classifier(**inputs).logits, expected)
 
 
 def test_a_row(tokenizer: Any) -> None:
@@ -170,7 +159,6 @@ def test_a_row(tokenizer: Any) -> None:
     assert (nothing.weights.tolist(), nothing.ids.tolist()) == ([0], [-1])
     short = packed(np.array([4, 5]))  # padding texts are no longer than the longest text
     assert short.inputs["attention_mask"].lengths == (3, 1, 3, 1)  # type: ignore[attr-defined]
-    # rows have few lengths
     lengths = {round_up(tokens) for tokens in range(1024, 16385)}
     assert len(lengths) == 4 * 8 + 1
     for tokens in range(64, 5000):

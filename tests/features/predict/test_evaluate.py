@@ -1,7 +1,5 @@
 """toolkit/features/predict/evaluate.py: the labels of a file, empty texts, and what its processes compare."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,6 +24,12 @@ from toolkit.features.predict.command import _choose_output
 from toolkit.features.predict.evaluate import _find_labels, _output_folder, evaluate_file
 
 
+def labels_of_file(labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None) -> Any:
+    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
+    found = _find_labels(table, labels, SimpleNamespace(model=model, label_column=name), "text")
+    return found.encode(table, np.arange(2)).tolist()
+
+
 @pytest.mark.parametrize(
     ("cells", "expected"),
     [
@@ -35,20 +39,10 @@ from toolkit.features.predict.evaluate import _find_labels, _output_folder, eval
     ],
 )
 def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[list[int]]) -> None:
-    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], "label": cells}), "new.csv", "")
-    labels = Labels(MULTI, ("x", "y", "z"), ())
-    labels = _find_labels(table, labels, SimpleNamespace(model="none", label_column=None), "text")
-    assert labels.encode(table, np.arange(2)).tolist() == expected
-
-
-def labels_of_file(labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None) -> Any:
-    table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
-    found = _find_labels(table, labels, SimpleNamespace(model=model, label_column=name), "text")
-    return found.encode(table, np.arange(2)).tolist()
+    assert labels_of_file(Labels(MULTI, ("x", "y", "z"), ()), {"label": cells}) == expected
 
 
 def test_columns_are_matched_by_name() -> None:
-    """In any order; a file whose columns have other names is refused."""
     columns: dict[str, list[Any]] = {"sport": [1, 0], "finance": [0, 0]}
     classes = Labels(MULTI, ("finance", "sport"), ())
     assert labels_of_file(classes, columns, name="sport,finance") == [[0, 1], [0, 0]]

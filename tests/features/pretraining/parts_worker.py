@@ -1,7 +1,5 @@
 """recipes/pretrain.py with few logits at a time, as with a large vocabulary: ranks have different numbers of parts."""
 
-from __future__ import annotations
-
 import recipes.pretrain
 from toolkit.features.pretraining import model
 

@@ -1,7 +1,5 @@
 """Masks: whole words of real sentences, numbers that follow from the length, draws by seed, epoch and row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,8 @@ from tests.architectures import make_tokenizer
 from tests.faults import refusal
 from toolkit.config import build
 from toolkit.data.read import read_tables
-from toolkit.features.pretraining.data import (
-    EVALUATION_DRAW,
-    Draw,
-    MaskedSplit,
-    MaskingCollator,
-    Masks,
-    count_masked,
-    draw_masks,
-    special_tokens,
-)
+from toolkit.features.pretraining import data as module
+from toolkit.features.pretraining.data import Draw, MaskedSplit, MaskingCollator, draw_masks, special_tokens
 from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.features.pretraining.words import word_starts, words_of
 
@@ -78,7 +68,7 @@ def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> 
 def test_the_number_depends_on_the_length_only() -> None:
     lengths = np.arange(0, 400)
     for probability in (0.15, 0.3, 0.999, 0.001):
-        expected = count_masked(lengths, probability)
+        expected = module.count_masked(lengths, probability)
         assert expected[0] == 0
         assert (expected[1:] >= 1).all()
         assert (expected <= lengths).all()
@@ -89,7 +79,7 @@ def test_the_number_depends_on_the_length_only() -> None:
         starts = generator.random(len(maskable)) < 0.4
         for words in (None, starts):
             places, random = draw_masks(Draw(3, 1, 0.3), row, maskable, words)
-            assert len(places) == len(random) == count_masked(np.array(maskable.sum()), 0.3)
+            assert len(places) == len(random) == module.count_masked(np.array(maskable.sum()), 0.3)
             assert maskable[places].all()
             assert len(set(places.tolist())) == len(places)
 
@@ -180,7 +170,7 @@ def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> No
     collate = collator_of(split, tokenizer)
     numbers = [collate.at(0, progress).loss_denominators(np.arange(1)).tolist() for progress in (0, 0.5, 1)]
     assert numbers == [[40], [30], [20]]
-    assert collate.draw == EVALUATION_DRAW
+    assert collate.draw == module.EVALUATION_DRAW
     assert (collate(np.arange(1)).labels != -100).sum() == split.loss_denominators().sum() == 15
     assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
 
@@ -200,7 +190,7 @@ def test_texts_become_counts_and_words(prepared: Callable[..., Any], tokenizer: 
 
 def test_label_smoothing_is_not_for_masks() -> None:
     settings = build(PretrainSettings, {"label_smoothing_factor": 0.1})
-    refusal(Masks.check, settings, None, match="--label_smoothing_factor 0.1 has no effect")
+    refusal(module.Masks.check, settings, None, match="--label_smoothing_factor 0.1 has no effect")
 
 
 def test_nothing_to_mask_and_no_mask_token(prepared: Callable[..., Any], tmp_path: Path) -> None:

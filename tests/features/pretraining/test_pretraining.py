@@ -1,7 +1,5 @@
 """recipes/pretrain.py: equal losses under every strategy, checkpoints, and fine-tuning of its model."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -82,7 +80,6 @@ def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any)
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]]) -> Runs:
-    """The BERT run ends after STOPPED steps."""
     stopped = [*jobs["BERT"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
     return run_all(tmp_path_factory.mktemp("zero3"), WAYS["zero3 x2"], jobs | {"BERT": stopped})
 
@@ -344,7 +341,6 @@ def test_new_tokens_beside_words_of_jieba(tmp_path: Path, accelerator: Any) -> N
 
 @pytest.fixture(scope="module")
 def run_with_new_tokens(tiny_model: Path, data: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 2 steps, with a new head and one new token."""
     folder = tmp_path_factory.mktemp("new-tokens")
     recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1, "--new_head",
            "true", "--init_new_tokens", words_file(folder, "zyxomab"), "--output_dir", folder / "run",

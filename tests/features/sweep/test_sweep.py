@@ -1,7 +1,5 @@
 """`toolkit sweep`: trials run, are pruned, compared, and continued after a stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -96,7 +94,6 @@ def test_a_range_is_searched_and_the_same_command_repeats_nothing(run_sweep: Swe
     values = values_of(tmp_path)
     assert len(set(values)) == 3
     assert f"--x={min(values)}\n" in first.split("best settings")[1]
-    assert "Best by f1_macro: trial-" in first
     again = run_sweep(*words, 3)
     assert first.endswith(again)
     assert again.startswith("\nbest settings")

@@ -5,8 +5,6 @@ at 640 tokens (full attention). `varied`: from an encoder-decoder that generates
 texts (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes: see test_long.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -17,15 +15,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    BertTokenizerFast,
-    BigBirdForCausalLM,
-    EncoderDecoderModel,
-)
+import transformers
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast, EncoderDecoderModel
 
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
@@ -195,7 +186,7 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
     config = AutoConfig.from_pretrained(str(long.model_name_or_path))
     config.is_decoder = config.add_cross_attention = True
     config.attention_type = "original_full"
-    theirs = BigBirdForCausalLM(config).eval()
+    theirs = transformers.BigBirdForCausalLM(config).eval()
     assert not theirs.load_state_dict(model.decoder.state_dict(), strict=False).unexpected_keys
     ids = torch.randint(5, 127, (2, 9))
     with torch.no_grad():

@@ -4,8 +4,6 @@ also if the ranks' titles have very different lengths.
     titles_worker.main: argument MODEL
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

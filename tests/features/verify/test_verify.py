@@ -1,7 +1,5 @@
 """`toolkit verify`: the shipped recipe passes, and the fault of a wrong recipe is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -48,7 +46,6 @@ def test_the_shipped_recipe_passes(job: list[Any], tmp_path: Path) -> None:
     assert [run["precision"] for run in facts["runs"]] == ["no"] * 4 + ["bf16"] * 2
     assert runs["ddp"]["difference"] <= 1e-5
     assert len(runs["ddp"]["losses"]) == len(set(runs["ddp"]["grad_norms"])) == 3
-    assert "the same training everywhere" in done.out
     settings = json.loads((tmp_path / "verify" / "ddp" / "config.json").read_text())
     assert settings["data"]["accumulation"] == 6  # of 31 samples in two processes, at most 3 at a time
     assert settings["launch"]["config_file"] == "accelerate_configs/ddp.yaml"
