@@ -63,6 +63,12 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     assert "classifier.weight of shape [2, 4], and c/config.json has 3 labels" in labels
     assert "score.weight of shape [3, 4], and c/config.json has 2 labels" in faults({"score.weight": (3, 4)})
 
+    averaged = {"n_averaged": (), **{f"module.{name}": shape for name, shape in SHAPES.items()}}
+    assert "--prefix module" in faults(averaged, architectures=["BertForMaskedLM"])
+    backbone = {name.replace("bert.", "backbone."): shape for name, shape in SHAPES.items()}
+    assert "--prefix backbone" in faults(backbone, architectures=["BertModel"])
+    assert faults(backbone, architectures=["MyClassifier"]) == ""  # its own names
+
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])
 def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: Path) -> None:
