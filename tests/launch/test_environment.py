@@ -87,8 +87,9 @@ def test_invalid_number_names_the_variable(base: dict[str, str], garbage: str) -
 
 
 @pytest.mark.parametrize(
-    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "2"}]
-)
+    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            {"LOCAL_RANK": "0"}]
+)  # fmt: skip
 def test_incomplete_variables_are_errors(env: dict[str, str]) -> None:
     """Each process would train a model of its own."""
     refusal(place_of, env, match=r"RANK|WORLD_SIZE")

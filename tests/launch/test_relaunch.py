@@ -344,6 +344,9 @@ def test_several_processes_on_cpus(launched: list[Any], config_file: Callable[..
     relaunch_if_requested([SCRIPT, "--config_file", str(path)])
     ((_, env),) = launched
     assert env["ACCELERATE_USE_CPU"] == "true"
+    path = config_file("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: [0, 2]\nmixed_precision: no\n")
+    arguments = planned(path)[0]
+    assert (arguments.gpu_ids, arguments.mixed_precision) == ("0,2", "no")
 
 
 def test_only_local_rank_0_relaunches(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +370,7 @@ POD = {"RANK": "0", "WORLD_SIZE": "2"}  # of a PyTorchJob
           for outer in (SRUN | {"SLURM_PROCID": "0"}, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, POD)),
         (TORCHRUN_8, "", "--config_file accelerate_configs/zero3.yaml", "--num_processes 8 after"),
         (TORCHRUN_8, "", "--config_file accelerate_configs/ddp.yaml --num_processes 8", ""),
+        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", "--config_file accelerate_configs/zero3.yaml", "deepspeed started 8"),
         (TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, "", "--config_file accelerate_configs/ddp.yaml", ""),
         # the parent's options
         *((TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, option, "--config_file accelerate_configs/ddp.yaml",

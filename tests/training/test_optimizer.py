@@ -321,6 +321,14 @@ def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) ->
     refusal(align, accelerator_with(config), settings, says=[f'"{key}"', setting])
 
 
+def test_a_contradiction_in_an_accelerate_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sections of DeepSpeed take numbers only: accelerate fails on `gradient_accumulation_steps: auto`."""
+    config = AUTO | {"gradient_accumulation_steps": 1}
+    refusal(align, accelerator_with(config), says=["need 2: remove it from the accelerate config"])
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "mine.json")
+    refusal(align, accelerator_with(config), says=['need 2: write "auto" in that file'])
+
+
 @pytest.mark.parametrize(
     ("config", "fault"),
     [({"zero_optimization": {"overlap_com": True}}, "overlap_com"),

@@ -87,6 +87,8 @@ def place_of(env: Mapping[str, str]) -> Place:
         raise UserError(
             f"PMI_SIZE is {env['PMI_SIZE']}, but MPI_LOCALRANKID is not set: set RANK, WORLD_SIZE and LOCAL_RANK"
         )
+    if "LOCAL_RANK" in env:  # accelerate would wait for a group
+        raise UserError("LOCAL_RANK is set and RANK is not: set RANK and WORLD_SIZE too, or `unset LOCAL_RANK`")
     return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
 
 

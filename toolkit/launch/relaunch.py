@@ -104,7 +104,7 @@ def _refuse_other_launch(place: environment.Place, script: str, requested: Mappi
             f"this was started on several machines ({place.launcher}, {place.world_size} processes), and {path} is for "
             f"one: each would train a separate model: use {TWO_NODE_FILES}"
         )
-    if place.launcher in ("torchrun", "srun", "mpirun") and 1 < local != requested["num_processes"] // count:
+    if place.launcher not in ("accelerate", "environment") and 1 < local != requested["num_processes"] // count:
         raise UserError(
             f"{place.launcher} started {local} processes on {socket.gethostname()}, and {path} asks for "
             f"{requested['num_processes'] // count}: pass --num_processes {local * count} after the script"
@@ -135,8 +135,10 @@ def plan_launch(
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
         if uses_deepspeed:  # its default, pdsh, silently runs on one machine if there is no hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
-    if config.get("gpu_ids") not in (None, "all"):  # accelerate splits it, and YAML reads 1 as a number
-        arguments += ["--gpu_ids", str(config["gpu_ids"])]
+    if (ids := config.get("gpu_ids")) not in (None, "all"):  # a text for accelerate; YAML may read a number or a list
+        arguments += ["--gpu_ids", ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)]
+    if config.get("mixed_precision") is False:  # `no` without quotes, on which accelerate fails
+        arguments += ["--mixed_precision", "no"]
     if options.max_restarts is not None:
         environment.parse_int("--max_restarts", options.max_restarts, minimum=0)
         arguments += ["--max_restarts", options.max_restarts]

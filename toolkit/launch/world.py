@@ -108,7 +108,7 @@ def make_accelerator(
             cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
         )
     except ValueError as error:
-        if "mixed precision" in str(error):
+        if "mixed precision" in str(error).replace("_", " "):
             raise UserError(
                 f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine"
             ) from error
@@ -329,9 +329,9 @@ def _use_deepspeed(place: Place) -> bool:
     if file or not by_accelerate:
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
-        single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        for name, value in single.items():
-            os.environ.setdefault(name, str(value))
+    single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in single.items():
+        os.environ.setdefault(name, str(value))
     return True
 
 

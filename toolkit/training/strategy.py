@@ -106,7 +106,7 @@ def align_strategy(
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
         "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
-        "gradient_accumulation_steps": (schedule.accumulation, "the settings"),
+        "gradient_accumulation_steps": (schedule.accumulation, f"the settings need {schedule.accumulation}"),
         "train_micro_batch_size_per_gpu": (
             micro,
             f"--per_device_batch_size {settings.per_device_batch_size} "
@@ -116,9 +116,11 @@ def align_strategy(
     }
     if reduced_in:
         values["communication_data_type"] = (reduced_in, "--half_precision_gradients true")
+    in_yaml = "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ  # accelerate rejects "auto" there
+    remedy = "remove it from the accelerate config" if in_yaml else 'write "auto" in that file'
     for key, (value, source) in values.items():
         if config.get(key, "auto") not in ("auto", value):
-            faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file')
+            faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: {remedy}')
     for key, (usable, why) in _LIMITED.items():
         *sections, name = key.split(".")
         part = reduce(lambda part, section: part.get(section) or {}, sections, config)
