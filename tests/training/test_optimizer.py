@@ -20,10 +20,13 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
 from tests.splits import of_lengths
+from toolkit.checkpoint.live import LiveState
+from toolkit.checkpoint.save import make_drafts
 from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import freeze_layers
+from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import (
     DISTANCE,
     HIDDEN,
@@ -276,6 +279,21 @@ def test_only_running_means_are_broadcast(norm: Any, broadcast: bool) -> None:
     accelerator.ddp_handler = SimpleNamespace()
     align(accelerator, model=model)
     assert accelerator.ddp_handler.broadcast_buffers == broadcast
+
+
+def test_tensors_become_contiguous() -> None:
+    """A checkpoint views them as one row of elements."""
+    model = Small()
+    model[0].weight = torch.nn.Parameter(weight := torch.randn(7, 5).T)
+    model.register_buffer("table", torch.arange(3.0).expand(4, 3))
+    align(accelerator_with(), model=model)
+    (draft, _) = make_drafts(LiveState(model, torch.optim.SGD(model.parameters())), set())
+    assert draft.tensors["0.weight"].tolist() == weight.tolist()
+    assert draft.tensors["table"].tolist() == 4 * [[0, 1, 2]]
+    model.register_buffer("rotation", torch.ones(2, dtype=torch.complex64))
+    live = SimpleNamespace(module=model)
+    run: Any = SimpleNamespace(settings=replace(SETTINGS, checkpoint_every=1), live=lambda: live)
+    refusal(Checkpoints.notes, run, match=r"rotation \(torch.complex64\): of a dtype")
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])

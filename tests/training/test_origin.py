@@ -135,6 +135,18 @@ def test_each_disk_is_verified_completely(run: Path, monkeypatch: pytest.MonkeyP
         assert "weights is damaged" in fault
 
 
+def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (link := tmp_path / "link").symlink_to(run)
+    settings = TrainingSettings(output_dir=str(link), overwrite_output_dir=True, checkpoint_every=2)
+    create_run_folder(settings, "cls", FACTS)
+    assert link.is_symlink()  # to another disk
+    assert [(path / "checkpoints").exists() for path in (run, *run.parent.glob(f"{run.name}.old-*"))] == [False, True]
+    monkeypatch.chdir(run)
+    (run / "model").mkdir()
+    here = TrainingSettings(output_dir=".", overwrite_output_dir=True)
+    refusal(create_run_folder, here, "cls", FACTS, match="would move the current folder")
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_out_of_the_run_folder_is_refused(there: bool, tmp_path: Path) -> None:
     """The run would read it, and append to it."""

@@ -90,8 +90,13 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
         )
     try:
         if moves_aside:
-            aside, old = _unused_path(path.with_name(f"{path.name}.old-{stamp}")), path.resolve()
-            path.rename(aside)
+            old = path.resolve()
+            if Path.cwd().is_relative_to(old):
+                raise UserError(f"--overwrite_output_dir would move the current folder, {old}: start from another")
+            folder = old if path.is_symlink() else path  # a link to another disk stays
+            aside = _unused_path(folder.with_name(f"{folder.name}.old-{stamp}"))
+            folder.rename(aside)
+            folder.mkdir()
             moved = [aside / each.relative_to(old) if old in each.parents else each for each in origin.candidates]
             origin = Origin(moved, origin.skipped)
         path.mkdir(parents=True, exist_ok=True)

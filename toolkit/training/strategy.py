@@ -73,6 +73,9 @@ def align_strategy(
         raise UserError(f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out")
     refuse_compiled(model)
     check_adapter(model)
+    for tensor in (*model.parameters(), *(buffer for _, buffer in persistent_buffers(model))):
+        if not tensor.is_contiguous():  # checkpoints, ZeRO and FSDP2 take its elements in a row
+            tensor.data = tensor.data.contiguous()
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
