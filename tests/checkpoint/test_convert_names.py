@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from safetensors.torch import save_file
 from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
+from toolkit.checkpoint.convert import model_files
 from toolkit.checkpoint.convert.casts import narrow, widen
-from toolkit.checkpoint.convert.model_files import check_config
+from toolkit.checkpoint.convert.model_files import check_config, verify_names
 from toolkit.commands.convert import parse_size
 from toolkit.errors import UserError
 
@@ -68,6 +70,12 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     backbone = {name.replace("bert.", "backbone."): shape for name, shape in SHAPES.items()}
     assert "--prefix backbone" in faults(backbone, architectures=["BertModel"])
     assert faults(backbone, architectures=["MyClassifier"]) == ""  # its own names
+
+
+def test_constants_of_older_transformers_are_no_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = json.dumps({"class": "BertModel", "shapes": {"a": [2]}, "tied": []})
+    monkeypatch.setattr(model_files.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=built))
+    assert "of BertModel" in verify_names(tmp_path, {"a": (2,), "embeddings.position_ids": (1, 512)}, ())
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])

@@ -103,7 +103,8 @@ BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFI
 @pytest.mark.parametrize(
     ("env", "launcher", "chosen"),
     [({}, "deepspeed", "zero2.json"), (ZERO3, "deepspeed", "zero3.json"), (BY_ACCELERATE, "accelerate", "mine.json"),
-     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json")],
+     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json"),
+     (BY_ACCELERATE | {"ACCELERATE_USE_DEEPSPEED": "1"}, "accelerate", "mine.json")],
 )  # fmt: skip
 def test_deepspeed_config_after_the_script_is_used(
     env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +114,7 @@ def test_deepspeed_config_after_the_script_is_used(
     for _ in range(2):  # each model of the process
         assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
+        assert world.os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
 
 

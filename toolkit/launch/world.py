@@ -336,7 +336,11 @@ def _use_deepspeed(place: Place) -> bool:
 
 
 def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() == "true"
+    """Whether a variable has a true value. It becomes `true`, the only one that accelerate accepts for each variable."""
+    is_true = os.environ.get(name, "").lower() in ("true", "1", "yes", "y", "on", "t")
+    if is_true:
+        os.environ[name] = "true"
+    return is_true
 
 
 def _set_threads(place: Place) -> None:
