@@ -336,7 +336,7 @@ def _use_deepspeed(place: Place) -> bool:
 
 
 def _flag(name: str) -> bool:
-    """Whether a variable has a true value. It becomes `true`, the only one that accelerate accepts for each variable."""
+    """Whether a variable has a true value. It becomes `true`, the only one that accelerate accepts everywhere."""
     is_true = os.environ.get(name, "").lower() in ("true", "1", "yes", "y", "on", "t")
     if is_true:
         os.environ[name] = "true"
