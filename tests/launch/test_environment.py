@@ -105,6 +105,12 @@ def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
+def test_one_process_needs_no_master() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert set_torch_variables(env) == Place("environment", 0, 1, 0, 1) == place_of(env)
+    assert "LOCAL_RANK" not in env  # with it accelerate would wait for a group
+
+
 @pytest.mark.parametrize("env", [{}, TORCHRUN, {"ACCELERATE_X": "1"}, BATCH_SCRIPT])
 def test_environments_that_need_no_change(env: dict[str, str]) -> None:
     settled = dict(env)

@@ -198,6 +198,8 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     Raises UserError if there are several nodes and the address of the first is unknown.
     """
     place = place_of(env)
+    if place.world_size == 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+        env.pop("LOCAL_RANK", None)  # with it accelerate opens a store at that address
     if place.world_size > 1 and place.launcher in ("environment", "torchrun", "accelerate"):
         _check_master(place, env)
     if place.launcher in ("python", "torchrun", "accelerate") or place.world_size == 1:

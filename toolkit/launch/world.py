@@ -43,6 +43,7 @@ DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores ("max": no limit) per period
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 # If all ranks hang in one collective, the failure detector sees no rank that is late.
 _HANG_SECONDS = 60
 
@@ -300,7 +301,7 @@ def _check_devices(place: Place) -> None:
     import torch
 
     joined = rendezvous.current is not None  # for an earlier model; the variables are torch's now, not the scheduler's
-    if joined or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
+    if joined or place.world_size == 1 or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
         return
     devices = torch.cuda.device_count()
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpirun_rsh", "mpiexec"):
@@ -329,6 +330,8 @@ def _use_deepspeed(place: Place) -> bool:
     if file or not by_accelerate:
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    if os.environ.get(_ACCUMULATION) == "auto":  # in an accelerate config; accelerate itself reads a number here
+        del os.environ[_ACCUMULATION]
     single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in single.items():
         os.environ.setdefault(name, str(value))

@@ -119,11 +119,9 @@ def align_strategy(
     }
     if reduced_in:
         values["communication_data_type"] = (reduced_in, "--half_precision_gradients true")
-    in_yaml = "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in os.environ  # accelerate rejects "auto" there
-    remedy = "remove it from the accelerate config" if in_yaml else 'write "auto" in that file'
     for key, (value, source) in values.items():
         if config.get(key, "auto") not in ("auto", value):
-            faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: {remedy}')
+            faults.add(f'the DeepSpeed config has "{key}": {config[key]}, but {source}: write "auto" in that file')
     for key, (usable, why) in _LIMITED.items():
         *sections, name = key.split(".")
         part = reduce(lambda part, section: part.get(section) or {}, sections, config)

@@ -24,7 +24,7 @@ _DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 def cache_folder() -> Path:
     """$TOOLKIT_CACHE, or ~/.cache/finetune-toolkit."""
-    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
+    return Path(os.environ.get("TOOLKIT_CACHE") or "~/.cache/finetune-toolkit").expanduser()
 
 
 def draft_path(path: Path, kind: str = "draft") -> Path:
