@@ -214,6 +214,15 @@ def test_tied_names_in_safetensors_metadata(tmp_path: Path) -> None:
     assert set(reader.tied.values()) < set(reader.weights)
 
 
+def test_tied_weights_in_shards_of_torch_save(tmp_path: Path) -> None:
+    """As zero_to_fp32.py and older versions of transformers write them."""
+    weight = torch.ones(3)
+    torch.save({"a": weight, "b": weight}, tmp_path / "pytorch_model-00001-of-00001.bin")
+    index = {"weight_map": dict.fromkeys("ab", "pytorch_model-00001-of-00001.bin")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(tmp_path).tied == {"b": "a"}
+
+
 def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     truth = load_file(tiny_model / "model.safetensors")
     reader = open_checkpoint(tiny_model)

@@ -96,7 +96,7 @@ def _state_of_index(index: Path) -> State:
             raise UserError(f"{file}: {listing(repeated)} are in another file of its folder too: copy the folder again")
         tensors |= of_file
         tied |= aliases
-    if missing := [name for name in weight_map if name not in tensors]:
+    if missing := [name for name in weight_map if name not in tensors and name not in tied]:
         raise UserError(f"{index} names {listing(missing)}, which its files lack; copy the folder again")
     return tensors, tied, {}
 
