@@ -163,6 +163,9 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
     options = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query", "word_embeddings"]}
     live = peft.get_peft_model(plain, peft.LoraConfig(init_lora_weights=False, **options))
     live.save_pretrained(adapter, save_embedding_layers=False)
+    torch.save(theirs := load_file(adapter / "adapter_model.safetensors"), tmp_path / "lora.pt")
+    convert(tmp_path / "lora.pt", tmp_path / "again", config_from=adapter)
+    assert_same(read_folder(tmp_path / "again"), theirs)
     refusal(convert, adapter, out, says=["--merge_lora", "--base_model"])
     refusal(convert, adapter, out, merge_lora=True, says=[str(base), "--base_model"])
     convert(adapter, out, merge_lora=True, base_model=base)

@@ -110,9 +110,7 @@ def _state_of_file(file: Path) -> State:
         tied = {name: other for name, other in metadata.items() if other in tensors and name != "format"}
     else:
         tensors, tied, details = _state_of_archive(file)
-    if file.stem == "adapter_model":
-        tensors = {live_name(name): tensor for name, tensor in tensors.items()}
-    return tensors, tied, details
+    return {live_name(name): tensor for name, tensor in tensors.items()}, tied, details
 
 
 def _state_of_archive(file: Path) -> State:
