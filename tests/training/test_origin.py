@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import SoftFileLock
 
 from tests.checkpoint.test_folder import save
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
-from toolkit.training import resume
+from toolkit.training import resume, run_folder
 from toolkit.training.resume import Origin, choose_origin, precision_of
 from toolkit.training.run_folder import create_run_folder
 
@@ -141,6 +142,10 @@ def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pyte
     create_run_folder(settings, "cls", FACTS)
     assert link.is_symlink()  # to another disk
     assert [(path / "checkpoints").exists() for path in (run, *run.parent.glob(f"{run.name}.old-*"))] == [False, True]
+    monkeypatch.setattr(run_folder, "FileLock", SoftFileLock)  # as on a disk without flock
+    (run / ".lock").write_text("1\nanother-host\n")
+    refusal(create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock")
+    (run / ".lock").unlink()
     monkeypatch.chdir(run)
     (run / "model").mkdir()
     here = TrainingSettings(output_dir=".", overwrite_output_dir=True)

@@ -54,6 +54,9 @@ def test_a_disk_that_cannot_flush_folders(tmp_path: Path, monkeypatch: pytest.Mo
         draft.touch()
     with pytest.raises(OSError, match="Invalid"):
         files.flush_path(tmp_path / "a")
+    (tmp_path / "a.safetensors").touch()
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError))  # of another user's share
+    files.make_readable(tmp_path)
 
 
 def test_replace_folder(tmp_path: Path) -> None:

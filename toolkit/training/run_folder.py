@@ -121,8 +121,11 @@ def _lock(path: Path) -> FileLock | None:
     except Timeout:
         world = _config_of(path).get("world", {})
         holder = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
+        # without flock (Lustre) filelock writes the process into it, and only on its machine knows whether it has ended
+        ended = f"; if it has ended, remove {path / '.lock'}" if (path / ".lock").stat().st_size else ""
         raise UserError(
             f"--output_dir {path}: another run is writing to it{holder}: choose another folder, or stop that run first"
+            f"{ended}"
         ) from None
     except (OSError, NotImplementedError):
         return None  # a file system without locks; `create_run_folder` reports one that is read-only

@@ -134,7 +134,8 @@ def make_readable(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
-        path.chmod(0o666 & ~mask)
+        with contextlib.suppress(PermissionError):  # a mounted disk on which another user owns all files
+            path.chmod(0o666 & ~mask)
 
 
 def remove_drafts(folder: Path) -> None:
