@@ -275,9 +275,9 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
         ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
         ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
-        ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
+        ("ddpp", {}, r"ddpp.*did you mean accelerate_configs/ddp\.yaml\?"),
         ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
-        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
+        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean ds_configs/zero"),
         ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
     ],
 )

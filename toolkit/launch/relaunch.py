@@ -204,7 +204,8 @@ def find_file(name: str, script: str, folder: str) -> Path:
     near = [Path.cwd() / folder, *(root / folder for root in roots)]
     known = sorted({file.name for place in near if place.is_dir() for file in place.iterdir()})
     hint = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
-    raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{hint}")
+    near_name = did_you_mean(Path(name).name, known).replace("mean ", f"mean {folder}/")
+    raise UserError(f"there is no config file {name}{near_name}{hint}")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
