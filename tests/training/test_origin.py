@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,7 +148,12 @@ def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pyte
     assert [(path / "checkpoints").exists() for path in (run, *run.parent.glob(f"{run.name}.old-*"))] == [False, True]
     monkeypatch.setattr(run_folder, "FileLock", SoftFileLock)  # as on a disk without flock
     (run / ".lock").write_text("1\nanother-host\n")
-    refusal(create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock")
+    me = {"pid": os.getpid(), "host": socket.gethostname()}
+    for written, names in ((time.time(), True), (0.0, False)):  # before this process started: its PID was another's
+        (run / "config.json").write_text(json.dumps({"world": me}))
+        os.utime(run / "config.json", (written, written))
+        message = refusal(create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock")
+        assert (f"(process {os.getpid()} on" in message) == names
     (run / ".lock").unlink()
     monkeypatch.chdir(run)
     (run / "model").mkdir()

@@ -100,15 +100,15 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
 
 
 def _only_checkpoint_in(path: Path) -> Path:
-    """The only `checkpoint-N` of transformers' Trainer, or file that may be a model's state. Raises UserError where
-    there is none, or several."""
+    """The only `checkpoint-N` of transformers' Trainer, `checkpoint_N` of accelerate, or file that may be a model's
+    state. Raises UserError where there is none, or several."""
     if any((path / "model").glob("*.safetensors")):
         raise UserError(
             f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
             f"Hugging Face folder, is {path / 'model'}"
         )
     entries = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
-    inside = [entry for entry in entries if entry.name.startswith("checkpoint-") and entry.is_dir()]
+    inside = [entry for entry in entries if entry.name.startswith(("checkpoint-", "checkpoint_")) and entry.is_dir()]
     inside = inside or [entry for entry in entries if entry.suffix in SUFFIXES and not _NO_MODEL.match(entry.name)]
     if len(inside) > 1:
         raise UserError(f"{path} contains several checkpoints; name one of them: {listing(inside, 5)}")
