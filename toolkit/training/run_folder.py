@@ -133,7 +133,7 @@ def _lock(path: Path) -> FileLock | None:
 
 
 def _holder(path: Path) -> str:
-    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run: its PID may be another process's."""
+    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID another may have."""
     world = _config_of(path).get("world", {})
     try:
         if world["host"] == socket.gethostname():
