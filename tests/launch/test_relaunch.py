@@ -344,6 +344,7 @@ def test_several_processes_on_cpus(launched: list[Any], config_file: Callable[..
     relaunch_if_requested([SCRIPT, "--config_file", str(path)])
     ((_, env),) = launched
     assert env["ACCELERATE_USE_CPU"] == "true"
+    refusal(planned, config_file("distributed_type: NO\nnum_processes: 2\n"), match="runs one process, not 2")
     path = config_file("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: [0, 2]\nmixed_precision: no\n")
     arguments = planned(path)[0]
     assert (arguments.gpu_ids, arguments.mixed_precision) == ("0,2", "no")

@@ -173,7 +173,7 @@ def count_processes(options: argparse.Namespace, config: Mapping[str, Any], path
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU
     processes = environment.parse_int("num_processes", number, path, minimum=1)
-    if processes > 1 and config["distributed_type"] == "NO":
+    if processes > 1 and config["distributed_type"] in ("NO", False):  # YAML reads NO as false
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
         raise UserError(
