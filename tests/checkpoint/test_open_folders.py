@@ -20,6 +20,8 @@ from tests.faults import refusal
 from tests.runs import groups
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
+from toolkit.config import PretrainedSettings
+from toolkit.pretrained import load_config
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
@@ -234,6 +236,15 @@ def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     same(open_checkpoint(tmp_path / "sharded").weights, truth)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_clone_without_git_lfs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134695774\n")
+    assert f"{tmp_path / name} is a Git LFS pointer" in fault_of(tmp_path)
+    model = PretrainedSettings(model_name_or_path=str(tmp_path))
+    refusal(load_config, model, says=[f"{tmp_path / name} is a Git LFS pointer", "git lfs pull"])
 
 
 def test_damaged_hugging_face(tmp_path: Path) -> None:

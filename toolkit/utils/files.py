@@ -263,11 +263,22 @@ def refuse_link_out(path: Path, folder: Path) -> None:
         raise UserError(f"{path} is neither a file nor a folder: put a copy of the file there")
 
 
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises UserError for what `git clone` leaves in the place of a large file where Git LFS is not installed."""
+    with path.open("rb") as file:
+        if file.read(20) == b"version https://git-":
+            fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it from the hub's page"
+            raise UserError(f"{path} is a Git LFS pointer, not the file itself: {fix}")
+
+
 def refuse_files_outside(folder: Path) -> None:
-    """Raises UserError if a file of a model folder, or one that its weight index lists, leads outside the folder."""
+    """Raises UserError if a file of a model folder, or one that its weight index lists, leads outside the folder, or is
+    a Git LFS pointer."""
     for path in folder.iterdir():
         if not path.is_dir():
             refuse_link_out(path, folder)
+        if path.is_file():
+            refuse_lfs_pointer(path)
     for index in folder.glob("*.index.json"):
         shards = read_table(index, {"weight_map": _SHARDS}).get("weight_map") or {}
         for name in sorted(set(shards.values())):
