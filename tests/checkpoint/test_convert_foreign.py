@@ -70,7 +70,7 @@ FILES: dict[str, Callable[[State, Any], Any]] = {
     "compiled.pth": lambda state, _: {"state_dict": begin_with("module._orig_mod.model.", state)},
     "loop.pt": lambda state, optimizer: {
         "model": state, "optimizer": optimizer.state_dict(), "opt2": optimizer.state_dict(), "epoch": 1,
-        "best": torch.tensor(0.3), "rng": torch.get_rng_state(),
+        "best": torch.tensor(0.3), "rng": torch.get_rng_state(), "torch": torch.__version__,
     },
 }  # fmt: skip
 
@@ -83,8 +83,10 @@ def test_a_file_of_torch_save(name: str, trained: Any, config: Path, tmp_path: P
     assert_same(read_folder(tmp_path / "out"), state)
     assert ("step 120" in message[-1]) == (name.endswith(".ckpt"))
     convert(tmp_path, tmp_path / "again", config_from=config)  # the only file of its folder
+    renamed = (tmp_path / name).rename(tmp_path / "model.tar")
+    convert(renamed, tmp_path / "again", config_from=config, overwrite=True)
     assert_same(read_folder(tmp_path / "again"), state)
-    convert(tmp_path / name, tmp_path / "bare")  # without config prefixes are not removed
+    convert(renamed, tmp_path / "bare")  # without config prefixes are not removed
     assert len(read_folder(tmp_path / "bare")) == len(state)
 
 
@@ -159,6 +161,9 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
     options = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query", "word_embeddings"]}
     live = peft.get_peft_model(plain, peft.LoraConfig(init_lora_weights=False, **options))
     live.save_pretrained(adapter, save_embedding_layers=False)
+    torch.save(theirs := load_file(adapter / "adapter_model.safetensors"), tmp_path / "lora.pt")
+    convert(tmp_path / "lora.pt", tmp_path / "again", config_from=adapter)
+    assert_same(read_folder(tmp_path / "again"), theirs)
     refusal(convert, adapter, out, says=["--merge_lora", "--base_model"])
     refusal(convert, adapter, out, merge_lora=True, says=[str(base), "--base_model"])
     convert(adapter, out, merge_lora=True, base_model=base)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import bert_config, convert
@@ -79,6 +80,12 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_pa
     again = PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
     state, expected = again.state_dict(), live.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected if "lora_" in name or "modules_to" in name)
+
+
+def test_other_adapters_are_no_models(tmp_path: Path) -> None:
+    save_file({"base_model.model.layer.ia3_l": torch.ones(3, 1)}, tmp_path / "adapter_model.safetensors")
+    for merge_lora in (False, True):
+        refusal(convert, tmp_path, tmp_path / "out", merge_lora=merge_lora, match="another kind than LoRA: only peft")
 
 
 def by_hand(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from safetensors.torch import save_file
 from tests.checkpoint.handmade import assert_same, read_folder, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
+from toolkit.checkpoint.convert import model_files
 from toolkit.checkpoint.convert.casts import narrow, widen
-from toolkit.checkpoint.convert.model_files import check_config
+from toolkit.checkpoint.convert.model_files import check_config, verify_names
 from toolkit.commands.convert import parse_size
 
 HEAD = {"classifier.weight": torch.randn(3, 5)}
@@ -58,6 +60,18 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     refusal(check, SHAPES, id2label={"0": 1, "1": 2, "2": 3}, says=says)
     says = ["score.weight of shape [3, 4], and c/config.json has 2 labels"]
     refusal(check, {"score.weight": (3, 4)}, says=says, lines=4)
+
+    averaged = {"n_averaged": (), **{f"module.{name}": shape for name, shape in SHAPES.items()}}
+    refusal(check, averaged, architectures=["BertForMaskedLM"], says=["--prefix module"])
+    backbone = {name.replace("bert.", "backbone."): shape for name, shape in SHAPES.items()}
+    refusal(check, backbone, architectures=["BertModel"], says=["--prefix backbone"])
+    check(backbone, architectures=["MyClassifier"])  # its own names
+
+
+def test_constants_of_older_transformers_are_no_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = json.dumps({"class": "BertModel", "shapes": {"a": [2]}, "tied": []})
+    monkeypatch.setattr(model_files.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=built))
+    assert "of BertModel" in verify_names(tmp_path, {"a": (2,), "embeddings.position_ids": (1, 512)}, ())
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])

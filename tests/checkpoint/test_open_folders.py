@@ -18,6 +18,8 @@ from tests.faults import refusal
 from tests.runs import groups
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import TensorIndex
+from toolkit.config import PretrainedSettings
+from toolkit.pretrained import load_config
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
@@ -205,6 +207,15 @@ def test_tied_names_in_safetensors_metadata(tmp_path: Path) -> None:
     assert set(reader.tied.values()) < set(reader.weights)
 
 
+def test_tied_weights_in_shards_of_torch_save(tmp_path: Path) -> None:
+    """As zero_to_fp32.py and older versions of transformers write them."""
+    weight = torch.ones(3)
+    torch.save({"a": weight, "b": weight}, tmp_path / "pytorch_model-00001-of-00001.bin")
+    index = {"weight_map": dict.fromkeys("ab", "pytorch_model-00001-of-00001.bin")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(tmp_path).tied == {"b": "a"}
+
+
 def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     truth = load_file(tiny_model / "model.safetensors")
     reader = open_checkpoint(tiny_model)
@@ -216,6 +227,15 @@ def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     same(open_checkpoint(tmp_path / "sharded").weights, truth)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_clone_without_git_lfs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134695774\n")
+    assert f"{tmp_path / name} is a Git LFS pointer" in fault_of(tmp_path)
+    model = PretrainedSettings(model_name_or_path=str(tmp_path))
+    refusal(load_config, model, says=[f"{tmp_path / name} is a Git LFS pointer", "git lfs pull"])
 
 
 def test_damaged_hugging_face(tmp_path: Path) -> None:

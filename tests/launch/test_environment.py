@@ -85,8 +85,9 @@ def test_invalid_number_names_the_variable(base: dict[str, str], garbage: str) -
 
 
 @pytest.mark.parametrize(
-    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "2"}]
-)
+    "env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            {"LOCAL_RANK": "0"}]
+)  # fmt: skip
 def test_incomplete_variables_are_errors(env: dict[str, str]) -> None:
     """Each process would train a model of its own."""
     refusal(place_of, env, match=r"RANK|WORLD_SIZE")
@@ -100,6 +101,12 @@ def test_incomplete_variables_are_errors(env: dict[str, str]) -> None:
 )  # fmt: skip
 def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_one_process_needs_no_master() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert set_torch_variables(env) == Place("environment", 0, 1, 0, 1) == place_of(env)
+    assert "LOCAL_RANK" not in env  # with it accelerate would wait for a group
 
 
 @pytest.mark.parametrize("env", [{}, TORCHRUN, {"ACCELERATE_X": "1"}, BATCH_SCRIPT])

@@ -3,6 +3,7 @@
 import errno
 import signal
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,17 +99,26 @@ def test_stuck_step_after_a_stop_signal(hang: str, place: str) -> None:
     assert "--stop_timeout SECONDS" in line
 
 
-@pytest.mark.parametrize("launcher", ["1", "77"])
-def test_launcher_that_is_process_1_is_stopped(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container; elsewhere process 1 adopts the ranks of a killed launcher."""
+@pytest.mark.parametrize(
+    ("launcher", "parent", "line", "stops"),
+    [("1", 1, "", True), ("77", 1, "", False), ("77", 900, "/usr/bin/python torchrun", False),
+     ("", 900, "/usr/bin/python3.11 /usr/bin/torchrun", True), ("", 900, "/lib/systemd/systemd --user", False)],
+)  # fmt: skip
+def test_only_a_launcher_is_stopped(
+    launcher: str, parent: int, line: str, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what adopts the ranks of a killed one; in a container a launcher may be process 1."""
     signals: list[Any] = []
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    monkeypatch.setenv(LAUNCHER_PID, launcher)
+    monkeypatch.delenv(LAUNCHER_PID, raising=False)
+    if launcher:
+        monkeypatch.setenv(LAUNCHER_PID, launcher)
     monkeypatch.delenv(EXIT_CODE_FILE, raising=False)
-    monkeypatch.setattr(exit_state.os, "getppid", lambda: 1)
+    monkeypatch.setattr(exit_state.os, "getppid", lambda: parent)
     monkeypatch.setattr(exit_state.os, "kill", lambda *words: signals.append(words))
+    monkeypatch.setattr(exit_state.psutil, "Process", lambda _: SimpleNamespace(cmdline=line.split))
     exit_state.stop_launcher(1)
-    assert signals == ([(1, signal.SIGTERM)] if launcher == "1" else [])
+    assert signals == ([(parent, signal.SIGTERM)] if stops else [])
 
 
 def test_slow_step_after_a_stop_signal_may_finish() -> None:

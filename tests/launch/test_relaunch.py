@@ -269,9 +269,9 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
         ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
         ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
-        ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
+        ("ddpp", {}, r"ddpp.*did you mean accelerate_configs/ddp\.yaml\?"),
         ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
-        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
+        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean ds_configs/zero"),
         ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
     ],
 )
@@ -338,6 +338,10 @@ def test_several_processes_on_cpus(launched: list[Any], config_file: Callable[..
     relaunch_if_requested([SCRIPT, "--config_file", str(path)])
     ((_, env),) = launched
     assert env["ACCELERATE_USE_CPU"] == "true"
+    refusal(planned, config_file("distributed_type: NO\nnum_processes: 2\n"), match="runs one process, not 2")
+    path = config_file("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: [0, 2]\nmixed_precision: no\n")
+    arguments = planned(path)[0]
+    assert (arguments.gpu_ids, arguments.mixed_precision) == ("0,2", "no")
 
 
 def test_only_local_rank_0_relaunches(launched: list[Any]) -> None:
@@ -359,6 +363,7 @@ POD = {"RANK": "0", "WORLD_SIZE": "2"}  # of a PyTorchJob
           for outer in (SRUN | {"SLURM_PROCID": "0"}, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, POD)),
         (TORCHRUN_8, "", "--config_file accelerate_configs/zero3.yaml", "--num_processes 8 after"),
         (TORCHRUN_8, "", "--config_file accelerate_configs/ddp.yaml --num_processes 8", ""),
+        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", "--config_file accelerate_configs/zero3.yaml", "deepspeed started 8"),
         (TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, "", "--config_file accelerate_configs/ddp.yaml", ""),
         # the parent's options
         *((TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, option, "--config_file accelerate_configs/ddp.yaml",

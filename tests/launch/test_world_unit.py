@@ -94,6 +94,7 @@ def test_first_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 ZERO3 = {"TOOLKIT_DEEPSPEED_CONFIG": "ds_configs/zero3.json"}
 BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "mine.json"}
 
@@ -101,7 +102,8 @@ BY_ACCELERATE = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFI
 @pytest.mark.parametrize(
     ("env", "launcher", "chosen"),
     [({}, "deepspeed", "zero2.json"), (ZERO3, "deepspeed", "zero3.json"), (BY_ACCELERATE, "accelerate", "mine.json"),
-     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json")],
+     (BY_ACCELERATE | ZERO3, "accelerate", "zero3.json"),
+     (BY_ACCELERATE | {"ACCELERATE_USE_DEEPSPEED": "1", ACCUMULATION: "auto"}, "accelerate", "mine.json")],
 )  # fmt: skip
 def test_deepspeed_config_after_the_script_is_used(
     env: dict[str, str], launcher: str, chosen: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
@@ -111,6 +113,7 @@ def test_deepspeed_config_after_the_script_is_used(
     for _ in range(2):  # each model of the process
         assert world._use_deepspeed(Place(launcher, 0, 1, 0, 1))
         assert Path(world.os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).name == chosen
+        assert (world.os.environ["ACCELERATE_USE_DEEPSPEED"], world.os.environ.get(ACCUMULATION)) == ("true", None)
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
 
 
@@ -224,6 +227,8 @@ def test_more_processes_than_gpus(no_launcher: None, monkeypatch: pytest.MonkeyP
         patch.setattr(rendezvous, "current", "joined for the first fold")
         _check_devices(place)
     gpus(1)  # a scheduler shows each process one
+    _check_devices(Place("srun", 0, 1, 0, 1))
+    assert "LOCAL_RANK" not in world.os.environ  # with it accelerate would wait for a group
     monkeypatch.setenv("LOCAL_RANK", "1")
     for launcher in ("srun", "mpirun_rsh"):
         _check_devices(Place(launcher, 1, 2, 1, 2))

@@ -18,12 +18,20 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
 from tests.splits import of_lengths
+from toolkit.checkpoint.live import LiveState
+from toolkit.checkpoint.save import make_drafts
 from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import freeze_layers
 from toolkit.training import optimizer as module
-from toolkit.training.optimizer import Lion, make_optimizer, make_scheduler, parameter_groups
+from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.optimizer import (
+    Lion,
+    make_optimizer,
+    make_scheduler,
+    parameter_groups,
+)
 from toolkit.training.steps import make_schedule
 from toolkit.training.strategy import align_strategy, explain_config_errors
 
@@ -268,6 +276,21 @@ def test_only_running_means_are_broadcast(norm: Any, broadcast: bool) -> None:
     assert accelerator.ddp_handler.broadcast_buffers == broadcast
 
 
+def test_tensors_become_contiguous() -> None:
+    """A checkpoint views them as one row of elements."""
+    model = Small()
+    model[0].weight = torch.nn.Parameter(weight := torch.randn(7, 5).T)
+    model.register_buffer("table", torch.arange(3.0).expand(4, 3))
+    align(accelerator_with(), model=model)
+    (draft, _) = make_drafts(LiveState(model, torch.optim.SGD(model.parameters())), set())
+    assert draft.tensors["0.weight"].tolist() == weight.tolist()
+    assert draft.tensors["table"].tolist() == 4 * [[0, 1, 2]]
+    model.register_buffer("rotation", torch.ones(2, dtype=torch.complex64))
+    live = SimpleNamespace(module=model)
+    run: Any = SimpleNamespace(settings=replace(SETTINGS, checkpoint_every=1), live=lambda: live)
+    refusal(Checkpoints.notes, run, match=r"rotation \(torch.complex64\): of a dtype")
+
+
 @pytest.mark.parametrize("stage", [None, 2, 3])
 def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
     config = None if stage is None else AUTO | {"zero_optimization": {"stage": stage, "offload_optimizer": None}}
@@ -291,7 +314,7 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
         ("gradient_clipping", 1.0, "--max_grad_norm 0.5"),
         ("train_batch_size", 64, "--global_batch_size 32"),
         ("train_micro_batch_size_per_gpu", 4, "--per_device_batch_size 8"),
-        ("gradient_accumulation_steps", 4, "settings"),
+        ("gradient_accumulation_steps", 4, "the settings need 2"),
         ("optimizer", {"type": "AdamW"}, "remove it"),
         ("scheduler", {"type": "WarmupLR"}, "remove it"),
         ("managed_gradient_accumulation", False, "write true"),

@@ -1,17 +1,22 @@
 """toolkit/training/resume.py: what `--resume` means for the checkpoints that are there."""
 
 import contextlib
+import json
+import os
+import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import SoftFileLock
 
 from tests.checkpoint.test_folder import save
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
-from toolkit.training import resume
+from toolkit.training import resume, run_folder
 from toolkit.training.resume import Origin, choose_origin, precision_of
 from toolkit.training.run_folder import create_run_folder
 
@@ -131,6 +136,27 @@ def test_each_disk_is_verified_completely(run: Path, monkeypatch: pytest.MonkeyP
     checkpoints: Any = SimpleNamespace(accelerator=accelerator, path=folder.parent)
     with resume._verified_copy(checkpoints, folder) as (_, fault):
         assert "weights is damaged" in fault
+
+
+def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (link := tmp_path / "link").symlink_to(run)
+    settings = TrainingSettings(output_dir=str(link), overwrite_output_dir=True, checkpoint_every=2)
+    create_run_folder(settings, "cls", FACTS)
+    assert link.is_symlink()  # to another disk
+    assert [(path / "checkpoints").exists() for path in (run, *run.parent.glob(f"{run.name}.old-*"))] == [False, True]
+    monkeypatch.setattr(run_folder, "FileLock", SoftFileLock)  # as on a disk without flock
+    (run / ".lock").write_text("1\nanother-host\n")
+    me = {"pid": os.getpid(), "host": socket.gethostname()}
+    for written, names in ((time.time(), True), (0.0, False)):  # before this process started: its PID was another's
+        (run / "config.json").write_text(json.dumps({"world": me}))
+        os.utime(run / "config.json", (written, written))
+        message = refusal(create_run_folder, settings, "cls", FACTS, match=f"if it has ended, remove {link}/.lock")
+        assert (f"(process {os.getpid()} on" in message) == names
+    (run / ".lock").unlink()
+    monkeypatch.chdir(run)
+    (run / "model").mkdir()
+    here = TrainingSettings(output_dir=".", overwrite_output_dir=True)
+    refusal(create_run_folder, here, "cls", FACTS, match="would move the current folder")
 
 
 @pytest.mark.parametrize("there", [True, False])

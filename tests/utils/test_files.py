@@ -1,6 +1,8 @@
 """toolkit/utils/files.py: files and folders are written completely or not at all."""
 
+import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,6 +42,19 @@ def test_replace_file(tmp_path: Path, flush: bool) -> None:
         with replace_file(tmp_path / "last") as draft:
             draft.symlink_to(target)
     assert (tmp_path / "last").readlink() == Path("b")
+
+
+def test_a_disk_that_cannot_flush_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an SMB share before Linux 6.1; that a file cannot be flushed remains an error."""
+    invalid = OSError(errno.EINVAL, "Invalid argument")
+    monkeypatch.setattr(files.os, "fsync", Mock(side_effect=[None, invalid, invalid]))
+    with replace_file(tmp_path / "a") as draft:
+        draft.touch()
+    with pytest.raises(OSError, match="Invalid"):
+        files.flush_path(tmp_path / "a")
+    (tmp_path / "a.safetensors").touch()
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError))  # of another user's share
+    files.make_readable(tmp_path)
 
 
 def test_replace_folder(tmp_path: Path) -> None:

@@ -174,9 +174,11 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
     """The tensors of peft's adapter_model.safetensors. Raises UserError if other parameters were trained."""
     find_factors(reader.weights, reader.path)  # one complete adapter
     trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
+    # `peft.get_peft_model_state_dict`: a trained head has the base model's name
+    is_alone = not trained and not any(".base_layer." in name for name in reader.names())
     tensors: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
-        if in_adapter(name):
+        if is_alone or in_adapter(name):
             tensors[saved_name(name)] = tensor
         elif name in trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):

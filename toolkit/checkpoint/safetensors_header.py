@@ -19,6 +19,7 @@ from typing import Any
 
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
+from toolkit.utils.files import refuse_lfs_pointer
 
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit
 # The library's order of dtypes: files begin with the last.
@@ -79,6 +80,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
     Raises UserError for a file that is invalid, truncated or too long, has an unknown dtype, overlaps or gaps.
     """
     try:
+        refuse_lfs_pointer(path)
         with path.open("rb") as file:
             size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
             if length > min(_MAX_HEADER_BYTES, size - 8):

@@ -87,6 +87,8 @@ def place_of(env: Mapping[str, str]) -> Place:
         raise UserError(
             f"PMI_SIZE is {env['PMI_SIZE']}, but MPI_LOCALRANKID is not set: set RANK, WORLD_SIZE and LOCAL_RANK"
         )
+    if "LOCAL_RANK" in env:  # accelerate would wait for a group
+        raise UserError("LOCAL_RANK is set and RANK is not: set RANK and WORLD_SIZE too, or `unset LOCAL_RANK`")
     return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
 
 
@@ -196,6 +198,8 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     Raises UserError if there are several nodes and the address of the first is unknown.
     """
     place = place_of(env)
+    if place.world_size == 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+        env.pop("LOCAL_RANK", None)  # with it accelerate opens a store at that address
     if place.world_size > 1 and place.launcher in ("environment", "torchrun", "accelerate"):
         _check_master(place, env)
     if place.launcher in ("python", "torchrun", "accelerate") or place.world_size == 1:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from toolkit.launch.environment import attempt, max_restarts
 from toolkit.launch.interrupted import LAUNCHER_PID, write_exit_code
 from toolkit.utils.timeouts import call_with_timeout
@@ -69,7 +71,16 @@ def stop_with_parent(parent: int | None = None) -> None:
 def stop_launcher(code: int) -> None:
     """Stops the launcher (ours exits with `code`) instead of a restart: the run was stopped, or would fail again."""
     parent = os.getppid()
-    # process 1 adopts the ranks of a killed launcher; in a container it may be our launcher itself
-    if attempt() < max_restarts() and (parent != 1 or os.environ.get(LAUNCHER_PID) == "1"):
+    if attempt() < max_restarts() and _is_launcher(parent):
         write_exit_code(code)
         os.kill(parent, signal.SIGTERM)
+
+
+def _is_launcher(pid: int) -> bool:
+    """False for a process that adopts the ranks of a killed launcher: process 1 (in a container that may be our
+    launcher), `systemd --user`, slurmstepd."""
+    if LAUNCHER_PID in os.environ:
+        return os.environ[LAUNCHER_PID] == str(pid)
+    with contextlib.suppress(psutil.Error):
+        return pid != 1 and any("python" in word for word in psutil.Process(pid).cmdline()[:1])
+    return False

@@ -155,7 +155,7 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
             return INTERRUPTED
         logger.error(f"error: stopped by {signal.Signals(error.sigval).name}")
         return 128 + int(error.sigval)
-    except (ValueError, AssertionError, FileNotFoundError) as error:
+    except (ValueError, AssertionError, FileNotFoundError, RuntimeError) as error:
         logger.error(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
         return 1
     return 0

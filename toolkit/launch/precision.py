@@ -135,7 +135,7 @@ def measure_cached(widths: Widths) -> Milliseconds:
     path = cache_folder() / "precision" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(OSError):  # no cache can be written: each process measures
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
+        with FileLock(f"{path}.lock", timeout=60):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 return {name: float(json.loads(path.read_bytes())[name]) for name in ("no", "bf16")}
             milliseconds = measure(widths)

@@ -104,7 +104,7 @@ def _refuse_other_launch(place: environment.Place, script: str, requested: Mappi
             f"this was started on several machines ({place.launcher}, {place.world_size} processes), and {path} is for "
             f"one: each would train a separate model: use {TWO_NODE_FILES}"
         )
-    if place.launcher in ("torchrun", "srun", "mpirun") and 1 < local != requested["num_processes"] // count:
+    if place.launcher not in ("accelerate", "environment") and 1 < local != requested["num_processes"] // count:
         raise UserError(
             f"{place.launcher} started {local} processes on {socket.gethostname()}, and {path} asks for "
             f"{requested['num_processes'] // count}: pass --num_processes {local * count} after the script"
@@ -135,8 +135,10 @@ def plan_launch(
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
         if uses_deepspeed:  # its default, pdsh, silently runs on one machine if there is no hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
-    if config.get("gpu_ids") not in (None, "all"):  # accelerate splits it, and YAML reads 1 as a number
-        arguments += ["--gpu_ids", str(config["gpu_ids"])]
+    if (ids := config.get("gpu_ids")) not in (None, "all"):  # a text for accelerate; YAML may read a number or a list
+        arguments += ["--gpu_ids", ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)]
+    if config.get("mixed_precision") is False:  # `no` without quotes, on which accelerate fails
+        arguments += ["--mixed_precision", "no"]
     if options.max_restarts is not None:
         environment.parse_int("--max_restarts", options.max_restarts, minimum=0)
         arguments += ["--max_restarts", options.max_restarts]
@@ -171,7 +173,7 @@ def count_processes(options: argparse.Namespace, config: Mapping[str, Any], path
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU
     processes = environment.parse_int("num_processes", number, path, minimum=1)
-    if processes > 1 and config["distributed_type"] == "NO":
+    if processes > 1 and config["distributed_type"] in ("NO", False):  # YAML reads NO as false
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
         raise UserError(
@@ -202,7 +204,8 @@ def find_file(name: str, script: str, folder: str) -> Path:
     near = [Path.cwd() / folder, *(root / folder for root in roots)]
     known = sorted({file.name for place in near if place.is_dir() for file in place.iterdir()})
     hint = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
-    raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{hint}")
+    near_name = did_you_mean(Path(name).name, known).replace("mean ", f"mean {folder}/")
+    raise UserError(f"there is no config file {name}{near_name}{hint}")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:

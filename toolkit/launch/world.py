@@ -43,6 +43,7 @@ DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores ("max": no limit) per period
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 # If all ranks hang in one collective, the failure detector sees no rank that is late.
 _HANG_SECONDS = 60
 
@@ -108,7 +109,7 @@ def make_accelerator(
             cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
         )
     except ValueError as error:
-        if "mixed precision" in str(error):
+        if "mixed precision" in str(error).replace("_", " "):
             raise UserError(
                 f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine"
             ) from error
@@ -300,7 +301,7 @@ def _check_devices(place: Place) -> None:
     import torch
 
     joined = rendezvous.current is not None  # for an earlier model; the variables are torch's now, not the scheduler's
-    if joined or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
+    if joined or place.world_size == 1 or not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
         return
     devices = torch.cuda.device_count()
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpirun_rsh", "mpiexec"):
@@ -329,14 +330,20 @@ def _use_deepspeed(place: Place) -> bool:
     if file or not by_accelerate:
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
-        single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        for name, value in single.items():
-            os.environ.setdefault(name, str(value))
+    if os.environ.get(_ACCUMULATION) == "auto":  # in an accelerate config; accelerate itself reads a number here
+        del os.environ[_ACCUMULATION]
+    single = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in single.items():
+        os.environ.setdefault(name, str(value))
     return True
 
 
 def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() == "true"
+    """Whether a variable has a true value. It becomes `true`, the only one that accelerate accepts everywhere."""
+    is_true = os.environ.get(name, "").lower() in ("true", "1", "yes", "y", "on", "t")
+    if is_true:
+        os.environ[name] = "true"
+    return is_true
 
 
 def _set_threads(place: Place) -> None:

@@ -22,10 +22,18 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint import save
-from toolkit.checkpoint.live import LiveState, full_shape, live_state, persistent_buffers, remember_groups, tied_names
+from toolkit.checkpoint.live import (
+    DTYPE_NAMES,
+    LiveState,
+    full_shape,
+    live_state,
+    persistent_buffers,
+    remember_groups,
+    tied_names,
+)
 from toolkit.checkpoint.machines import collect_files, remote_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
 from toolkit.training.strategy import scaler_state
@@ -197,6 +205,10 @@ class Checkpoints:
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
         state, lines = self.live(), []
+        tensors = (*state.module.named_parameters(), *persistent_buffers(state.module))
+        if unknown := [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in DTYPE_NAMES]:
+            why = "of a dtype that checkpoints do not support: use real numbers, or register_buffer(persistent=False)"
+            raise UserError(f"{listing(unknown, 4)}: {why}")
         if self.settings.checkpoint_in_background and not self._in_background(state.file_format):
             lines = [
                 f"--checkpoint_in_background works with one process or DDP only, and this is {state.strategy}: "

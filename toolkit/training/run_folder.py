@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
@@ -90,8 +92,13 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
         )
     try:
         if moves_aside:
-            aside, old = _unused_path(path.with_name(f"{path.name}.old-{stamp}")), path.resolve()
-            path.rename(aside)
+            old = path.resolve()
+            if Path.cwd().is_relative_to(old):
+                raise UserError(f"--overwrite_output_dir would move the current folder, {old}: start from another")
+            folder = old if path.is_symlink() else path  # a link to another disk stays
+            aside = _unused_path(folder.with_name(f"{folder.name}.old-{stamp}"))
+            folder.rename(aside)
+            folder.mkdir()
             moved = [aside / each.relative_to(old) if old in each.parents else each for each in origin.candidates]
             origin = Origin(moved, origin.skipped)
         path.mkdir(parents=True, exist_ok=True)
@@ -114,14 +121,28 @@ def _lock(path: Path) -> FileLock | None:
     try:
         lock.acquire()
     except Timeout:
-        world = _config_of(path).get("world", {})
-        holder = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
+        # without flock (Lustre) filelock writes the process into it, and only on its machine knows whether it has ended
+        ended = f"; if it has ended, remove {path / '.lock'}" if (path / ".lock").stat().st_size else ""
         raise UserError(
-            f"--output_dir {path}: another run is writing to it{holder}: choose another folder, or stop that run first"
+            f"--output_dir {path}: another run is writing to it{_holder(path)}: choose another folder, or stop that "
+            f"run first{ended}"
         ) from None
     except (OSError, NotImplementedError):
         return None  # a file system without locks; `create_run_folder` reports one that is read-only
     return lock
+
+
+def _holder(path: Path) -> str:
+    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID another may have."""
+    world = _config_of(path).get("world", {})
+    try:
+        if world["host"] == socket.gethostname():
+            started = psutil.Process(world["pid"]).create_time()
+            if started > (path / "config.json").stat().st_mtime:
+                return ""
+        return f" (process {world['pid']} on {world['host']})"
+    except (KeyError, TypeError, ValueError, OSError, psutil.Error):
+        return ""
 
 
 def _config_of(path: Path) -> dict[str, Any]:

@@ -73,6 +73,9 @@ def align_strategy(
         raise UserError(f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out")
     refuse_compiled(model)
     check_adapter(model)
+    for tensor in (*model.parameters(), *(buffer for _, buffer in persistent_buffers(model))):
+        if not tensor.is_contiguous():  # checkpoints, ZeRO and FSDP2 take its elements in a row
+            tensor.data = tensor.data.contiguous()
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
@@ -106,7 +109,7 @@ def align_strategy(
     samples = micro * schedule.accumulation * accelerator.num_processes
     values: dict[str, tuple[Any, str]] = {
         "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
-        "gradient_accumulation_steps": (schedule.accumulation, "the settings"),
+        "gradient_accumulation_steps": (schedule.accumulation, f"the settings need {schedule.accumulation}"),
         "train_micro_batch_size_per_gpu": (
             micro,
             f"--per_device_batch_size {settings.per_device_batch_size} "

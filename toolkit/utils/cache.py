@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20
 FILES = "files.json"
 """In each cached folder, written last: its source, and the size and checksum of every file."""
+_LOG_SECONDS = 300.0
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
@@ -60,10 +61,16 @@ def cached_folder(
 @contextlib.contextmanager
 def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
     """Yields None if another process has filled the folder while this one waited for the lock."""
-    from filelock import FileLock  # 3 MB that `toolkit convert` does not need
+    from filelock import FileLock, Timeout  # 3 MB that `toolkit convert` does not need
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    lock = FileLock(f"{folder}.lock")
+    try:
+        acquired = lock.acquire(timeout=_LOG_SECONDS)
+    except Timeout:  # on a disk without flock that of a process killed on another machine stays
+        logger.warning(f"waiting for the process that builds {folder}; if there is none, remove {lock.lock_file}")
+        acquired = lock.acquire()
+    with acquired:
         damage = find_damage(folder)
         if damage is None:
             yield None

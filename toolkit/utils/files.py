@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -24,7 +25,7 @@ _DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 def cache_folder() -> Path:
     """$TOOLKIT_CACHE, or ~/.cache/finetune-toolkit."""
-    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
+    return Path(os.environ.get("TOOLKIT_CACHE") or "~/.cache/finetune-toolkit").expanduser()
 
 
 def draft_path(path: Path, kind: str = "draft") -> Path:
@@ -121,6 +122,9 @@ def flush_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise  # disks that cannot flush a folder (SMB before Linux 6.1, vboxsf) say so by these two
     finally:
         os.close(descriptor)
 
@@ -130,7 +134,8 @@ def make_readable(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
-        path.chmod(0o666 & ~mask)
+        with contextlib.suppress(PermissionError):  # a mounted disk on which another user owns all files
+            path.chmod(0o666 & ~mask)
 
 
 def remove_drafts(folder: Path) -> None:
@@ -258,11 +263,22 @@ def refuse_link_out(path: Path, folder: Path) -> None:
         raise UserError(f"{path} is neither a file nor a folder: put a copy of the file there")
 
 
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises UserError for what `git clone` leaves in the place of a large file where Git LFS is not installed."""
+    with path.open("rb") as file:
+        if file.read(20) == b"version https://git-":
+            fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it from the hub's page"
+            raise UserError(f"{path} is a Git LFS pointer, not the file itself: {fix}")
+
+
 def refuse_files_outside(folder: Path) -> None:
-    """Raises UserError if a file of a model folder, or one that its weight index lists, leads outside the folder."""
+    """Raises UserError if a file of a model folder, or one that its weight index lists, leads outside the folder, or is
+    a Git LFS pointer."""
     for path in folder.iterdir():
         if not path.is_dir():
             refuse_link_out(path, folder)
+        if path.is_file():
+            refuse_lfs_pointer(path)
     for index in folder.glob("*.index.json"):
         shards = read_table(index, {"weight_map": _SHARDS}).get("weight_map") or {}
         for name in sorted(set(shards.values())):

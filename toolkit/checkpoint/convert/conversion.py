@@ -277,6 +277,9 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
     if not (reader.weights or reader.buffers):
         raise UserError(f"{reader.path} has no weights")
     if not reader.has_lora:
+        files = {span.member.file for tensor in reader.weights.values() for span in tensor.spans}
+        if any(file.stem == "adapter_model" for file in files):
+            raise UserError(f"{reader.path} is an adapter of another kind than LoRA: only peft can load or merge it")
         if settings.merge_lora:
             raise UserError(f"{reader.path} has no LoRA adapter: drop --merge_lora")
         return None

@@ -26,14 +26,17 @@ _COPIED = (
     "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
 )  # fmt: skip
 
-# Model types whose layers all have the same parameters.
-_KNOWN = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "big_bird", "ernie", "nezha", "distilbert")
+# Model types whose layers all have the same parameters -> transformers' attribute for the encoder below a head.
+_KNOWN = {"xlm-roberta": "roberta", "camembert": "roberta", "big_bird": "bert"} | {
+    name: name for name in ("bert", "roberta", "electra", "ernie", "nezha", "distilbert")
+}
 MODULE_ATTRIBUTES = ("model.", "net.")
 """Common attributes of a user's module for the model in it."""
 _BUILD_SECONDS = 300  # for transformers to build a model on the meta device
 _LAYER = re.compile(r"\blayer\.(\d+)\.")
+_WORDS = "embeddings.word_embeddings.weight"
 _ROWS = {
-    "embeddings.word_embeddings.weight": "vocab_size",
+    _WORDS: "vocab_size",
     "embeddings.position_embeddings.weight": "max_position_embeddings",
     "embeddings.token_type_embeddings.weight": "type_vocab_size",
 }
@@ -124,15 +127,20 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
         for name, shape in shapes.items():
             if (name == end or (end in rows and name.endswith(end))) and count is not None and shape[:1] != (count,):
                 faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {setting}")
-    if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
-        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} requires")
+    parents = sorted(name.removesuffix(_WORDS) for name in shapes if name.endswith(_WORDS))
+    others = [parent for parent in parents if parent not in ("", f"{_KNOWN.get(family)}.")]
+    # a user's class may give its encoder any name
+    of_transformers = re.compile(f"(?i){re.sub('[-_]', '', family)}(Model|For\\w+)")
+    if rows and not parents:
+        faults.add(f"{where} lacks {_WORDS}, which {path} requires")
     if rows and heads and not any(head in shapes for head in HEADS):
         prefix = next((name.removesuffix(head) for name in shapes for head in HEADS if name.endswith(f".{head}")), "")
         hint = f"; to convert only those under {prefix}: --prefix {prefix}" if prefix else ""
         faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has{hint}")
-    elif rows and (others := sorted(name for name in shapes if name.startswith(MODULE_ATTRIBUTES))):
-        prefix = others[0].partition(".")[0]
-        faults.add(f"{where} has {others[0]}, which no {family} has; to convert only those: --prefix {prefix}")
+    elif rows and others and all(map(of_transformers.fullmatch, config.get("architectures") or ())):
+        # of a module around the model, as torch's AveragedModel
+        prefix = others[0].removesuffix(f"{_KNOWN[family]}.").removesuffix(".")
+        faults.add(f"{where} has {others[0]}{_WORDS}, which no {family} has; to convert only those: --prefix {prefix}")
     faults.raise_if_any()
 
 
@@ -152,6 +160,8 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Coll
         return f"not compared with the model's class: {message.splitlines()[-1][-200:]}"
     model = json.loads(built.stdout.strip().split("\n")[-1])
     expected = {name: tuple(shape) for name, shape in model["shapes"].items()}
+    # constants that older versions of transformers saved, and from_pretrained ignores
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith("position_ids") or name in expected}
     differences = {
         "lacks": [name for name in expected if name not in {*shapes, *model["tied"], *tied}],
         "has in addition": [name for name in shapes if name not in expected],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,7 +74,7 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
     """(the reader, the folder that must contain all its files)."""
     if path.is_file():
         is_part = (path.parent / MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
-        if is_part or path.suffix not in SUFFIXES:
+        if is_part or not (path.suffix in SUFFIXES or zipfile.is_zipfile(path)):
             raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
         reader = open_weights(path)
         assert reader is not None
@@ -99,15 +100,15 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
 
 
 def _only_checkpoint_in(path: Path) -> Path:
-    """The only `checkpoint-N` of transformers' Trainer, or file that may be a model's state. Raises UserError where
-    there is none, or several."""
+    """The only `checkpoint-N` of transformers' Trainer, `checkpoint_N` of accelerate, or file that may be a model's
+    state. Raises UserError where there is none, or several."""
     if any((path / "model").glob("*.safetensors")):
         raise UserError(
             f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
             f"Hugging Face folder, is {path / 'model'}"
         )
     entries = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
-    inside = [entry for entry in entries if entry.name.startswith("checkpoint-") and entry.is_dir()]
+    inside = [entry for entry in entries if entry.name.startswith(("checkpoint-", "checkpoint_")) and entry.is_dir()]
     inside = inside or [entry for entry in entries if entry.suffix in SUFFIXES and not _NO_MODEL.match(entry.name)]
     if len(inside) > 1:
         raise UserError(f"{path} contains several checkpoints; name one of them: {listing(inside, 5)}")

@@ -18,6 +18,7 @@ from typing import Any
 from toolkit.checkpoint.read.unpickle import MAX_BYTES, MalformedError, Tensor, unpickle, walk
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex, crc32, read_into
 from toolkit.errors import UserError
+from toolkit.utils.files import refuse_lfs_pointer
 
 _LOCAL, _END = b"PK\3\4", b"PK\5\6"
 
@@ -55,7 +56,9 @@ class TorchArchive:
             if type(value) is Tensor and type(name) is not str:
                 raise UserError(f"{self.file}: a tensor's name is {name!r}, not a string: save it under a string")
             if type(value) is not Tensor and any(type(each) is Tensor for each in walk([value])):
-                raise UserError(f"{self.file}: {name} is a {type(value).__name__} of tensors: save each under a name")
+                kind, advice = type(value).__name__, "save each under a name"
+                advice += f", or the dict alone: torch.save(...[{name!r}], FILE)" if kind == "dict" else ""
+                raise UserError(f"{self.file}: {name} is a {kind} of tensors, next to others: {advice}")
         return {name: value for name, value in state.items() if type(value) is Tensor}
 
     def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -100,6 +103,7 @@ def read_member(member: Member, max_bytes: int) -> bytes:
 def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str, Member]:
     """The members, by name, of the zip file that fills `size` bytes of `file` from `start` on. Raises UserError."""
     try:
+        refuse_lfs_pointer(file)
         with _Range(file, start, size) as opened:
             if not opened.read_at(max(start, opened.end - 22), 22).startswith(_END):
                 raise UserError(f"{file}: {_format_fault(opened.read_at(start, 4))}")

@@ -301,6 +301,7 @@ ALLOWED: Mapping[str, Callable[..., Any] | None] = {
     "torch._utils._rebuild_parameter_with_state": _first,
     "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
     "torch.Size": _counts,
+    "torch.torch_version.TorchVersion": _first,
     "torch.serialization._get_layout": _first,
     **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
     **dict.fromkeys((f"{path}.AttributeDict" for path in _LIGHTNING), _dict),

@@ -96,7 +96,7 @@ def _state_of_index(index: Path) -> State:
             raise UserError(f"{file}: {listing(repeated)} are in another file of its folder too: copy the folder again")
         tensors |= of_file
         tied |= aliases
-    if missing := [name for name in weight_map if name not in tensors]:
+    if missing := [name for name in weight_map if name not in tensors and name not in tied]:
         raise UserError(f"{index} names {listing(missing)}, which its files lack; copy the folder again")
     return tensors, tied, {}
 
@@ -110,9 +110,7 @@ def _state_of_file(file: Path) -> State:
         tied = {name: other for name, other in metadata.items() if other in tensors and name != "format"}
     else:
         tensors, tied, details = _state_of_archive(file)
-    if file.stem == "adapter_model":
-        tensors = {live_name(name): tensor for name, tensor in tensors.items()}
-    return tensors, tied, details
+    return {live_name(name): tensor for name, tensor in tensors.items()}, tied, details
 
 
 def _state_of_archive(file: Path) -> State:
