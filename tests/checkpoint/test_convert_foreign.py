@@ -90,6 +90,18 @@ def test_a_file_of_torch_save(name: str, trained: Any, config: Path, tmp_path: P
     assert len(read_folder(tmp_path / "bare")) == len(state)
 
 
+def test_a_classifier_with_the_config_of_its_base_model(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    base = BertConfig(vocab_size=9, architectures=["BertForMaskedLM"], **sizes)
+    base.save_pretrained(tmp_path / "base")
+    torch.save(BertForSequenceClassification(BertConfig(**{**base.to_dict(), "num_labels": 3})).state_dict(),
+               tmp_path / "model.pt")  # fmt: skip
+    convert(tmp_path / "model.pt", tmp_path / "out", config_from=tmp_path / "base", verify=True)
+    assert BertConfig.from_pretrained(tmp_path / "out").num_labels == 3
+
+
 FOLDERS: dict[str, Callable[[State, Any], Any]] = {
     "the state itself": lambda state, _: state,
     "a loop's": lambda state, optimizer: {"model": state, "optim": optimizer, "step": 3, "rng": torch.get_rng_state()},

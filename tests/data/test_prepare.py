@@ -221,7 +221,7 @@ def test_a_test_split_without_labels_is_left_out_and_said(prepared: Prepare) -> 
 def test_texts_the_model_cannot_read_are_an_error(prepared: Prepare) -> None:
     foreign = [{"text": "ありがとう ございます " * 4, "label": label} for label in ("a", "b") for _ in range(5)]
     refusal(prepared, foreign, validation_file=foreign, match=r"% of the tokens are unknown.*--model_name_or_path")
-    some = [*rows_of({"a": 5, "b": 5}), {"text": "good ありがとう ございます film", "label": "a"}]
+    some = [*rows_of({"a": 5, "b": 5}), {"text": "good ありがとう ございます film " * 3, "label": "a"}]
     assert any("unknown to this model" in note for note in prepared(some, validation_file=some).notes)
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from transformers import BertConfig, BertForSequenceClassification
 
 from tests.report.made import TITLES, add_comparison, make_run
 from tests.runs import edit_json
@@ -19,7 +21,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import GenerationSettings, TitleSettings
 from toolkit.report.card import write_card
-from toolkit.report.record import last_evaluation
+from toolkit.report.record import architecture, last_evaluation
 from toolkit.report.templates import cell
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")
@@ -250,3 +252,14 @@ def test_the_title_snippet_runs(
     assert type(names["tokenizer"].backend_tokenizer).__name__ == ("WordBackend" if kind else "Tokenizer")
     assert (len(names["written"]), names["written"].shape[1] <= 10) == (1, True)
     assert not {"[CLS]", "[SEP]", "[PAD]"} & set(capsys.readouterr().out.split())
+
+
+def test_a_classifier_with_another_head_is_not_of_transformers(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = BertForSequenceClassification(BertConfig(vocab_size=9, **sizes))
+    model.loss = torch.nn.Linear(2, 2)  # from_pretrained skips it
+    model.save_pretrained(tmp_path / "plain")
+    assert architecture(tmp_path / "plain") == "BertForSequenceClassification"
+    model.classifier = torch.nn.Sequential(model.classifier)
+    model.save_pretrained(tmp_path / "other")
+    assert architecture(tmp_path / "other") == ""

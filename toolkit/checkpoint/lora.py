@@ -36,6 +36,10 @@ _UNSUPPORTED = (
 )  # fmt: skip
 HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 """Of classifiers; their rows are the labels."""
+_SEQUENCE_HEADS = {
+    "classifier.weight": ("pooler.dense.weight", "pre_classifier.weight"),
+    "classifier.out_proj.weight": ("",),
+}
 # Values of init_lora_weights that change the base weights too.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -130,6 +134,14 @@ class AdapterConfig:
         initial = str(self.content.get("init_lora_weights")).lower()
         if base_excluded and initial.startswith(_BASE_CHANGING):
             raise UserError(f"{self.path}: {initial} changes the base weights, which are not in the checkpoint")
+
+
+def classifier_head(names: Collection[str]) -> str | None:
+    """The head of an encoder that classifies texts, among all `names` of a model; of one for tokens None."""
+    for head, others in _SEQUENCE_HEADS.items():
+        if head in names and any(name.endswith(others) for name in names):
+            return head
+    return None
 
 
 def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:

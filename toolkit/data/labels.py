@@ -23,7 +23,7 @@ from toolkit.data.table import Table, columns_of, find_columns
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
-         "标签", "类别", "情感", "分类")  # fmt: skip
+         "tags", "rating", "标签", "类别", "情感", "分类", "评分", "标注")  # fmt: skip
 MULTI: ProblemType = "multi_label_classification"
 _MAX_CLASSES, _FEW_CLASSES = 2000, 50
 _MAX_DISTINCT = 200_000
@@ -395,9 +395,10 @@ def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemT
         if _is_blank(value, problem)
     ]
     if blank:
-        raise UserError(
-            f"{table.name}: no label in column {column!r} of rows {table.listing(blank)}: fill or remove them"
-        )
+        several = any(re.search(_SEPARATORS, str(cell)) for cell in table.rows[:100][column])
+        other = f", or pass --problem_type {MULTI} if a row may have several classes or none" * several
+        rows_text = f"rows {table.listing(blank)}: fill or remove them{other}"
+        raise UserError(f"{table.name}: no label in column {column!r} of {rows_text}")
 
 
 def _is_missing(value: Any) -> bool:

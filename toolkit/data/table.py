@@ -21,7 +21,9 @@ if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library
     import pyarrow
 
 BATCH_ROWS = 2048
-USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
+USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
+              "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
+_FLATTEN = "fields within objects are not read: make columns of them first, as pandas.json_normalize does"
 _MAX_COLUMNS = 10_000
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
@@ -131,9 +133,10 @@ def find_columns(table: Table, value: str | None, usual: tuple[str, ...], settin
         return tuple(lowered[name] for name in usual if name in lowered)[:1]
     for name in (names := columns_of(table, value)):
         if name not in columns:
+            hint = f" ({_FLATTEN})" if name.partition(".")[0] in columns else ""
             raise UserError(
                 f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}"
+                f"{listing(columns)}; name one with --{setting}{hint}"
             )
     return tuple(names)
 
@@ -179,7 +182,9 @@ def text_blocks(
     parts = [columns_of(table, column) for column in columns]
     for name in set(itertools.chain(*parts)) & set(table.rows.column_names):
         if not hasattr(table.rows.features[name], "dtype"):
-            raise UserError(f"{table.name}: column {name!r} holds lists or objects, not texts: name another column")
+            raise UserError(
+                f"{table.name}: column {name!r} holds lists or objects, not texts: name another column ({_FLATTEN})"
+            )
     for _, cells in table.cells([name for part in parts for name in part], rows):
         each = iter(cells)
         yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]

@@ -101,6 +101,14 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
 
 
+def spreadsheet_encoding(file: str, encoding: str) -> str:
+    """`utf-8-sig` where the UTF-8 file begins with a byte order mark, without which Excel shows Chinese as garbage."""
+    if encoding.lower().replace("_", "-") not in ("utf-8", "utf8") or not Path(file).is_file():
+        return encoding
+    with io.BufferedReader(_Unpacked(Path(file))) as buffer:
+        return "utf-8-sig" if buffer.peek(3).startswith(codecs.BOM_UTF8) else encoding
+
+
 def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
     """Raises UserError for a line of MAX_CELL characters."""
     for number in itertools.count(1):

@@ -214,9 +214,11 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
         return ExportedClassifier(Path(name), config)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if loading["missing_keys"]:
+        others = listing(sorted(loading["unexpected_keys"]), 2)
+        remedy = f"a recipe that changed the model saved {others} instead: load it with that recipe's class, or "
         raise UserError(
-            f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
-            "its predictions would be random; fine-tune it first, or pass a run's model folder"
+            f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): its "
+            f"predictions would be random; {remedy if others else ''}fine-tune it first, or pass a run's model folder"
         )
     configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)

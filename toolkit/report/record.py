@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from toolkit import demo
+from toolkit.checkpoint.convert.model_files import check_config
+from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import drop_redundant_f1
@@ -217,11 +219,18 @@ def run_config(folder: Path) -> dict[str, Any]:
 
 
 def architecture(model_folder: Path) -> str:
-    """The class in a saved model's config.json; "" for a model that is not of transformers."""
+    """The class in a saved model's config.json; "" where it cannot load the weights: a model that is not of
+    transformers, or whose head the recipe replaced."""
     path = model_folder / "config.json"
     if not path.is_file():
         return ""
     config = json.loads(path.read_text(encoding="utf-8"))
+    shapes = {name: tensor.shape for file in model_folder.glob("*.safetensors")
+              for name, tensor in read_header(file)[0].items()}  # fmt: skip
+    try:
+        check_config(shapes, config if shapes else {}, path, str(model_folder))
+    except UserError:
+        return ""
     return str((config.get("architectures") or ["model"])[0])
 
 

@@ -49,7 +49,8 @@ class RunSummary:
             f"machines: {', '.join(machines)}" if machines else "",
             ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
             + f"; {data.targets.describe()}",
-            f"texts: column {data.text_column}, at most {data.max_length} tokens",
+            f"texts: column {data.text_column}"
+            + f"{f', paired with {data.text_pair}' if data.text_pair else ''}, at most {data.max_length} tokens",
             *data.notes,
             data.advice,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
@@ -98,7 +99,7 @@ class RunSummary:
     ) -> list[str]:
         """The results, and the files that hold them."""
         folder, model_class = shlex.quote(str(self.folder)), architecture(self.folder / "model")
-        way = f"loads with {model_class}.from_pretrained" if model_class else "the files that the model's class saved"
+        way = f"loads with {model_class}.from_pretrained" if model_class else "loads with the recipe's model only"
         compared = []
         if comparison is not None:
             length = self.settings.long.compare_max_length

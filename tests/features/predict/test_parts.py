@@ -301,3 +301,5 @@ def test_the_output_has_the_encoding_of_the_input(predicted: Predict, tmp_path: 
     out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
     assert [line.split(",")[:2] for line in out.splitlines()][:2] == [["text", "评"], ["很好0", "0"]]
     assert len(out.splitlines()) == 41
+    (tmp_path / "b.csv").write_text("text\n很好\n", encoding="utf-8-sig")  # as Excel saves UTF-8
+    assert predicted("b_out.csv", source=tmp_path / "b.csv").read_bytes().startswith("\ufefftext,".encode())

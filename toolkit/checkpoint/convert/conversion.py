@@ -90,7 +90,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     output_name = str if adapter is None else lora.merged_name
     names = {} if is_adapter else {output_name(other): output_name(name) for other, name in reader.tied.items()}
     tied = {other: name for other, name in names.items() if name in tensors and other not in tensors}
-    head = None if is_adapter or adapter is None else tensors.get(adapter.head(tensors) or "")
+    name_of_head = lora.classifier_head if adapter is None else adapter.head
+    head = None if is_adapter else tensors.get(name_of_head(tensors) or "")
     config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
     if folder not in (reader.model_folder, reader.path):
         files.pop(DECISIONS, None)  # of that folder's own weights

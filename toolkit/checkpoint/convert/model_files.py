@@ -48,7 +48,7 @@ def copied_files(
 ) -> tuple[dict[str, Any] | None, dict[str, Path | str]]:
     """(the model's config, None for an adapter; name -> a file to copy, or a text to write).
 
-    `dtype`: written into the config. `classes`: of a classifier's adapter, if the config is a language model's. Raises
+    `dtype`: written into the config. `classes`: of a classifier; a config of a language model gets its class. Raises
     UserError when the folder has no valid config of a model.
     """
     if folder is None:
@@ -61,7 +61,7 @@ def copied_files(
         return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **files}
     config, name = _read_config(folder), DTYPES[dtype][1]
     kind = re.fullmatch(r"(\w+?)(Model|For\w+)", (config.get("architectures") or [""])[0])
-    if classes and kind and kind[2] != "ForSequenceClassification":
+    if classes and kind and kind[2] not in (*_WITH_LABELS, "ForMultipleChoice"):
         labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them
         config["architectures"] = [f"{kind[1]}ForSequenceClassification"]
         config |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}

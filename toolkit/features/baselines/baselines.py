@@ -95,8 +95,8 @@ def describe(content: dict[str, Any]) -> list[str]:
         return []
     texts = ["{} {value:.4f} ({low:.4f} to {high:.4f})".format(name, **value) for name, value in values.items()]
     lines = [f"f1_macro, 95 % confidence interval: {', '.join(texts)}"]
-    if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
-        lines.append(f"  the model is not clearly better than {LINEAR}: check its settings")
+    if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"] and values[MODEL]["value"] < 1:
+        lines.append(f"  the model is not clearly better than {LINEAR}: check its settings, or evaluate on more rows")
     return lines
 
 

@@ -22,6 +22,7 @@ from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
 from toolkit.data.table import USUAL_TEXT, Table
+from toolkit.data.text_files import spreadsheet_encoding
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
@@ -71,7 +72,10 @@ def predict_file(options: Any) -> None:
              "precision": accelerator.mixed_precision, "probabilities": options.probabilities,
              "encoding": options.encoding}  # fmt: skip
     launch.require_equal(accelerator, "the file, the model and the options", facts)
-    parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format, facts)
+    encoding = settings.encoding
+    if format_of(output) in SEPARATORS:
+        encoding = spreadsheet_encoding(options.file, encoding)
+    parts = Parts(output, encoding, settings.quoting == "none" and same_format, facts)
     if _is_already_joined(options, accelerator, parts):
         return
     if accelerator.is_main_process:

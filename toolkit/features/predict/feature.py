@@ -78,11 +78,13 @@ def _shard(text: str) -> tuple[int, int]:
 
 class PredictFeature(Feature):
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
-        if data is None or not (folder / "model" / "config.json").is_file():  # no run, or no transformers model
+        if data is None or data.targets.column_setting is None:  # no run, or pretraining: nothing to predict
             return ()
-        if data.targets.column_setting is None:  # pretraining: nothing to predict
-            return ()
+        from toolkit.report.record import architecture
         from toolkit.report.summary import runnable_command
+
+        if not architecture(folder / "model"):
+            return ()
 
         model = f"{shlex.quote(str(folder))}/model"
         return [f"  {runnable_command('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"]
