@@ -74,7 +74,7 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
     """(the reader, the folder that must contain all its files)."""
     if path.is_file():
         is_part = (path.parent / MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
-        if is_part or not (path.suffix in SUFFIXES or zipfile.is_zipfile(path)):
+        if is_part or path.suffix == ".distcp" or not (path.suffix in SUFFIXES or zipfile.is_zipfile(path)):
             raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
         reader = open_weights(path)
         assert reader is not None
