@@ -43,8 +43,8 @@ class LoopChecks:
         """The last result of `Step.mean`, until it is passed to `accelerator.backward`."""
         self._unscaled = False
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
-        self._accumulates = False
-        """Whether each micro-batch adds to the parameters' `grad`."""
+        self._accumulates: torch.nn.Module | None = None
+        """The model, where each micro-batch adds to its parameters' `grad`."""
         self._unchecked: torch.nn.Module | None = None
         """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
@@ -107,21 +107,15 @@ class LoopChecks:
                 "`step.micro_batches`: clip there only, or pass --mixed_precision bf16"
             )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
-        self.mean_loss, self._unscaled, self._accumulates = None, False, False
+        self.mean_loss, self._unscaled, self._accumulates = None, False, None
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
             return
         if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
             raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
-        self._accumulates = accumulates
+        self._accumulates = model if accumulates else None
 
     @contextlib.contextmanager
     def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
-        # before its forward pass, after which FSDP2's root has unsharded parameters, without their gradients
-        if self._means and self._accumulates and all(each.grad is None for each in model.parameters()):
-            raise UserError(
-                f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
-                "`optimizer.zero_grad()` only after `optimizer.step()`"
-            )
         self._micro_batches += 1
         with self._in_first:
             if self._first is None:
@@ -136,6 +130,14 @@ class LoopChecks:
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         self._refuse_means(self._micro_batches - 1)
+        model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
+        # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step
+        sharded = PREPARED.get(unwrapped(model), ([], []))[1] if model is not None else []
+        if model is not None and all(each.grad is None for each in sharded or model.parameters()):
+            raise UserError(
+                f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
+                "`optimizer.zero_grad()` only after `optimizer.step()`"
+            )
         self._means += 1
         if self._unchecked is None:
             return
