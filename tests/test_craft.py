@@ -32,6 +32,7 @@ JOBS: dict[str, list[Any]] = {
     "adafactor": ["--optimizer", "adafactor"],
     "muon": ["--optimizer", "muon", "--learning_rate", "1e-3"],
     "adversarial": ["--fgm_epsilon", 0.5, "--r_drop_alpha", 1.0],
+    "head": ["--freeze_layers", 2],  # FSDP2's root has all that is trained
 }  # fmt: skip
 # errors there: tests/training/test_optimizer.py
 REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor", "muon"))

@@ -48,10 +48,10 @@ def batch_of(rows: list[list[int]]) -> Any:
 ROWS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
 
 
-def objective_of(model: Any, problem_type: Any = SINGLE, **terms: Any) -> Objective:
+def objective_of(model: Any, problem_type: Any = SINGLE, losses: Any = None, **terms: Any) -> Objective:
     settings = build(TaskSettings, {"model_name_or_path": "m", "train_file": "t.csv", **terms})
     data = SimpleNamespace(labels=Labels(problem_type, ("a", "b", "c"), ("label",)), pos_weight=None)
-    return make_objective(settings, model, data)
+    return make_objective(settings, model, data, losses)
 
 
 def trained(model: Any, batch: Any, **terms: Any) -> torch.Tensor:
@@ -105,6 +105,23 @@ def test_fgm_moves_a_text_in_fp16_whose_loss_is_small() -> None:
     adversarial(batch, model(**batch.inputs).logits)
     shift = model.embedded - model.words.weight[batch.inputs["input_ids"]]
     torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.full((3,), 0.5), rtol=1e-3, atol=0)
+
+
+def test_fgm_after_another_pass_of_the_recipe() -> None:
+    model, batch = tiny("bert"), batch_of(ROWS)
+    objective = Adversarial(Objective(loss_fn), model, 0.5)
+    earlier, later = (model(**batch.inputs).logits for _ in range(2))
+    refusal(objective, batch, earlier, match="--fgm_epsilon 0.5: call the model for the logits .* after its other")
+    assert objective(batch, later).isfinite().all()
+
+
+def test_settings_that_the_losses_of_a_recipe_replace(capsys: pytest.CaptureFixture[str]) -> None:
+    objective_of(None, losses=loss_fn)
+    assert capsys.readouterr().err == ""
+    objective_of(None, losses=loss_fn, loss="focal")
+    objective_of(None, losses=loss_fn, label_smoothing_factor=0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["--loss focal", "--label_smoothing_factor"]
 
 
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:

@@ -14,7 +14,7 @@ from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters, refuse_shards
-from toolkit.training.optimizer import custom_scheduler, make_scheduler, parameter_groups
+from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
 
 SETTINGS = TrainingSettings()
 
@@ -47,6 +47,18 @@ def test_the_optimizer_has_exactly_the_trainable_parameters() -> None:
     model.base_model.bfloat16()  # type: ignore[operator, union-attr]
     check(model, head)
     refusal(check, model.half(), head, says=["classifier.weight", "dtype=torch.float32"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"optimizer": "lion"}, "--optimizer lion"), ({"optimizer_args": "eps=1e-6"}, "--optimizer_args eps=1e-6"),
+     ({"layerwise_lr_decay": 0.9}, "--layerwise_lr_decay 0.9")],
+)  # fmt: skip
+def test_settings_of_an_optimizer_that_the_recipe_does_not_make(settings: Any, says: str) -> None:
+    model, chosen = tiny("bert"), TrainingSettings(**settings)
+    refusal(check, model, parameter_groups(model, 0.1), chosen, says=[says, "or leave it out"])
+    check_parameters(accelerator_with(), model, make_optimizer(model, chosen), chosen, 10)
+    check(model, parameter_groups(model, 0.1), TrainingSettings(optimizer="sgd"))
 
 
 def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:

@@ -12,11 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from accelerate import PartialState
+
 from toolkit.config import TaskSettings
 from toolkit.errors import UserError
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import Losses, Objective, sample_losses
 from toolkit.objective.second_targets import with_r_drop, with_teacher
+from toolkit.utils.log import logger
 
 
 def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses | None = None) -> Objective:
@@ -33,6 +36,9 @@ def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses
         raise UserError(f"--label_smoothing_factor {smoothing} has no effect with {kind}: leave it out")
     if temperature and problem_type == "regression":
         raise UserError(f"--distillation_temperature {temperature} has no effect with {kind}: leave it out")
+    needed = {"--label_smoothing_factor": smoothing, "--loss focal": terms.gamma, "--pos_weight": terms.pos_weight}
+    if losses and (names := [name for name, value in needed.items() if value]) and PartialState().is_main_process:
+        logger.info(f"{', '.join(names)}: no effect, unless the losses of the recipe apply them")
     options = {"label_smoothing": smoothing, "focal_gamma": terms.gamma, "pos_weight": data.pos_weight}
     objective = Objective(losses or partial(sample_losses, problem_type=problem_type, **options))
     if settings.distillation.teacher:

@@ -50,7 +50,11 @@ class Adversarial:
             kind = type(unwrapped(self.model)).__name__
             raise UserError(f"--fgm_epsilon {self.epsilon}: {kind} does not embed a batch as (B, S, H): leave it out")
         losses = self.objective.losses(logits, batch.labels)
-        (gradient,) = torch.autograd.grad(_SCALE * losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
+        loss = _SCALE * losses.sum()
+        (gradient,) = torch.autograd.grad(loss, self._embedded, retain_graph=True, allow_unused=True)  # (B, S, H)
+        if gradient is None:
+            how = "call the model for the logits of `objective(batch, logits)` after its other passes"
+            raise UserError(f"--fgm_epsilon {self.epsilon}: {how}: it moves the embeddings of the last pass")
         norms = _norms(gradient.float(), batch.token_samples).clamp(min=torch.finfo(torch.float32).tiny)
         self._shift = self.epsilon * gradient.float() / norms
         try:

@@ -13,7 +13,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main
-from toolkit.training.optimizer import DISTANCE
+from toolkit.training.optimizer import DISTANCE, optimizer_class
 from toolkit.training.optimizer_trial import shard_fault, step_fault
 
 OWN_SCHEDULE = "docs/your-own-recipe.md, Another schedule"
@@ -76,6 +76,14 @@ def check_parameters(
         faults.add(f"FSDP2 drops the hooks of parameters ({listing(hooked, 4)}): launch with ddp or ZeRO-2")
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
+    name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
+    inner = (optimizer, *vars(optimizer).values())  # it may wrap another
+    if (name != "adamw" or arguments) and not any(isinstance(each, optimizer_class(name)) for each in inner):
+        setting = f"--optimizer {name}" + (f" --optimizer_args {arguments}" if arguments else "")
+        faults.add(f"{setting}: the recipe makes a {type(optimizer).__name__}: use make_optimizer, or leave it out")
+    if decay not in (None, 1) and len({group["lr"] for group in optimizer.param_groups}) == 1:
+        how = "make the groups by parameter_groups(..., layer_decay=...), or leave it out"
+        faults.add(f"--layerwise_lr_decay {decay}: all trained parameters have one learning rate: {how}")
     if every := settings.unfreeze_every:
         turns: set[Any] = {group.get(DISTANCE) for group in optimizer.param_groups}
         if None in turns:

@@ -131,7 +131,9 @@ class LoopChecks:
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         self._refuse_means(self._micro_batches - 1)
         model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
-        if model is not None and all(each.grad is None for each in model.parameters()):
+        # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step
+        sharded = PREPARED.get(unwrapped(model), ([], []))[1] if model is not None else []
+        if model is not None and all(each.grad is None for each in sharded or model.parameters()):
             raise UserError(
                 f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
                 "`optimizer.zero_grad()` only after `optimizer.step()`"

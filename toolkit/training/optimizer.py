@@ -105,7 +105,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
     """Creates `--optimizer` for the parameters that require gradients. Raises UserError where that fails."""
     name = settings.optimizer
-    kind, arguments = _optimizer_class(name), _arguments(settings.optimizer_args)
+    kind, arguments = optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
         arguments = {"fused": not {"foreach", "differentiable"} & arguments.keys()} | arguments
     rate, decay, gradual = settings.learning_rate, settings.layerwise_lr_decay, settings.unfreeze_every is not None
@@ -119,7 +119,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
         raise UserError(f"{setting}: {first_line(error)}; {kind.__name__} takes {', '.join(names)}{hint}") from error
 
 
-def _optimizer_class(name: str) -> Any:
+def optimizer_class(name: str) -> Any:
     if name.lower() in _OPTIMIZERS:
         return _OPTIMIZERS[name.lower()]
     module, _, attribute = name.rpartition(".")

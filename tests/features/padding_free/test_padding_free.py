@@ -200,6 +200,9 @@ def test_other_heads_and_attentions_are_refused(load: Models, accelerator: Any) 
     fine, _ = load("BERT")
     with pytest.raises(AttributeError, match="Packed"):  # not prepared
         fine(**packed(np.arange(7)).inputs)
+    packed.prepare_model(accelerator, fine)
+    for reads in ({"output_hidden_states": True}, {"output_attentions": True}):
+        refusal(fine, **packed(np.arange(7)).inputs, **reads, says=["--padding_free", "hidden states and attentions"])
 
 
 def test_settings() -> None:

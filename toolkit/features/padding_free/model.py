@@ -165,6 +165,8 @@ def _select_first_tokens(layer: Any, args: Any, options: dict[str, Any], output:
 
 def _drop_padding_texts(model: Any, args: Any, options: dict[str, Any], output: Any) -> None:
     if "packed" in options:
+        if output.get("hidden_states") is not None or output.get("attentions") is not None:
+            raise UserError("--padding_free: hidden states and attentions have no row for each text: leave it out")
         output.logits = output.logits[: options["packed"].num_texts]  # (B, C)
 
 
