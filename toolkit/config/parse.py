@@ -183,9 +183,7 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
         elif value == "":  # --validation_file "$UNSET"
             del values[name]
             faults.add(f"--{name} is empty: give a value, or leave it out")
-        if isinstance(value, str) and value.startswith(
-            "~/"
-        ):  # of YAML or `--name=~/...`, which a shell leaves as it is
+        if str(value).startswith("~/"):  # of YAML or `--name=~/...`, which a shell leaves as it is
             values[name] = str(Path(value).expanduser())
         if isinstance(value, str) and _UNWRITABLE.search(value):
             faults.add(f"--{name} {value!r}: it contains a character that cannot be written")

@@ -82,5 +82,5 @@ def _is_launcher(pid: int) -> bool:
     if LAUNCHER_PID in os.environ:
         return os.environ[LAUNCHER_PID] == str(pid)
     with contextlib.suppress(psutil.Error):
-        return pid != 1 and any("python" in word for word in psutil.Process(pid).cmdline()[:1])
+        return pid != 1 and "python" in "".join(psutil.Process(pid).cmdline()[:1])
     return False

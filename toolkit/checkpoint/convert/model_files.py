@@ -60,8 +60,8 @@ def copied_files(
     if is_adapter:
         return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **files}
     config, name = _read_config(folder), DTYPES[dtype][1]
-    kind = re.fullmatch(r"(\w+?)(Model|For\w+)", (config.get("architectures") or [""])[0])
-    if classes and kind and kind[2] not in (*_WITH_LABELS, "ForMultipleChoice"):
+    without_head = r"(\w+?)(LMHeadModel|Model|ForMaskedLM|ForCausalLM|ForPreTraining)"
+    if classes and (kind := re.fullmatch(without_head, (config.get("architectures") or [""])[0])):
         labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them
         config["architectures"] = [f"{kind[1]}ForSequenceClassification"]
         config |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
