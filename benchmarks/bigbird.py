@@ -1,22 +1,21 @@
 """BigBird attention at 4096 tokens: ours against transformers', time and peak memory.
 
     python benchmarks/bigbird.py --write              (CPU; some minutes on 2 cores)
-    python benchmarks/bigbird.py --device cuda        (against full SDPA too; not yet run)
+    python benchmarks/bigbird.py --device cuda        (against full SDPA too)
 
 One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Each row has
-its own processes, which take turns; a peak is the memory that the step adds. On a CPU the rows "freed memory kept" keep
-freed memory, which glibc otherwise returns to the system. `--write` puts the tables into benchmarks/results.
+its own processes, which take turns; a peak is the memory that a process's first step adds. The first step of `flex`
+compiles its kernel. On a CPU the rows "freed memory kept" keep freed memory, which glibc otherwise returns to the
+system. `--write` puts the tables into benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import processes
 import torch
 from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBirdModel
 from transformers.utils import logging
@@ -43,12 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of a process, after one warm-up step")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each row")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md")
-    parser.add_argument("--worker", nargs=3, metavar=("WHAT", "HOW", "PEAK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    if options.worker:
-        print(json.dumps(work(options, *options.worker)))
-        return
     lines = [conditions(options)]
     for what, title in (("layer", "One attention layer, forward + backward"),
                         ("model", f"A training step (AdamW) of a classifier of {options.layers} layers")):  # fmt: skip
@@ -68,21 +63,24 @@ def names(options: argparse.Namespace) -> list[str]:
 
 def measure_table(options: argparse.Namespace, what: str) -> list[str]:
     """A table with one row per attention; ratios are to transformers."""
-    seconds: dict[str, list[float]] = {how: [] for how in names(options)}
+    firsts, seconds = ({how: list[float]() for how in names(options)} for _ in range(2))
     for _ in range(options.rounds):
         for how, each in seconds.items():
-            each.extend(spawn(options, what, how, "no"))
+            first, *others = spawn(options, what, how, "no") or [math.nan]
+            firsts[how].append(first)
+            each.extend(others)
     peaks = {how: min(spawn(options, what, how, "yes"), default=math.nan) for how in names(options)}
-    lines = ["| attention | minimum, ms | median, ms | faster (minimum) | faster (median) | peak, MB | of the memory |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| attention | first step, s | minimum, ms | median, ms | faster (minimum) | faster (median) | peak, MB | "
+             "of the memory |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     first, middle = (measure(seconds[THEIRS] or [math.nan]) for measure in (min, median))
     for how, each in seconds.items():
         if not each:
-            lines.append(f"| {how} | failed | | | | | |")
+            lines.append(f"| {how} | failed | | | | | | |")
             continue
         speed = f"{first / min(each):.2f}x | {middle / median(each):.2f}x"
         memory = f"{peaks[how] / 1e6:.0f} | {peaks[how] / peaks[THEIRS]:.2f}"
-        lines.append(f"| {how} | {min(each) * 1e3:.0f} | {median(each) * 1e3:.0f} | {speed} | {memory} |")
+        times = f"{max(firsts[how]):.1f} | {min(each) * 1e3:.0f} | {median(each) * 1e3:.0f}"
+        lines.append(f"| {how} | {times} | {speed} | {memory} |")
     return lines
 
 
@@ -128,7 +126,8 @@ def _model_step(options: argparse.Namespace, model: Any) -> Callable[[], None]:
 
 
 def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
-    """The seconds of each step, or [peak bytes added by a step]."""
+    """The seconds of each step, the first one too, or [peak bytes added by a step]."""
+    logging.set_verbosity_error()
     if how.endswith(KEPT):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX
@@ -143,20 +142,16 @@ def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[fl
         step()
         _wait(options)
         seconds.append(time.perf_counter() - started)
-    return seconds[1:]
+    return seconds
 
 
 def spawn(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
     """`work` in a new process; nothing where it fails, for example out of memory."""
-    command = [sys.executable, __file__, "--device", options.device, "--tokens", str(options.tokens), "--layers",
-               str(options.layers), "--repeats", str(options.repeats), "--worker", what, how, peak]  # fmt: skip
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-                          check=False, timeout=900)  # fmt: skip
-    if done.returncode:
-        print(f"{what} {how}: {done.stderr[-2000:]}", file=sys.stderr, flush=True)
+    try:
+        return processes.run(work, options, what, how, peak, seconds=900)
+    except Exception as error:
+        print(f"{what} {how}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return []
-    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _wait(options: argparse.Namespace) -> None:

@@ -14,18 +14,18 @@ the lengths of real reviews. bf16 unless stated otherwise.
     tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging
     plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
-Each run is a new process, and the contestants take turns. The second epoch of training is timed (of `plain`, whose
-batches all have one shape, the steps after the fifth). MFU counts real tokens only (docs/run-folder.md), not padding.
+Each run is a process of its own, and the contestants take turns. The second epoch of training is timed (of `plain`,
+whose batches all have one shape, the steps after the fifth). MFU counts real tokens only (docs/run-folder.md), not
+padding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import processes
 import trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,8 +54,8 @@ PARTS = {"epoch": None, "base-reviews": ("BERT-base", "real reviews"), "bigbird"
          "base-512": ("BERT-base", "512 tokens"), "large-reviews": ("BERT-large", "real reviews"),
          "large-512": ("BERT-large", "512 tokens")}  # fmt: skip
 MOST_SECONDS = 900  # of one run
-TASKS = (("train", ["ours", "compiled", "rows", "ours0", "rows0", "tuned", "plain"]),
-         ("evaluate", ["ours", "rows", "tuned"]))  # fmt: skip
+TASKS = (("train", ["ours", "tuned", "rows0", "ours0", "compiled", "rows", "plain"]),
+         ("evaluate", ["ours", "tuned", "rows"]))  # fmt: skip
 
 
 def main() -> None:
@@ -66,11 +67,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4096, help="of an epoch [4096]")
     parser.add_argument("--rounds", type=int, default=1, help="of each contestant [1]")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-NAME.md")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        print(json.dumps(work(json.loads(options.worker))))
-        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = (  # one GPU
+        "" if options.device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    )
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -183,22 +183,11 @@ def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], na
 
 
 def spawn(spec: dict[str, Any]) -> dict[str, float] | str:
-    """`work` in a new process on one GPU; its last line of stderr if it failed, for example out of memory."""
-    if spec["tiny"] and spec["who"] != "plain":  # in this process: imports take longer than a toy model
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return work(spec)
-    visible = "" if spec["device"] == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    command = [sys.executable, __file__, "--worker", json.dumps(spec)]
+    """`work` in a new process; the first line of the error where it fails, for example out of memory."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_SECONDS,
-                              env={**os.environ, "CUDA_VISIBLE_DEVICES": visible})  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no end after {MOST_SECONDS} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        return processes.run(work, spec, seconds=MOST_SECONDS)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
 
 # ---- one contestant, in its own process
@@ -212,10 +201,10 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
     from toolkit.training.mfu import training_flops
 
     clock = trainer.Clock()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # Trainer prints its results
         job = job_of(spec, folder)
         contestant = {"tuned": trainer.tuned_trainer, "plain": trainer.plain_trainer}.get(spec["who"], trainer.ours)
-        contestant(job, spec["task"], clock)
+        result = contestant(job, spec["task"], clock)
     split = job.data.train if spec["task"] == "train" else job.data.validation
     count = training_flops(job.model)
     assert count is not None
@@ -227,7 +216,7 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
         "samples": len(split),
         "tokens": int(split.lengths.sum()),
         "flops": flops,
-        "peak": peak,
+        "peak": max(peak, result.get("peak", 0)),
     }
 
 

@@ -189,7 +189,8 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
         if step.number == job.warm_steps:
             clock.start()
     clock.stop()
-    return {"loss": statistics.fmean(step.metrics.loss for step in done), "steps": len(done)}
+    peak = max(step.metrics.peak_memory_bytes for step in done)  # an evaluation's step starts to count again
+    return {"loss": statistics.fmean(step.metrics.loss for step in done), "steps": len(done), "peak": peak}
 
 
 def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
@@ -331,7 +332,7 @@ def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any
     if task == "train" and result["steps"] != samples // TEXTS[length][1]:
         raise SystemExit(f"{contestant} made {result['steps']} steps")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    device = max(torch.cuda.max_memory_allocated(), result.get("peak", 0)) if torch.cuda.is_available() else 0
     return result | {"wall": clock.wall, "cpu": clock.cpu, "resident": resident, "device": device}
 
 

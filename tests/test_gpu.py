@@ -39,7 +39,7 @@ pytestmark = [
 COUNTS = sorted({1, min(2, DEVICES), DEVICES} - {0}) if not REHEARSAL else [1]
 FILES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
 WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the script, words after it)
-    f"ddp x{count}": (["torchrun", "--nproc_per_node", str(count)], []) for count in COUNTS
+    f"ddp x{count}": (["torchrun", "--standalone", "--nproc_per_node", str(count)], []) for count in COUNTS
 } | {
     f"{name} x{count}": (
         [sys.executable], ["--config_file", f"accelerate_configs/{name}.yaml", "--num_processes", str(count)])

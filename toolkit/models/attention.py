@@ -35,6 +35,25 @@ def install() -> None:
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
+def share_casts(model: torch.nn.Module) -> None:
+    """Makes autocast cast the input of a layer's query, key and value once, not three times.
+
+    Outputs do not change; the three gradients of that input are added before they are cast back, not after. A step of
+    BERT-base with 256 texts of 128 tokens took 0.95 of the time on an H100. Not where a module has more than these
+    three (ALBERT's adds its input to its output).
+    """
+    for part in model.modules():
+        layers = {name: each for name, each in part.named_children() if next(each.parameters(), None) is not None}
+        if layers.keys() == {"query", "key", "value"} and {type(each) for each in layers.values()} == {torch.nn.Linear}:
+            part.register_forward_pre_hook(_cast_input)
+
+
+def _cast_input(attention: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not inputs or inputs[0].dtype != torch.float32 or not torch.is_autocast_enabled(inputs[0].device.type):
+        return inputs
+    return (inputs[0].to(torch.get_autocast_dtype(inputs[0].device.type)), *inputs[1:])
+
+
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, **options: Any,

@@ -25,6 +25,7 @@ from transformers import (
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.errors import UserError, listing
 from toolkit.models.attention import install as install_attention
+from toolkit.models.attention import share_casts
 from toolkit.models.exported import ExportedClassifier, export_format
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, reinit_layers
@@ -141,10 +142,11 @@ def _check_on_cpu(check: Callable[..., Any], tensor: torch.Tensor | None, *args:
 
 
 def choose_attention(model: Any, attention: str | None) -> None:
-    """Installs an attention in a BigBird encoder, by default the fast one; `eager` is transformers'. Does not change
-    other models. Raises UserError for an unknown name."""
+    """Installs an attention in a BigBird encoder, by default the fast one; `eager` is transformers'. In other models
+    only casts become fewer. Raises UserError for an unknown name."""
     skip_mask_checks()
     install_attention()
+    share_casts(model)
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return

@@ -3,7 +3,7 @@
 `gathered` uses operators of every device. `flex` is one fused kernel for forward and one for backward on CUDA, compiled
 for each shape: so batches are split and padded to few shapes. `gathered` takes over for further shapes, and where one
 does not compile. On a CPU torch 2.13 compiles only its forward pass; uncompiled it is exact and dense, which the tests
-use. It has not run on a GPU yet (tests marked `gpu` cover it).
+use. On an H100 a kernel took 4 to 17 seconds to compile; `gathered` is slower than transformers there.
 
 Both take queries, keys and values (B, nh, S, hs) and return (B, nh, S, hs). `bias` (B, S) is added to every score of a
 key; S is `pattern.length`.
