@@ -194,7 +194,7 @@ def _refuse_wrong_folder(name: str) -> None:
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)
         raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{hint} [config.json]")
-    if (path / "manifest.json").is_file():
+    if (path / "manifest.json").is_file() and not (path / "config.json").is_file():
         raise UserError(
             f"--model_name_or_path {name} is a training checkpoint: convert it to a model folder with "
             f"`toolkit convert {name} OUT`"

@@ -86,13 +86,13 @@ class Run:
         runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
         for an optimizer or scheduler that is not prepared, and for a compiled model."""
         refuse_compiled(model)
-        check_scheduler(optimizer, scheduler)
+        check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         self._updates = updates = list[Any]()
         """An item for each update of the weights in this step."""
-        # without a reference to this run, whose folder stays locked while it exists: DeepSpeed keeps optimizers
+        # without a reference to this run, whose folder stays locked while it exists: ZeRO-3 keeps optimizers
         unwrapped_optimizer(optimizer).register_step_post_hook(lambda *_: updates.append(None))
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)

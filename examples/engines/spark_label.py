@@ -31,7 +31,9 @@ def main() -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model_name)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        task = pyspark.TaskContext.get()  # tasks of a machine share its GPUs
+        gpus = torch.cuda.device_count()
+        device = f"cuda:{task.partitionId() % gpus}" if task and gpus else "cpu"
         model = AutoModelForSequenceClassification.from_pretrained(model_name).eval().to(device)
         if model.config.problem_type not in (None, "single_label_classification"):
             raise ValueError(f"{model_name} is not a classifier of single labels")

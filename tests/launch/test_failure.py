@@ -3,6 +3,7 @@
 import errno
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_other_broken_pipes_are_tracebacks() -> None:
     assert done.code == 1
     assert "Traceback" in done.err
     assert "head" not in done.err
+
+
+def test_a_file_of_another_rank_is_no_stuck_step(tmp_path: Path) -> None:
+    """This rank waits in training/checkpoints.py while another one writes."""
+    file = tmp_path / "toolkit" / "training" / "checkpoints.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import time\ndef wait():\n    time.sleep(3)\n")
+    stop = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    load = f"exec(compile(open({str(file)!r}).read(), {str(file)!r}, 'exec'), globals())"
+    done = run(load, "with StopSignals(True):", f"    {stop}", "    wait()", TOOLKIT_STOP_TIMEOUT="1")
+    assert "stuck at" not in done.err
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,36 @@ def test_precision_of_a_gpu(capability: tuple[int, int], chosen: str, monkeypatc
     assert "GPU 1" in why
 
 
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "works"),
+    [((7, 0), CUDA_13, False), ((7, 5), CUDA_13, True), ((8, 9), CUDA_13, True), ((9, 0), CUDA_13, True),
+     ((11, 0), CUDA_13, False), ((12, 1), CUDA_13, True), ((7, 0), ["sm_50", "sm_60", "sm_70"], True),
+     ((6, 1), ["sm_50", "sm_60", "sm_70"], True), ((9, 0), ["gfx90a"], True)],
+)  # fmt: skip
+def test_gpus_for_which_torch_was_not_built(
+    capability: tuple[int, int], built: list[str], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    fault = precision.missing_kernels(0)
+    assert (fault == "") is works
+    assert works or "Tesla V100" in fault
+
+
+def test_bf16_that_a_gpu_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, mixed, says in (((7, 5), "bf16", True), ((7, 5), "fp16", False), ((8, 0), "bf16", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        gpu: Any = SimpleNamespace(device=torch.device("cuda"), mixed_precision=mixed)
+        assert ("Tesla T4" in precision.emulated(gpu)) is says
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16")
+    assert not precision.emulated(on_cpu)
+
+
 @pytest.mark.parametrize(
     ("launched", "variable", "chosen"),
     [

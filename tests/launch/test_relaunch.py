@@ -30,7 +30,13 @@ from toolkit.launch import environment, launcher
 from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, timeout_seconds
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
-from toolkit.launch.relaunch import clean_environment, plan_launch, relaunch_if_requested, split_arguments
+from toolkit.launch.relaunch import (
+    clean_environment,
+    count_processes,
+    plan_launch,
+    relaunch_if_requested,
+    split_arguments,
+)
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -249,6 +255,13 @@ def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, devi
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
     arguments, requested = planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1")
     assert arguments.num_processes == requested["num_processes"] == 2 * each
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("MULTI_GPU", 8), ("DEEPSPEED", 8), ("MULTI_CPU", 1), ("NO", 1)])
+def test_default_processes_of_one_machine(monkeypatch: pytest.MonkeyPatch, kind: str, processes: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    options: Any = SimpleNamespace(num_processes=None)
+    assert count_processes(options, {"distributed_type": kind}, Path("mine.yaml"), 1) == processes
 
 
 TWO = {"main_process_ip": FIRST, "machine_rank": "0"}

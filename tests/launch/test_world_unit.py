@@ -206,6 +206,42 @@ def test_require_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal(require_equal, several, "--mixed_precision", {"mixed precision": "bf16"}, match=words)
 
 
+def test_gpus_with_and_without_bf16_have_another_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, ("rank 1", {"mixed precision": "fp16"})])
+    several: Any = SimpleNamespace(num_processes=2, process_index=0)
+    refusal(
+        require_equal, several, "x", {"mixed precision": "bf16"}, "Pass --mixed_precision fp16", match="fp16; nothing"
+    )
+
+
+def test_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid=f"GPU-{place}"))
+    place = Place("mpirun", 0, 2, 0, 2)
+
+    def ranks(*others: str) -> Any:
+        return SimpleNamespace(exchange=lambda mine, seconds: [mine, *others])
+
+    world._refuse_shared_gpus(ranks("GPU-1"), place)
+    refusal(world._refuse_shared_gpus, ranks("GPU-1", "GPU-0"), place, match="ranks 0 and 2 have the same GPU")
+
+
+def test_gpus_that_torch_does_not_see(
+    no_launcher: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(world, "_NVIDIA", tmp_path)
+    place = Place("python", 0, 1, 0, 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    world._report_unseen_gpus(place)
+    (tmp_path / "0000:01:00.0").mkdir()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    world._report_unseen_gpus(place)
+    assert not capsys.readouterr().err
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    world._report_unseen_gpus(place)
+    assert "use_cpu: true" in capsys.readouterr().err
+
+
 def test_more_processes_than_gpus(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def gpus(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -67,16 +67,24 @@ def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
     refusal(check_parameters, accelerator_with(), model, optimizer, SETTINGS, 10, says=says)
 
 
-def test_the_optimizer_and_the_scheduler_are_prepared(accelerator: Accelerator) -> None:
+def test_the_optimizer_and_the_scheduler_are_prepared(
+    accelerator: Accelerator, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     optimizer = accelerator.prepare(plain)
     scheduler = make_scheduler(optimizer, SETTINGS, 10)
-    check_scheduler(optimizer, scheduler)
-    check_scheduler(optimizer, custom_scheduler(optimizer, lambda inner: StepLR(inner, 2)))
-    refusal(check_scheduler, accelerator.prepare(other), scheduler, says=["LambdaLR", "custom_scheduler"])
+    own = custom_scheduler(optimizer, lambda inner: StepLR(inner, 2))
+    cosine = TrainingSettings(lr_scheduler_type="cosine")
+    for each, settings in ((scheduler, SETTINGS), (own, SETTINGS), (make_scheduler(optimizer, cosine, 10), cosine)):
+        check_scheduler(accelerator, optimizer, each, settings)
+    assert not capsys.readouterr().err
+    check_scheduler(accelerator, optimizer, own, cosine)
+    assert "--lr_scheduler_type cosine" in capsys.readouterr().err
+    says = ["LambdaLR", "custom_scheduler"]
+    refusal(check_scheduler, accelerator, accelerator.prepare(other), scheduler, SETTINGS, says=says)
     raw = StepLR(optimizer, 2)
     for wrong in (raw, accelerator.prepare(raw)):
-        refusal(check_scheduler, optimizer, wrong, says=["StepLR", "custom_scheduler"])
+        refusal(check_scheduler, accelerator, optimizer, wrong, SETTINGS, says=["StepLR", "custom_scheduler"])
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -19,7 +19,9 @@ SIZES = {"vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 8, "num_atte
     ("name", "teraflops"),
     [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
      ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362),
-     ("Tesla V100-SXM2-32GB", 125), ("An unknown device", None), ("", None)],
+     ("Tesla V100-SXM2-32GB", 125), ("An unknown device", None), ("", None),
+     ("NVIDIA H800 PCIe", 756), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+     ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090 D", None)],
 )  # fmt: skip
 def test_the_peak_of_known_devices(name: str, teraflops: int | None) -> None:
     assert peak_flops(name, "bf16") == (teraflops and teraflops * 1e12)

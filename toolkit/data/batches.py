@@ -199,7 +199,7 @@ class Collator:
         """The tokens and token types of samples, (length,) each -> `Batch.inputs`."""
         lengths = [len(sample) for sample in samples]
         width = max(lengths)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and min(lengths) < width:  # a mask rules the flash kernel out
             width = even_width(width, self.longest, self.split.buckets)
         inputs = {"input_ids": self.padded(samples, width, self.pad_id, self.left)}
         if min(lengths) < width:  # without padding attention needs no mask, and is faster

@@ -122,10 +122,11 @@ class SavedModel:
     ) -> None:
         model = self.answers.load(self.settings).to(accelerator.device)  # under FSDP accelerate does not move it
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
+        device = "cpu" if isinstance(model, ExportedClassifier) else accelerator.device.type  # where it computes
         if isinstance(model, ExportedClassifier) and accelerator.mixed_precision != "no":
             line = f"an exported model computes in its own precision, not in {accelerator.mixed_precision}"
             log_on_main(accelerator, line)
-        self._sizes = per_device_batch_size, max_tokens or default_tokens_per_batch(accelerator.device.type, 16384)
+        self._sizes = per_device_batch_size, max_tokens or default_tokens_per_batch(device, 16384)
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
     @cached_property

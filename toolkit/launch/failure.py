@@ -25,6 +25,7 @@ from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
+from toolkit.utils.log import logger
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
@@ -65,6 +66,10 @@ def _call(main: Callable[[], None]) -> None:
             return
         from accelerate.state import AcceleratorState, GradientState
 
+        if exit_state.free:
+            exit_state.free()
+            exit_state.free = None
+        gc.unfreeze()  # what `collector.after_imports` excludes may hold the model
         gc.collect()  # the model, and the lock on its folder
         AcceleratorState._reset_state(reset_partial_state=False)
         GradientState._reset_state()
@@ -125,6 +130,9 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
                 time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)
         short = message.removeprefix("error: ").strip().split("\n")[-1]
+        if type(error).__name__ == "AcceleratorError":  # NCCL's watchdog may abort this process at any time
+            logger.error(message)
+            message = f"error: {short}"
         exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short, early=True)
 
 

@@ -112,8 +112,41 @@ def _of_gpu(device: int) -> tuple[str, str]:
     return "no", f"{name} is fast in neither bf16 nor fp16"
 
 
+def missing_kernels(device: int) -> str:
+    """That this build of torch has no kernels for a GPU (V100 and older with CUDA 13); empty where it has."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    built = torch.cuda.get_arch_list()
+    for kind, _, number in (arch.partition("_") for arch in built):  # sm_80, sm_90a, compute_120
+        code = divmod(int(number.rstrip("af")), 10) if number[:1].isdigit() else (major, 0)  # AMD's: gfx90a
+        if code <= (major, minor) and (kind != "sm" or code[0] == major):
+            return ""
+    name = torch.cuda.get_device_name(device)
+    return (
+        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}; it has {', '.join(built)}): "
+        "install a build of the same version for an older CUDA (12.6 has V100; pytorch.org)"
+    )
+
+
+def emulated(accelerator: Accelerator) -> str:
+    """A line for bf16 on an NVIDIA GPU that only emulates it."""
+    import torch
+
+    if accelerator.device.type != "cuda" or accelerator.mixed_precision != "bf16" or torch.version.hip:
+        return ""
+    if torch.cuda.get_device_capability(accelerator.device) >= _HAS_BF16:
+        return ""
+    name = torch.cuda.get_device_name(accelerator.device)
+    return f"--mixed_precision bf16: {name} has no bf16, and emulates it slowly: pass --mixed_precision fp16"
+
+
 def choose_matmul_precision(accelerator: Accelerator) -> None:
-    """TF32 for the fp32 products and convolutions of a bf16 or fp16 run on a GPU; nowhere else."""
+    """TF32 for the fp32 products and convolutions of a bf16 or fp16 run on a GPU; nowhere else.
+
+    Torch's own attention kernels, not cuDNN's, which make a plan for each new shape of a batch, and with a single shape
+    took 0.98 of the time on an H100.
+    """
     import torch
 
     on_gpu = accelerator.device.type == "cuda"
@@ -122,6 +155,7 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
     if on_gpu:  # by default convolutions (ConvBERT's) are TF32 in fp32 runs, too
         with warnings.catch_warnings(action="ignore"):  # there is a newer name, which torch's compiler does not accept
             torch.backends.cudnn.allow_tf32 = use_tf32
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 # --- the trial on a CPU

@@ -164,11 +164,11 @@ def plan_launch(
 
 
 def count_processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
-    """Processes over all machines; with several machines the default is this one's number of devices on each."""
+    """Processes over all machines; the default is this one's number of devices on each."""
     number = options.num_processes or config.get("num_processes")
     if number is None:
         number = machines
-        if machines > 1 and not config.get("use_cpu"):
+        if config["distributed_type"] not in ("NO", False, "MULTI_CPU") and not config.get("use_cpu"):
             import torch
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU

@@ -22,6 +22,7 @@ from toolkit.launch.failure import exit_process
 _REPEAT_SECONDS = 3.0
 # After SIGTERM wait this long before printing: a launcher also sends it when a peer died, which is reported first.
 _REPORT_SECONDS = 2.5
+_CHECKPOINTS = "/toolkit/training/checkpoints.py"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 # A global: a process has one handler per signal, and an evaluation during training stops on the same signal.
@@ -124,7 +125,8 @@ class StopSignals:
         while not self._exited.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
-            is_saving = any("/toolkit/checkpoint/" in file for file, _ in stack)  # a large file takes long
+            # a large file takes long, also where another rank or DeepSpeed writes it
+            is_saving = any("/toolkit/checkpoint/" in file or file.endswith(_CHECKPOINTS) for file, _ in stack)
             if stack != seen or is_saving:
                 seen, since = stack, time.monotonic()
             elif time.monotonic() - since > limit:

@@ -46,6 +46,7 @@ _GROUP_GRACE_SECONDS = 60
 _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 # If all ranks hang in one collective, the failure detector sees no rank that is late.
 _HANG_SECONDS = 60
+_NVIDIA = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, whether or not CUDA works
 
 
 def make_accelerator(
@@ -69,10 +70,16 @@ def make_accelerator(
     _refuse_split_texts()
     _set_threads(place)
     if on_cpu:
+        _report_unseen_gpus(place)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
     deepspeed = _use_deepspeed(place)
     device_type = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
     ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
+    if device_type == "cuda":
+        if fault := precision.missing_kernels(place.local_rank % torch.cuda.device_count()):
+            raise UserError(fault)
+        if ranks:
+            _refuse_shared_gpus(ranks, place)
     failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else environment.GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded:
@@ -132,8 +139,15 @@ def make_accelerator(
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    require_equal(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
+    require_equal(
+        accelerator,
+        "--mixed_precision and the GPUs",
+        {"mixed precision": accelerator.mixed_precision},
+        "Pass --mixed_precision fp16 (or no)" if setting == AUTO and not on_cpu else "",
+    )
     precision.choose_matmul_precision(accelerator)
+    if line := precision.emulated(accelerator):
+        log_on_main(accelerator, line)
     accelerator.state.precision_trial = trial
     collector.after_imports()
     if setting == AUTO:
@@ -317,6 +331,28 @@ def _check_devices(place: Place) -> None:
         )
 
 
+def _refuse_shared_gpus(ranks: rendezvous.Rendezvous, place: Place) -> None:
+    """Raises UserError for two processes on one GPU, which NCCL refuses with a traceback."""
+    import torch
+
+    mine = str(torch.cuda.get_device_properties(place.local_rank % torch.cuda.device_count()).uuid)
+    seen: dict[str, int] = {}
+    for rank, gpu in enumerate(ranks.exchange(mine, timeout_seconds("ddp_timeout"))):
+        if (first := seen.setdefault(gpu, rank)) != rank:
+            raise UserError(f"ranks {first} and {rank} have the same GPU ({gpu}): start one process for each GPU")
+
+
+def _report_unseen_gpus(place: Place) -> None:
+    """Logs that this machine has GPUs which torch does not see, and nobody asked for CPUs."""
+    gpus = len([*_NVIDIA.glob("*")])
+    asked = _flag("ACCELERATE_USE_CPU") or "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus and not asked and place.local_rank == 0:
+        logger.warning(
+            f"{socket.gethostname()} has NVIDIA GPUs ({gpus}), and torch sees none: this run computes on CPUs "
+            "(`toolkit doctor` says why; use_cpu: true in the accelerate config if you want this)"
+        )
+
+
 def _use_deepspeed(place: Place) -> bool:
     """Whether this launch uses DeepSpeed. Under other launchers it sets the variables of `accelerate launch`, which the
     accelerators of a process's further models (`request_rerun`) read too."""
@@ -386,7 +422,7 @@ def wait_for_all(what: str) -> None:
         rendezvous.current.exchange(None, math.inf, what)
 
 
-def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
+def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any], remedy: str = "") -> None:
     """Raises UserError on every rank if a value differs between ranks, with the values and their hosts."""
     if accelerator.num_processes == 1:
         return
@@ -395,10 +431,8 @@ def require_equal(accelerator: Accelerator, what: str, values: Mapping[str, Any]
     host = socket.gethostname() if rendezvous.list_machines() else f"rank {accelerator.process_index}"
     of_hosts = gather_object([(host, dict(values))])
     if differences := describe_differences(of_hosts):
-        raise UserError(
-            f"{what} are not the same everywhere: {differences}. Give every machine the same files and settings; "
-            "nothing was trained"
-        )
+        remedy = remedy or "Give every machine the same files and settings"
+        raise UserError(f"{what} are not the same everywhere: {differences}. {remedy}; nothing was trained")
 
 
 def _quiet_libraries() -> None:

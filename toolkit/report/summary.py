@@ -130,8 +130,9 @@ class RunSummary:
 
     def _next_command(self) -> list[str]:
         """A feature's command, or one for another run with this script, data and strategy."""
-        if command := first(hook(self.folder, self.settings) for hook in hooks("next_command", self.settings)):
-            return ["next:", f"  {command}"]
+        command = first(hook(self.folder, self.settings) for hook in hooks("next_command", self.settings))
+        if command is not None:
+            return ["next:", f"  {command}"] if command else []
         training, again = self.settings.training, self.command()
         if not again:
             return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +12,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main
-from toolkit.training.optimizer import DISTANCE, optimizer_class
+from toolkit.training.optimizer import DISTANCE, OF_SETTINGS, optimizer_class
 from toolkit.training.optimizer_trial import shard_fault, step_fault
+from toolkit.utils.modules import unwrapped
 
 OWN_SCHEDULE = "docs/your-own-recipe.md, Another schedule"
 LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters"
@@ -92,12 +92,17 @@ def check_parameters(
             line = f"--unfreeze_every {every}: {never} of {len(turns)} groups stay frozen for all {total_steps} steps"
             log_on_main(accelerator, line)
     faults.raise_if_any()
-    PREPARED[model] = [(name, parameter.requires_grad) for name, parameter in items], []
+    vars(model)[_PREPARED] = [(name, parameter.requires_grad) for name, parameter in items], []
 
 
-PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[str, bool]], list[Any]]] = WeakKeyDictionary()
-"""Model -> (name, requires_grad) of each parameter before `accelerator.prepare`; the parameters after it. Global, since
-a recipe passes only the model from `prepare` to a step."""
+_PREPARED = "_toolkit_prepared"
+"""Attribute of a model, since a recipe passes only the model from `prepare` to a step. In a global dictionary with weak
+keys a model would never be freed under ZeRO, where its parameters lead back to it."""
+
+
+def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
+    """(name, requires_grad) of each parameter before `accelerator.prepare`; the parameters after it."""
+    return vars(unwrapped(model)).get(_PREPARED) or ([], [])
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:
@@ -105,15 +110,21 @@ def refuse_compiled(model: torch.nn.Module) -> None:
         raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
 
 
-def check_scheduler(optimizer: Any, scheduler: Any) -> None:
-    """Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler
-    that `accelerator.prepare` returns counts each step once per process."""
+def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, settings: TrainingSettings) -> None:
+    """Logs a setting that a recipe's own schedule may ignore.
+
+    Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler that
+    `accelerator.prepare` returns counts each step once per process.
+    """
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise UserError(
             f"run.resume() takes the optimizer that `prepare` returned, not a {type(optimizer).__name__}: create it "
             "before `toolkit.prepare`, and pass it to that (docs/your-own-recipe.md, Another optimizer)"
         )
     if isinstance(scheduler, AcceleratedScheduler) and scheduler.split_batches and scheduler.optimizers == [optimizer]:
+        if (name := settings.lr_scheduler_type) != "linear" and OF_SETTINGS not in vars(scheduler):
+            line = f"--lr_scheduler_type {name}: no effect, unless the schedule of the recipe reads it"
+            log_on_main(accelerator, line)
         return
     schedule = getattr(scheduler, "scheduler", scheduler)
     raise UserError(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, PREPARED, not_in_loss, not_in_model
+from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, not_in_loss, not_in_model, prepared
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
@@ -77,7 +77,7 @@ class LoopChecks:
                 unscale(optimizer)
 
         def checked_gather(tensor: Any) -> Any:
-            if self._first == self._step and accelerator.num_processes > 1:
+            if self._model is not None and self._first == self._step and accelerator.num_processes > 1:
                 shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
@@ -110,7 +110,8 @@ class LoopChecks:
         self.mean_loss, self._unscaled, self._accumulates = None, False, None
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
             return
-        if any(each.grad is not None and bool(each.grad.any()) for each in model.parameters()):
+        parameters = prepared(model)[1] or model.parameters()  # without a search in each step
+        if any(each.grad is not None and bool(each.grad.any()) for each in parameters):
             raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
         self._accumulates = model if accumulates else None
 
@@ -132,7 +133,7 @@ class LoopChecks:
         self._refuse_means(self._micro_batches - 1)
         model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
         # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step
-        sharded = PREPARED.get(unwrapped(model), ([], []))[1] if model is not None else []
+        sharded = prepared(model)[1] if model is not None else []
         if model is not None and all(each.grad is None for each in sharded or model.parameters()):
             raise UserError(
                 f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
@@ -196,7 +197,7 @@ def refuse_changes(model: Any) -> None:
     """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or a parameter
     was added: a strategy allocates gradients and masters in `prepare`. Cheap enough for each step."""
     module = unwrapped(model)
-    before, parameters = PREPARED.get(module, ([], []))
+    before, parameters = prepared(module)
     if before and not parameters:
         parameters.extend(module.parameters())  # FSDP2 replaces them
         if len(parameters) > len(before):

@@ -20,14 +20,17 @@ from toolkit.utils.modules import unwrapped
 # Dense bf16 or fp16 operations per second, from NVIDIA's data sheets (without sparsity).
 _PEAK_TERAFLOPS = {
     "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A10G": 70, "A10": 125, "A30": 165, "A40": 150, "L40S": 362,
-    "L40": 181, "L4": 121, "V100": 125, "T4": 65, "RTX 4090": 165, "RTX 3090": 71, "RTX A6000": 155,
+    "H800 PCIe": 756, "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A10G": 70, "A10": 125, "A30": 165,
+    "A40": 150, "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65, "RTX 4090": 165, "RTX 3090": 71,
+    "RTX A6000": 155,
 }  # fmt: skip
 
 
 def peak_flops(device_name: str, mixed_precision: str) -> float | None:
-    """Operations per second of one device; None for an unknown device, and in float32."""
+    """Operations per second of one device; None for an unknown device, a laptop's, a slice (MIG), and in float32."""
     words = device_name.replace("-", " ")
+    if not {"Laptop", "MIG", "D", "Ti"}.isdisjoint(words.split()):
+        return None
     peaks = (peak for name, peak in _PEAK_TERAFLOPS.items() if f" {name} " in f" {words} ")
     return next(peaks, 0) * 1e12 or None if mixed_precision in ("bf16", "fp16") else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
+from toolkit.launch.exit_state import exit_state
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
@@ -40,10 +42,18 @@ def prepare(
         model, optimizer = accelerator.prepare(model, optimizer)
     coalesce_reductions(accelerator, settings)
     refuse_other_gradients(accelerator)
+    if accelerator.state.deepspeed_plugin:
+        exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):
         line = f"--warmup_steps {settings.warmup_steps}: the run has {total} steps, and never reaches --learning_rate"
         log_on_main(accelerator, line)
     return model, optimizer, make_scheduler(optimizer, settings, total), steps
+
+
+def _free(engine: Any) -> None:
+    """Frees the optimizer's state, and under ZeRO-1 and 2 the model: hooks hold both until the process ends."""
+    engine.optimizer.optimizer.state.clear()
+    engine.destroy()
 
 
 def refuse_other_gradients(accelerator: Accelerator) -> None:

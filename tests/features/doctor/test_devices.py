@@ -59,6 +59,7 @@ def test_good_gpus_and_none() -> None:
     (BLIND, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES is '-1'", "unset CUDA_VISIBLE_DEVICES"),
     (replace(BLIND, warnings=["The NVIDIA driver on your system is too old (found version 12020)"]), {},
      "built with CUDA 12.6, sees no GPU of 2 (driver 550.54): The NVIDIA driver", "a newer driver"),
+    (replace(GPU_BUILD, faults=["no kernels for Tesla V100"]), {}, "Tesla V100", "CUDA 12.6"),
     (replace(BLIND, warnings=["CUDA initialization: error 802"]), {}, "error 802", "sudo modprobe nvidia_uvm"),
 ])  # fmt: skip
 def test_failures_of_torch_and_the_driver(hardware: Devices, env: dict[str, str], text: str, remedy: str) -> None:

@@ -40,6 +40,7 @@ def run(way: str, rows: Path, model: Path, folder: Path, *more: Any) -> Finished
 def single(rows: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Single:
     folder = tmp_path_factory.mktemp("single") / "run"
     done = run("single", rows, tiny_model, folder).succeeded()
+    assert "next:" not in done.err  # each fold started the next one
     return folder, done
 
 

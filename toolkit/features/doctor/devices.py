@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.errors import printable
 from toolkit.features.doctor.finding import Finding
+from toolkit.launch.precision import missing_kernels
 from toolkit.utils.units import size_text
 
 _MAX_BYTES_IN_USE = 1 << 30
@@ -28,6 +29,8 @@ class Devices:
     accelerator: str = "cpu"
     names: Sequence[str] = ()
     """The GPUs that torch sees."""
+    faults: Sequence[str] = ()
+    """Of those that this build of torch has no kernels for."""
     nccl: str = ""
     gloo: bool = True
     warnings: Sequence[str] = ()
@@ -57,6 +60,7 @@ def query_devices() -> Devices:
         cuda=torch.version.cuda,
         accelerator=str(torch.accelerator.current_accelerator() or "cpu"),
         names=[torch.cuda.get_device_name(index) for index in range(count)],
+        faults=[fault for index in range(count) if (fault := missing_kernels(index))],
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",
         gloo=distributed and torch.distributed.is_gloo_available(),
         warnings=[str(record.message)[:500] for record in records if "CUDA" in str(record.message)],
@@ -90,6 +94,8 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
     """Whether torch is built for this driver, and sees the GPUs."""
     count, version, remedy = len(devices.gpus), f"torch {devices.torch}", install
     why = printable("; ".join(devices.warnings)) or "torch does not say why"
+    if devices.faults:
+        return Finding("torch", "fail", devices.faults[0], "a build of torch for CUDA 12.6 (pytorch.org)")
     if devices.names:
         kind, names = f"CUDA {devices.cuda}" if devices.cuda else "ROCm", ", ".join(sorted(set(devices.names)))
         text = f"{version} with {kind} sees {len(devices.names)} GPU{'s' * (len(devices.names) > 1)} ({names})"

@@ -71,6 +71,9 @@ class FoldsFeature(Feature):
 
         return finish_fold(folder, data, evaluation)
 
+    def next_command(self, folder: Path, settings: Any) -> str | None:
+        return None if section_in(settings, FoldSettings).folds is None else ""  # the next fold starts by itself
+
     def folder_page(self, folder: Path) -> Path | None:
         from toolkit.features.folds.split import FOLDS
 

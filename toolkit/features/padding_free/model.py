@@ -62,7 +62,10 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     layers[-1].register_forward_hook(_select_first_tokens, with_kwargs=True)
     check_logits(model, probe)
     dropout = attention_dropout(model.config)
-    if accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
+    old = accelerator.device.type == "cuda" and torch.cuda.get_device_capability(accelerator.device) < (8, 0)
+    if old:
+        log_on_main(accelerator, "--padding_free: attention is padded, since torch's varlen_attn needs Ampere or later")
+    elif accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
         why = f"no dropout (here {dropout}: pass --dropout 0)" if dropout else "no fp32 (pass --mixed_precision bf16)"
         log_on_main(accelerator, f"--padding_free: attention is padded, since torch's varlen_attn has {why}")
 
@@ -121,7 +124,8 @@ def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, window: int, **options: Any) -> Tensor:
     """A few kernels for all texts, in any precision and with dropout."""
-    count, width, mask = len(packed.lengths), packed.width, packed.key_mask
+    # a compiled layer is made for one length of a tuple, and for any length of a tensor
+    count, width, mask = packed.cu_seqlens.shape[0] - 1, packed.width, packed.key_mask
     if window < width:  # padding attends to itself: a fully masked row has no softmax
         mask = (_window_mask(width, window, q.device) & mask) | torch.eye(width, dtype=torch.bool, device=q.device)
 

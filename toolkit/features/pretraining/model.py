@@ -30,7 +30,8 @@ from toolkit.utils.cache import cached_folder, digest_of_text
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
 MAX_LOGITS = 1 << 24
-"""Logits computed at a time: 64 MiB in fp32. If there are more, backward recomputes them."""
+"""Logits computed at a time on a CPU: 64 MiB in fp32. If there are more, backward recomputes them. On a GPU four times
+as many, since each part reads the whole output layer."""
 
 
 def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
@@ -84,7 +85,8 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     def decode(decoder: Any, hidden: torch.Tensor) -> torch.Tensor:  # one module call for all parts
         if masked.ids is None:
             return F.linear(hidden, decoder.weight, decoder.bias)
-        states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MAX_LOGITS // decoder.out_features)
+        states, truth, most = hidden.flatten(0, 1), masked.ids.flatten(), MAX_LOGITS * (4 if hidden.is_cuda else 1)
+        rows = max(1, most // decoder.out_features)
         recompute = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
         compute = recompute if len(truth) > rows and torch.is_grad_enabled() else losses_of
         losses = [compute(decoder, *part) for part in zip(states.split(rows), truth.split(rows), strict=True)]

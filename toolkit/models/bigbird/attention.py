@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from toolkit.errors import first_line
 from toolkit.models.bigbird.gathered import gathered
 from toolkit.models.bigbird.plan import Pattern, counts, may_repeat
+from toolkit.utils.log import logger
 
 _MAX_SAMPLES = 4
 _MAX_SHAPES = 60
@@ -153,6 +155,8 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
         if shape in _compiles:
             return _compiled()(*inputs, score, mask) if _compiles[shape] else None
         if sum(_compiles.values()) < _MAX_SHAPES:
+            if not _compiles and os.environ.get("RANK", "0") == "0":  # it may run without Accelerate
+                logger.info("BigBird: a kernel is compiled for each new shape of batches, seconds for each")
             context: Tensor = _compile(*inputs, score, mask)
             _compiles[shape] = True
             return context
