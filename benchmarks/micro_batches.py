@@ -67,10 +67,12 @@ def one(trains: bool, length: int, texts: int, size: int) -> tuple[float, float]
     from transformers import AutoModelForSequenceClassification
 
     from toolkit.demo import model_path
+    from toolkit.models.attention import install
     from toolkit.training.dropout import install_fast_dropout
     from toolkit.utils import memory
 
     install_fast_dropout()
+    install()  # the attention of training
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 20000, (texts, length), generator=generator)
     lengths = torch.randint(length // 2, length + 1, (texts,), generator=generator).sort().values

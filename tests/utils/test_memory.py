@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -160,6 +161,23 @@ def test_too_large_a_batch(
     assert finished.error_lines[0].startswith("error: ")
     assert ("step 2/2" in finished.err) == (when == "an evaluation")
     fault(f"memory runs out in {when}", finished.err)
+
+
+class Huge(torch.optim.SGD):
+    """An optimizer whose state does not fit."""
+
+    def step(self, closure: Any = None) -> None:
+        if sum(each.numel() for group in self.param_groups for each in group["params"]) > 10_000:  # not in the trial
+            torch.empty(1 << 60)
+
+
+def test_an_optimizer_state_that_does_not_fit(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """A smaller micro-batch would not help."""
+    words = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--optimizer", f"{__name__}.Huge",
+             "--max_steps", 2, "--report_to", "none", "--output_dir", tmp_path / "run"]  # fmt: skip
+    finished = recipe(*words, "--mixed_precision", "no")
+    finished.says_in_one_line("the optimizer's state", "zero2")
+    assert "--per_device_batch_size" not in finished.error_lines[0]
 
 
 def test_calls_with_a_timeout_need_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
+from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.launch import log_on_main
 from toolkit.launch.exit_state import exit_state
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
 from toolkit.training.strategy import align_strategy, explain_config_errors
+from toolkit.utils import memory
 from toolkit.utils.compat import require
 
 
@@ -38,15 +39,17 @@ def prepare(
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
+    launch.explain_failures(memory.explain_without_batch)
     with explain_config_errors():
         model, optimizer = accelerator.prepare(model, optimizer)
+    launch.explain_failures()
     coalesce_reductions(accelerator, settings)
     refuse_other_gradients(accelerator)
     if accelerator.state.deepspeed_plugin:
         exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):
         line = f"--warmup_steps {settings.warmup_steps}: the run has {total} steps, and never reaches --learning_rate"
-        log_on_main(accelerator, line)
+        launch.log_on_main(accelerator, line)
     return model, optimizer, make_scheduler(optimizer, settings, total), steps
 
 
@@ -91,9 +94,11 @@ def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) ->
     engine, each_batch = wrapper.engine, settings.sync_each_batch
     is_half = any(each.dtype != torch.float32 for each in engine.module.parameters() if each.requires_grad)
     if plugin.zero_stage == 1 and each_batch:
-        log_on_main(accelerator, "sync_each_batch: ZeRO-1 reduces gradients once a step all the same")
+        launch.log_on_main(accelerator, "sync_each_batch: ZeRO-1 reduces gradients once a step all the same")
     elif plugin.zero_stage > 1 and is_half and each_batch is False:
-        log_on_main(accelerator, "sync_each_batch: with 16-bit weights ZeRO reduces gradients after each micro-batch")
+        launch.log_on_main(
+            accelerator, "sync_each_batch: with 16-bit weights ZeRO reduces gradients after each micro-batch"
+        )
     if plugin.zero_stage < 2 or each_batch or is_half:
         return
 

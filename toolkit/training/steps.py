@@ -156,6 +156,7 @@ class Step:
             reduces = accelerator.sync_gradients or sync_each_batch
             with contextlib.nullcontext() if reduces else accelerator.no_sync(model), checks.micro_batch(model):
                 yield self._batch
+        launch.explain_failures(memory.explain_without_batch)  # in the optimizer's step
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """(B,) losses of the current micro-batch -> its share, a scalar, of the mean over the global batch.

@@ -50,8 +50,22 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     ways += ["--gradient_checkpointing true"] * (recomputes is False)
     ways.append(f"--max_length {width // 2}")
     where = f"{_device()} in {when} of {samples} x {width} tokens"
+    return f"out of memory{where}: pass {', or '.join(ways)} [{_quoted(error)}]"
+
+
+def explain_without_batch(error: Exception) -> str | None:
+    """As `explain`, where a model is prepared or an optimizer takes its step: no smaller batch helps there."""
+    if not is_out_of_memory(error):
+        return None
+    return (
+        f"out of memory{_device()}: weights, gradients and the optimizer's state do not fit: launch with zero2, zero3 "
+        f"or fsdp2 (accelerate_configs/), or pass --optimizer lion, --lora_r 8 or --freeze_layers N [{_quoted(error)}]"
+    )
+
+
+def _quoted(error: Exception) -> str:
     lines = (line.strip() for line in str(error).splitlines() if _MESSAGES.search(line))
-    return f"out of memory{where}: pass {', or '.join(ways)} [{next(lines, first_line(error))[:200]}]"
+    return next(lines, first_line(error))[:200]
 
 
 def manage_freed_memory() -> None:
