@@ -343,10 +343,10 @@ def _refuse_shared_gpus(ranks: rendezvous.Rendezvous, place: Place) -> None:
 
 
 def _report_unseen_gpus(place: Place) -> None:
-    """Logs that this machine has GPUs which torch does not see, and nobody asked for CPUs."""
+    """Logs that this machine has GPUs which torch does not see, and nothing requests CPUs."""
     gpus = len([*_NVIDIA.glob("*")])
-    asked = _flag("ACCELERATE_USE_CPU") or "CUDA_VISIBLE_DEVICES" in os.environ
-    if gpus and not asked and place.local_rank == 0:
+    requested = _flag("ACCELERATE_USE_CPU") or "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus and not requested and place.local_rank == 0:
         logger.warning(
             f"{socket.gethostname()} has NVIDIA GPUs ({gpus}), and torch sees none: this run computes on CPUs "
             "(`toolkit doctor` says why; use_cpu: true in the accelerate config if you want this)"
