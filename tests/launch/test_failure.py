@@ -93,6 +93,15 @@ def test_a_file_of_another_rank_is_no_stuck_step(tmp_path: Path) -> None:
     assert "stuck at" not in done.err
 
 
+def test_a_rank_that_waits_for_rank_0_is_not_stuck() -> None:
+    stop = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    done = run("from types import SimpleNamespace", "from toolkit.launch import failure_detector",
+               "current = SimpleNamespace(position_of_main=lambda: str(time.monotonic()))",
+               "failure_detector.current = current", "with StopSignals(True):", f"    {stop}", "    time.sleep(3)",
+               "failure_detector.current = None", TOOLKIT_STOP_TIMEOUT="1")  # fmt: skip
+    assert "stuck at" not in done.err
+
+
 @pytest.mark.parametrize(
     ("hang", "place"),
     [("threading.Event().wait()", "threading.py:"),

@@ -1,7 +1,6 @@
 """toolkit/launch/world.py: what was requested, and the checks that need one process."""
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,18 +78,14 @@ def test_wrong_world_size(accelerator: Accelerator, monkeypatch: pytest.MonkeyPa
     refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 
 
-def test_first_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def reduce(ones: torch.Tensor, reduction: str) -> torch.Tensor:
-        for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer):
-                thread.join()
-        return torch.tensor(2)
-
+def test_gpus_that_do_not_connect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(world, "_HANG_SECONDS", 0)
-    gpus: Any = SimpleNamespace(device=torch.device("meta"), num_processes=2, reduce=reduce)
-    for rank in (1, 0):
+    for rank, on_cpu in ((1, False), (0, True), (0, False)):
         assert "NCCL_DEBUG=INFO" not in capsys.readouterr().err
-        verify_world(gpus, Place("torchrun", rank, 2, rank, 2))
+        timer = world._report_hang(Place("torchrun", rank, 2, rank, 2), on_cpu)
+        if timer.is_alive():
+            timer.join()
+    timer.join()
     assert "NCCL_DEBUG=INFO" in capsys.readouterr().err
 
 

@@ -323,6 +323,10 @@ class FailureDetector:
             if self._store.check([f"heartbeat {rank}"]):
                 progress.update(*read(self._store, f"heartbeat {rank}"))
 
+    def position_of_main(self) -> str:
+        """Where rank 0 was at its last heartbeat; empty on rank 0."""
+        return self._progress[0].position if self.me.rank else ""
+
     def _check_progress(self, timeout: float) -> None:
         """Ends the run for ranks that are late for longer than `timeout`; before that logs them once per collective."""
         now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())

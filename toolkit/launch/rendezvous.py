@@ -302,8 +302,12 @@ def join_ranks(place: Place, script: str, seconds: float, failure: str = "", dev
     rendezvous = Rendezvous(me, seconds)
     rendezvous.join()
     current = rendezvous
-    if launcher_serves_store():  # torch's keys carry the count, which launchers of several nodes may disagree on
+    if launcher_serves_store():  # launchers of several nodes may disagree on the count
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(current.peers[0].attempt)
+        if current.peers[0].attempt:  # torch would read the addresses of the last attempt from it (pytorch#167288)
+            port = network.free_port() if me.rank == 0 else 0
+            os.environ["MASTER_PORT"] = str(current.exchange(port, seconds)[0])
+            del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     network.choose_interface(_node_address(current))
     return current
 

@@ -119,7 +119,7 @@ class StopSignals:
 
     def _exit_if_stuck(self, number: int) -> None:
         limit, since = max(float(timeout_seconds("stop_timeout")), 2 * self._longest), time.monotonic()
-        seen: list[tuple[str, int | None]] = []
+        seen: tuple[list[tuple[str, int | None]], str] = [], ""
         if number == signal.SIGTERM and not self._exited.wait(_REPORT_SECONDS):
             self._print(number)
         while not self._exited.wait(0.5):
@@ -127,8 +127,10 @@ class StopSignals:
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
             # a large file takes long, also where another rank or DeepSpeed writes it
             is_saving = any("/toolkit/checkpoint/" in file or file.endswith(_CHECKPOINTS) for file, _ in stack)
-            if stack != seen or is_saving:
-                seen, since = stack, time.monotonic()
+            detector = failure_detector.current
+            moving = stack, detector.position_of_main() if detector else ""  # which may compute metrics for all ranks
+            if moving != seen or is_saving:
+                seen, since = moving, time.monotonic()
             elif time.monotonic() - since > limit:
                 name, position = signal.Signals(number).name, failure_detector.main_thread_position()
                 text = f"{name}: stuck at {position} for {limit:.0f} s: exiting without a new checkpoint"

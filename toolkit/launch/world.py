@@ -110,6 +110,7 @@ def make_accelerator(
         mixed_precision = precision.faster_precision(trial)
         why = "a layer of this width took {no:.3g} ms in fp32 and {bf16:.3g} ms in bf16 on this CPU".format(**trial)
     precision.refuse_other_precision(mixed_precision)
+    timer = _report_hang(place, on_cpu)  # DeepSpeed connects GPUs before the first collective
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
         accelerator = Accelerator(
@@ -131,6 +132,7 @@ def make_accelerator(
             "`export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1`, or update it"
         ) from error
     verify_world(accelerator, place)
+    timer.cancel()
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         remedy = "leave out use_cpu: true" if _flag("ACCELERATE_USE_CPU") else "try `python -m deepspeed.env_report`"
         raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
@@ -216,21 +218,24 @@ def _shard_on_cpu(accelerator: Accelerator) -> None:
         state.distributed_type = DistributedType.FSDP
 
 
-def verify_world(accelerator: Accelerator, place: Place) -> None:
-    """Raises UserError unless as many processes join an all-reduce as were requested and as the launcher announced."""
-    import torch
-
-    ones = torch.ones(1, device=accelerator.device)
+def _report_hang(place: Place, on_cpu: bool) -> threading.Timer:
+    """Logs on rank 0 that GPUs have not connected in time, unless the timer is cancelled."""
     line = (
         f"the first all-reduce has not finished in {_HANG_SECONDS} s: `export NCCL_DEBUG=INFO` shows why; try "
         "NCCL_P2P_DISABLE=1 (one machine) or NCCL_IB_DISABLE=1 (several)"
     )
     timer = threading.Timer(_HANG_SECONDS, logger.warning, (line,))
     timer.daemon = True
-    if place.rank == 0 and accelerator.device.type != "cpu":
+    if place.rank == 0 and place.world_size > 1 and not on_cpu:
         timer.start()
-    joined = int(accelerator.reduce(ones, reduction="sum").item())
-    timer.cancel()
+    return timer
+
+
+def verify_world(accelerator: Accelerator, place: Place) -> None:
+    """Raises UserError unless as many processes join an all-reduce as were requested and as the launcher announced."""
+    import torch
+
+    joined = int(accelerator.reduce(torch.ones(1, device=accelerator.device), reduction="sum").item())
     number, source = requested_processes(place)
     if number == joined == accelerator.num_processes:
         return
