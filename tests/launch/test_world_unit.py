@@ -215,7 +215,7 @@ def test_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place("mpirun", 0, 2, 0, 2)
 
     def ranks(*others: str) -> Any:
-        return SimpleNamespace(exchange=lambda mine, seconds: [mine, *others])
+        return SimpleNamespace(exchange=lambda mine, seconds: [mine, *others], me=SimpleNamespace(node="a"))
 
     world._refuse_shared_gpus(ranks("GPU-1"), place)
     refusal(world._refuse_shared_gpus, ranks("GPU-1", "GPU-0"), place, match="ranks 0 and 2 have the same GPU")

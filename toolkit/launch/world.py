@@ -340,7 +340,8 @@ def _refuse_shared_gpus(ranks: rendezvous.Rendezvous, place: Place) -> None:
     """Raises UserError for two processes on one GPU, which NCCL refuses with a traceback."""
     import torch
 
-    mine = str(torch.cuda.get_device_properties(place.local_rank % torch.cuda.device_count()).uuid)
+    device = place.local_rank % torch.cuda.device_count()
+    mine = str(getattr(torch.cuda.get_device_properties(device), "uuid", f"{ranks.me.node}, {device}"))  # not in ROCm's
     seen: dict[str, int] = {}
     for rank, gpu in enumerate(ranks.exchange(mine, timeout_seconds("ddp_timeout"))):
         if (first := seen.setdefault(gpu, rank)) != rank:
