@@ -49,7 +49,9 @@ def share_casts(model: torch.nn.Module) -> None:
 
 
 def _cast_input(attention: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not inputs or inputs[0].dtype != torch.float32 or not torch.is_autocast_enabled(inputs[0].device.type):
+    if not inputs or inputs[0].dtype != torch.float32 or inputs[0].is_meta:
+        return inputs
+    if not torch.is_autocast_enabled(inputs[0].device.type):
         return inputs
     return (inputs[0].to(torch.get_autocast_dtype(inputs[0].device.type)), *inputs[1:])
 

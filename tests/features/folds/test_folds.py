@@ -40,7 +40,6 @@ def run(way: str, rows: Path, model: Path, folder: Path, *more: Any) -> Finished
 def single(rows: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Single:
     folder = tmp_path_factory.mktemp("single") / "run"
     done = run("single", rows, tiny_model, folder).succeeded()
-    assert "next:" not in done.err  # each fold started the next one
     return folder, done
 
 
@@ -65,7 +64,7 @@ def test_every_row_is_predicted_once_by_the_model_of_its_fold(single: Single, ro
         assert [(line["id"], line["probabilities"]) for line in lines_of(run / "predictions.jsonl")] == expected
         assert json.loads((run / "config.json").read_text())["data"]["samples"]["validation"] == len(part)
     assert len({tuple(losses_of(folder / f"fold-{fold}")) for fold in (1, 2, 3)}) == 3
-    assert done.out.count(f"--output_dir {folder}-2") == 3  # the next command, not with the folder of a fold
+    assert "next:" not in done.out  # each fold started the next one
     errors = lines_of(folder / "label_errors.jsonl")
     assert all(error["original_label"] == table["label"][error["id"]] != error["label"] for error in errors)
 
