@@ -16,7 +16,7 @@ _CONTEXT.set_forkserver_preload([
 def run(function: Callable[..., Any], *arguments: Any, seconds: float) -> Any:
     """The result of a function of a module, from a process of its own.
 
-    Raises its exception, or TimeoutError.
+    Raises its exception, or TimeoutError, also where the process was killed.
     """
     with _CONTEXT.Pool(1) as pool:
         return pool.apply_async(function, arguments).get(seconds)

@@ -130,7 +130,8 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
                 time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)
         short = message.removeprefix("error: ").strip().split("\n")[-1]
-        if type(error).__name__ == "AcceleratorError":  # NCCL's watchdog may abort this process at any time
+        # NCCL's watchdog may abort this process before other ranks know
+        if type(error).__name__ == "AcceleratorError" and _place().world_size > 1:
             logger.error(message)
             message = f"error: {short}"
         exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short, early=True)

@@ -75,12 +75,12 @@ def make_accelerator(
     deepspeed = _use_deepspeed(place)
     device_type = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
     ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)
+    failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else environment.GPU_PEER_TIMEOUT))
     if device_type == "cuda":
         if fault := precision.missing_kernels(place.local_rank % torch.cuda.device_count()):
             raise UserError(fault)
         if ranks:
             _refuse_shared_gpus(ranks, place)
-    failure_detector.start(ranks, timeout_seconds("peer_timeout", None if on_cpu else environment.GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded:
         _check_fsdp_config(place)
@@ -355,7 +355,7 @@ def _report_unseen_gpus(place: Place) -> None:
     if gpus and not requested and place.local_rank == 0:
         logger.warning(
             f"{socket.gethostname()} has NVIDIA GPUs ({gpus}), and torch sees none: this run computes on CPUs "
-            "(`toolkit doctor` says why; use_cpu: true in the accelerate config if you want this)"
+            "(`toolkit doctor` says why; CUDA_VISIBLE_DEVICES= before the command, if you want this)"
         )
 
 

@@ -29,6 +29,7 @@ _PEAK_TERAFLOPS = {
 def peak_flops(device_name: str, mixed_precision: str) -> float | None:
     """Operations per second of one device; None for an unknown device, a laptop's, a slice (MIG), and in float32."""
     words = device_name.replace("-", " ")
+    # the peaks of an RTX 4090 D and a 3090 Ti are others, too
     if not {"Laptop", "MIG", "D", "Ti"}.isdisjoint(words.split()):
         return None
     peaks = (peak for name, peak in _PEAK_TERAFLOPS.items() if f" {name} " in f" {words} ")
