@@ -55,6 +55,7 @@ def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> 
         '{"format": 1, "files": {}, "note": "\\ud800", "crc32": "00000000"}',
     ],
 )
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_what_is_no_manifest(tmp_path: Path, content: str) -> None:
     folder = folders.step_folder(tmp_path, 1)
     folder.mkdir()

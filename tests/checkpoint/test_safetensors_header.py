@@ -96,6 +96,7 @@ def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) 
         ({"__metadata__": {"crc32": "[" * 300_000}, "a": entry()}, "cannot be read"),
     ],
 )
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_an_invalid_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", table)
     refusal(read_header, path, match=message, says=[str(path)])

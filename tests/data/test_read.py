@@ -151,6 +151,7 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.json", '{"text": {"0": "good", "1": "bad"}, "label": {"0": "x", "1": "y"}}', "written by columns"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_invalid_files_are_named(tmp_path: Path, name: str, content: str, said: str, fault: Fault) -> None:
     told = fault_of(write(tmp_path / name, content))
     assert said in told
