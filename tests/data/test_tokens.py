@@ -49,6 +49,15 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert isinstance(split.input_ids, np.memmap)
 
 
+def test_only_the_beginning_of_a_very_long_text_is_tokenized(tokenizer: Any) -> None:
+    """Whole where its words might be others than those of the beginning: one endless word, and blanks."""
+    texts = ["good film, 很好[SEP] " * 40, "word " + "x" * 900, " " * 900 + TEXTS[3], "good film " * 50]
+    theirs = tokenizer(texts, truncation=True, max_length=9)["input_ids"]
+    ours = tokens.encode_texts(tokenizer, texts, 9)
+    assert [part.tolist() for part in np.split(ours["input_ids"], ours["offsets"][1:-1])] == theirs
+    assert [len(text) for text in tokens.beginnings(tokenizer, texts, 9)] == [144, *map(len, texts[1:])]
+
+
 @pytest.mark.parametrize("change", ["word", "side", "lower"])
 def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Path, change: str) -> None:
     before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))

@@ -34,6 +34,8 @@ from toolkit.pretrained import (
 from toolkit.utils.progress import Progress
 
 _BATCH_TEXTS = 2000
+# characters per token of max_length: of longer texts only the beginning is tokenized, if that is certain to be enough
+_LONG_TEXT, _BEGINNING = 64, 16
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
 """Texts, and second texts where they are pairs."""
 
@@ -323,7 +325,7 @@ def encode_blocks(
 def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
     has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     if fast:  # transformers' own call takes twice as long
-        inputs = texts if pairs is None else list(zip(texts, pairs, strict=True))
+        inputs = beginnings(tokenizer, texts, max_length) if pairs is None else list(zip(texts, pairs, strict=True))
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
         ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if has_types else []
     else:
@@ -342,6 +344,24 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
     chain = itertools.chain.from_iterable
     truncated = sum(bool(each.overflowing) for each in encodings)
     return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if has_types else None, truncated)
+
+
+def beginnings(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
+    """The texts, the very long ones (a text of 30 MB takes 4 GB in the tokenizer) cut where this leaves their first
+    `max_length` tokens as they are: each word is tokenized alone, and the cut can only change the last words."""
+    backend, size = tokenizer.backend_tokenizer, _BEGINNING * max_length
+    long = [place for place, text in enumerate(texts) if len(text) > _LONG_TEXT * max_length]
+    # a segmenter splits a text as a whole
+    if not long or tokenizer.truncation_side != "right" or getattr(backend, "segmenter", None):
+        return texts
+    begun = list(texts)
+    for place, each in zip(long, backend.encode_batch([texts[place][:size] for place in long]), strict=True):
+        last, end = (
+            max((word or 0 for word in part.word_ids), default=0) for part in (each, [each, *each.overflowing][-1])
+        )
+        if last + 2 < end:
+            begun[place] = texts[place][:size]
+    return begun
 
 
 def encode_texts(
