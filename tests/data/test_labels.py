@@ -84,6 +84,12 @@ def test_what_a_column_means(labels: Any, problem: Any, inferred: Any, names: tu
     assert array.tolist() == [targets[0], targets[-1]]
 
 
+def test_the_run_says_that_lists_of_0_and_1_are_not_class_numbers() -> None:
+    """`[0, 1]` may be the classes 0 and 1."""
+    assert "not as class numbers" in found([[0, 1], [1, 0]]).describe()
+    assert "class numbers" not in found([[0], [1], [0, 1]]).describe()
+
+
 def test_a_data_sets_own_names_keep_their_order() -> None:
     decided = found([0, 1], feature=NAMED)
     assert (decided.names, encoded(decided, [1, 0], NAMED)) == (("joy", "anger", "unused"), [1, 0])
@@ -200,12 +206,13 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
         ([["a"], ["a"]], None, "one class only"),
         (["a", "a|a"], MULTI, "one class only"),
         ([[], []], None, "no class at all"),
+        ([[0, 1], [0, 1]], None, r"holds \[0, 1\] in each row: .*--label_column"),
         (["a", None, "b"], None, "no label in column 'label' of rows 2:"),
-        (["a", "", "b", ""], None, "rows 2, 4: fill or remove them$"),
+        (["a", "", "b", ""], None, "rows 2, 4: fill or remove them, or pass --drop_empty_text, which leaves them out$"),
         (["a|b", "", "b", "a"], None, "rows 2: .*--problem_type multi_label"),
         ([1, None, 2], None, "rows 2:"),
         ([1.5, float("nan")], None, "rows 2:"),
-        ([["a"], None, ["b"]], None, "rows 2:"),
+        ([["a"], None, ["b"]], None, "rows 2: fill or remove them$"),
         ([f"text {number}" for number in range(2001)], None, "2001 different values.*--label_column"),
         (TEXTS, None, r"490 different values in 490 rows: is it the label\?.*--problem_type"),
         # in two ways: grades or numbers of classes; 0 and 1 in one place only

@@ -83,14 +83,15 @@ EMPTY = [{"text": text, "label": label} for text, label in (("a", "x"), (" \n", 
 
 
 def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(prepared: Prepare) -> None:
-    """They need no label then."""
+    """They need no label then; rows without a label are left out, too."""
     says = ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'")
     refusal(prepared, EMPTY, validation_file=EMPTY[:1], says=says)
-    data = prepared([*EMPTY, {"text": "", "label": None}], validation_file=EMPTY[1:3], drop_empty_text=True)
+    unlabelled = [{"text": text, "label": None} for text in ("", "c")]
+    data = prepared([*EMPTY, *unlabelled], validation_file=EMPTY[1:3], drop_empty_text=True)
     assert (data.train.rows.tolist(), data.validation.rows.tolist()) == ([0, 2], [1])
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
-    assert any("3 rows with an empty text are left out" in note for note in data.notes)
+    assert any("4 rows with an empty text or label are left out" in note for note in data.notes)
     refusal(prepared, [EMPTY[1], EMPTY[3]], drop_empty_text=True, says=["every text in column 'text'", "--text_column"])
 
 

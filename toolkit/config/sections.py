@@ -138,7 +138,7 @@ class TextSettings:
     preprocessing_num_workers: int | None = Field(default=None, ge=1)
     """Threads of a fast tokenizer; all cores when not given."""
     drop_empty_text: bool = False
-    """Leave out rows whose text (or title) is empty or blank; otherwise they are an error."""
+    """Leave out rows whose text, title or label is empty or blank; otherwise they are an error."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens; longer texts are truncated. The model's limit when not given."""
     min_length: int | None = Field(default=None, ge=1)

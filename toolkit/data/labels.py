@@ -29,6 +29,7 @@ _MAX_CLASSES, _FEW_CLASSES = 2000, 50
 _MAX_DISTINCT = 200_000
 """Distinct values of a column that are read to infer its type: more are not classes, and would take much memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+_NO_LABEL = "no label: fill it or remove the row (a training run leaves out empty cells with --drop_empty_text)"
 _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
 _ITEM = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL)
 _SEPARATORS = r"[|｜,，;；、]"
@@ -57,6 +58,13 @@ class Labels(Targets):
         if file := getattr(settings.data, "label_names_file", None):
             return facts | {"class_names": read_class_names(file)}
         return facts
+
+    @classmethod
+    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
+        """With --drop_empty_text, rows without a label are left out, too."""
+        columns = find_columns(table, settings.data.label_column, USUAL, "label_column")
+        can_drop = settings.data.drop_empty_text and getattr(settings.model, "problem_type", None) != MULTI
+        return {"label_column": columns[0]} if can_drop and len(columns) == 1 and _has_cells(table, columns[0]) else {}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Labels:
@@ -122,7 +130,7 @@ class Labels(Targets):
         if name in self._ids:
             return self._ids[name]
         if not name:
-            raise UserError(f"{where}: no label: fill it or remove the row")
+            raise UserError(f"{where}: {_NO_LABEL}")
         raise UserError(
             f"{where}: label {name!r} does not occur in training{did_you_mean(name, self._ids)}: "
             f"the classes are {listing(self._ids)}"
@@ -131,7 +139,7 @@ class Labels(Targets):
     def _flags(self, value: Any, where: str) -> list[float]:
         """A cell of a multi-label column, or the cells of several columns -> a 0 or 1 per class."""
         if _is_missing(value):
-            raise UserError(f"{where}: no label: fill it or remove the row")
+            raise UserError(f"{where}: {_NO_LABEL}")
         items = _list_of(value, where)
         if not self.multi_hot:
             ids = {self._id(name, where) for name in items}
@@ -168,7 +176,8 @@ class Labels(Targets):
     def describe(self) -> str:
         kind, names = self.problem_type.replace("_", " "), ", ".join(self.names[:8]) + "..." * (self.size > 8)
         what = "classes" if kind != "regression" else "outputs" if self.size > 1 else "output"
-        return f"{kind}, {self.size} {what}: {names}"
+        lists = f" (each list in {self.columns[0]!r} read as a 0 or 1 per class, not as class numbers)"
+        return f"{kind}, {self.size} {what}: {names}" + lists * (self.multi_hot and len(self.columns) == 1)
 
 
 def find_labels(
@@ -234,9 +243,13 @@ def find_labels(
             "label? Name another with --label_column, or say with --problem_type what it is (regression, "
             "single_label_classification or multi_label_classification)"
         )
-    if len(names) < 2:
-        content = f"one class only ({names[0]})" if names else "no class at all"
-        raise UserError(f"{table.name}: column {column!r} holds {content}: at least two are needed")
+    same = multi_hot and len(values) == 1  # as class numbers, too
+    if len(names) < 2 or same:
+        content = f"{values[0]} in each row" if same else f"one class only ({names[0]})" if names else "no class at all"
+        raise UserError(
+            f"{table.name}: column {column!r} holds {content}: at least two are needed; name another with "
+            "--label_column"
+        )
     return Labels(problem, names, columns, multi_hot, cell_values)
 
 
@@ -397,8 +410,14 @@ def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemT
     if blank:
         several = any(re.search(_SEPARATORS, str(cell)) for cell in table.rows[:100][column])
         other = f", or pass --problem_type {MULTI} if a row may have several classes or none" * several
-        rows_text = f"rows {table.listing(blank)}: fill or remove them{other}"
+        drop = ", or pass --drop_empty_text, which leaves them out" * _has_cells(table, column)
+        rows_text = f"rows {table.listing(blank)}: fill or remove them{drop}{other}"
         raise UserError(f"{table.name}: no label in column {column!r} of {rows_text}")
+
+
+def _has_cells(table: Table, column: str) -> bool:
+    """Whether it holds neither lists nor the ids of a `ClassLabel`, of which -1 is missing."""
+    return hasattr(table.rows.features[column], "dtype") and _class_feature(table, column) is None
 
 
 def _is_missing(value: Any) -> bool:

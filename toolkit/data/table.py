@@ -192,7 +192,7 @@ def text_blocks(
 
 def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
     """The cells of one or several columns -> a text for each row."""
-    texts = [["" if text is None else str(text) for text in column] for column in cells]
+    texts = [["" if text is None or text != text else str(text) for text in column] for column in cells]
     return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
 
 
