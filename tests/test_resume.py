@@ -287,6 +287,14 @@ def test_a_finished_run_goes_on_when_asked_for_more(settings: list[Any], whole: 
     assert lines[20]["learning_rate"] > 0  # of the longer schedule
 
 
+def test_a_stopped_run_that_ends_without_checkpoint_every(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    """Its last step is saved, so that a longer run does not repeat those since the stop."""
+    run = rewound(whole, tmp_path / "run", 15)
+    every = settings.index("--checkpoint_every")
+    train(*settings[:every], *settings[every + 2 :], "--output_dir", run)
+    assert folders.read_manifest(run / "checkpoints" / "last")["step"] == STEPS
+
+
 def test_early_stopping_stays_stopped(settings: list[Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [*settings, "--output_dir", run, "--learning_rate", "1e-12", "--early_stopping_patience", 1]

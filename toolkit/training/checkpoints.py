@@ -62,6 +62,8 @@ class Checkpoints:
         self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
         self.settings = steps.settings
         self.path = run_folder / "checkpoints"
+        self.continues = False
+        """Whether this run resumed from one of them."""
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         remember_groups(optimizer)
@@ -75,14 +77,16 @@ class Checkpoints:
         return remote_ranks(self.accelerator, self.path)
 
     def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False) -> dict[str, Any]:
-        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal. Returns the
-        entries for the step's line in metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed
-        run begins with it."""
+        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal; without
+        `checkpoint_every` a run that was stopped and resumed saves its last step, so that a longer one begins there.
+        Returns the entries for the step's line in metrics.jsonl. `evaluation_due`: this step's evaluation was skipped;
+        a resumed run begins with it."""
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
-        marked = step in (self.best.step, self.steps.schedule.total_steps) or self.best.patience_exhausted
-        if not self.steps.stop_signal and not (every and (step % every == 0 or marked)):
+        last = step == self.steps.schedule.total_steps or self.best.patience_exhausted
+        due = last or step == self.best.step or step % every == 0 if every else last and self.continues
+        if not self.steps.stop_signal and not due:
             return {}
         started = time.perf_counter()
         self.wait()

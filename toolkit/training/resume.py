@@ -219,7 +219,8 @@ def _resume_from(
     restore(checkpoints.live(), open_checkpoint(copy), step)
     if None in (checkpoints.settings.ema_decay, manifest["settings"].get("ema_decay")):
         remove_average(checkpoints.live())  # of the steps before --ema_decay was left out
-    if same_run := folder.parent.resolve() == checkpoints.path.resolve():
+    checkpoints.continues = same_run = folder.parent.resolve() == checkpoints.path.resolve()
+    if same_run:
         checkpoints.set_links()
     set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, manifest["loss_scale"])
