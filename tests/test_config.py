@@ -130,6 +130,11 @@ def test_wrong_values_name_the_setting(yaml_file: Callable[..., str], name: str,
     refusal(parse, TaskSettings, given, match=message)
 
 
+def test_several_values_are_for_a_sweep() -> None:
+    assert "toolkit sweep RECIPE.py --search seed=1,2" in fault_of(["--seed", "1,2"])
+    assert "--search learning_rate=1e-3,3e-3" in fault_of(["--learning_rate", "1e-3,3e-3"])
+
+
 @pytest.mark.parametrize("value", [r"a\0b", r"\ud800"])
 def test_characters_that_nothing_can_be_written_with(yaml_file: Callable[..., str], value: str) -> None:
     assert "--text_column" in fault_of([yaml_file(f'text_column: "{value}"')])

@@ -27,12 +27,12 @@ from toolkit.launch.signals import StopRequested
         ([0, 1, 2], [0, 1, 2], ""),
         ([2, 0, 1], [0, 1, 2], ""),
         ([], [], ""),
-        ([0, 2], [0, 1, 2], "never predicted: rows 1"),
-        ([0, 1, 1, 2], [0, 1, 2], "more than once: rows 1"),
-        ([0, 1, 2, 5], [0, 1, 2], "unknown: 5"),
-        ([], [4, 7], "never predicted: rows 4, 7"),
-        ([0, 0, 9], [0, 3], "never predicted: rows 3; more than once: rows 0; unknown: 9"),
-        ([-1, 0], [0], "unknown: -1"),
+        ([0, 2], [0, 1, 2], "never predicted: ids 1"),
+        ([0, 1, 1, 2], [0, 1, 2], "more than once: ids 1"),
+        ([0, 1, 2, 5], [0, 1, 2], "unknown: ids 5"),
+        ([], [4, 7], "never predicted: ids 4, 7"),
+        ([0, 0, 9], [0, 3], "never predicted: ids 3; more than once: ids 0; unknown: ids 9"),
+        ([-1, 0], [0], "unknown: ids -1"),
     ],
 )
 def test_ids_fault(ids: list[int], expected: list[int], fault: str) -> None:
@@ -81,7 +81,7 @@ class DuplicateIds(Collator):
 
 def test_lost_and_duplicated_samples_raise(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "collator_of", DuplicateIds)
-    with pytest.raises(ExactlyOnceError, match=r"test: never predicted: rows 6; more than once: rows 3"):
+    with pytest.raises(ExactlyOnceError, match=r"test: never predicted: ids 6; more than once: ids 3"):
         predict(accelerator, Echo(), split_of(10), TOKENIZER, 4)
 
 

@@ -370,6 +370,8 @@ def _fault_message(fault: Any) -> str:
     if isinstance(value := fault["input"], list | dict) and message.endswith("a string"):
         parts = value if isinstance(value, list) else [f"{key}={part}" for key, part in value.items()]
         message += " ('part-*.csv' for several files)" if name.endswith("_file") else f": {','.join(map(str, parts))}"
+    if message.endswith("number") and re.fullmatch(r"[\d.e+-]+(,[\d.e+-]+)+", str(fault["input"])):
+        message += f"; to compare several: toolkit sweep RECIPE.py --search {name}={fault['input']}"
     if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as in transformers 5
         message += f"; a share of all steps is --warmup_ratio {fault['input']}"
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"

@@ -211,8 +211,8 @@ def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:
     """How the gathered ids differ from those of the data set; "" if they do not."""
     unique, counts = np.unique(ids, return_counts=True)
     faults = {
-        "never predicted: rows": np.setdiff1d(expected, unique),
-        "more than once: rows": unique[counts > 1],
-        "unknown:": np.setdiff1d(unique, expected),
+        "never predicted: ids": np.setdiff1d(expected, unique),
+        "more than once: ids": unique[counts > 1],
+        "unknown: ids": np.setdiff1d(unique, expected),
     }
     return "; ".join(f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some))

@@ -142,11 +142,11 @@ def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}], "line 2: row 3 of .* has another text"),
-        ([correction(1, "d")], r"line 1: row 2 of .*'d' is no label.*the classes are a, b, c, rare"),
+        ([correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}], r"id 2 \(row 3 of .* has another text"),
+        ([correction(1, "d")], r"line 1: id 1 \(row 2 of .*'d' is no label.*the classes are a, b, c, rare"),
         ([correction(1, ["a"])], "is no label"),
         ([correction(1, "b") | {"id": 99}], "row 100 of .* is not among the training rows"),
-        ([correction(1, "b"), correction(1, "c")], "line 2: row 2 has two lines"),
+        ([correction(1, "b"), correction(1, "c")], "line 2: id 1 has two lines"),
         ([{"id": 1, "label": "b"}], 'line 1: write {"id": row from 0'),
         ([correction(1, 3)], "line 1: write"),
         ([correction(1, "b") | {"id": True}], "line 1: write"),

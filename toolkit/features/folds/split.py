@@ -178,7 +178,7 @@ def correct_labels(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
     texts = _texts_of(sorted(index_of[row] for row in corrections if row in index_of), rows)
     encoded, is_kept, counts = rows.targets.copy(), np.ones(len(index_of), bool), {"changed": 0, "same": 0, "out": 0}
     for row, (line, correction) in corrections.items():
-        where = f"--label_corrections {file}, line {line}: row {row + 1} of {rows.table.name}"
+        where = f"--label_corrections {file}, line {line}: id {row} (row {row + 1} of {rows.table.name})"
         if row not in index_of:
             raise UserError(f"{where} is not among the training rows")
         index = index_of[row]
@@ -241,5 +241,5 @@ def _read_corrections(path: Path) -> dict[int, tuple[int, _Correction]]:
                 "label, or null to leave the row out}, as in label_errors.jsonl or the file saved by report.html"
             ) from None
         if corrections.setdefault(correction.id, (number, correction))[0] != number:
-            raise UserError(f"--label_corrections {path}, line {number}: row {correction.id + 1} has two lines")
+            raise UserError(f"--label_corrections {path}, line {number}: id {correction.id} has two lines")
     return corrections
