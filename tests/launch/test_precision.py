@@ -207,7 +207,7 @@ def test_ranks_that_measured_differently_agree() -> None:
 
 def test_faults_of_the_files_come_before_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "make_accelerator", lambda _, layer: layer())
-    (rows := tmp_path / "rows.csv").write_text("text,label\na,1\nb,\n")
-    for file, says in ((rows, "no label in column 'label' of rows 2"), (tmp_path / "row.csv", "did you mean rows.csv")):
-        settings = toolkit.settings(train_file=str(file), model_name_or_path=str(tmp_path))
+    (tmp_path / "rows.csv").write_text("text,label\na,1\nb,2\n")
+    for file, says in (("rows.csv", "no column 'lable'"), ("row.csv", "did you mean rows.csv")):
+        settings = toolkit.settings(train_file=str(tmp_path / file), label_column="lable", model_name_or_path="x")
         refusal(toolkit.start_accelerator, settings, says=[says])

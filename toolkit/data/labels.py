@@ -246,10 +246,7 @@ def find_labels(
     same = multi_hot and len(values) == 1  # as class numbers, too
     if len(names) < 2 or same:
         content = f"{values[0]} in each row" if same else f"one class only ({names[0]})" if names else "no class at all"
-        raise UserError(
-            f"{table.name}: column {column!r} holds {content}: at least two are needed; name another with "
-            "--label_column"
-        )
+        raise UserError(f"{table.name}: column {column!r} holds {content}: at least two are needed (--label_column)")
     return Labels(problem, names, columns, multi_hot, cell_values)
 
 

@@ -87,9 +87,10 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
         _require_equal_settings(several, settings)
     if data.preprocessing_num_workers:  # the tokenizer reads it at its first call
         os.environ["RAYON_NUM_THREADS"] = str(data.preprocessing_num_workers)
-    targets_class, tables = _open_tables(settings)
+    targets_class: type[Targets] = first(targets(settings) for targets in hooks("targets", settings)) or Labels
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
+    tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
     length, longest = getattr(getattr(settings, "long", None), "compare_max_length", None), facts["max_length"]
     if length and length >= longest:
@@ -140,31 +141,6 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
         pos_weight=None if weights is None else torch.from_numpy(weights).to(device),
         advice=advice,
     )
-
-
-def check_columns(settings: Any) -> None:
-    """Raises UserError for missing or invalid files, columns that are missing or ambiguous, and labels of the training
-    file where all its rows are used."""
-    targets_class, tables = _open_tables(settings)
-    train = tables["train"]
-    column = _find_text_column(settings, targets_class, train)
-    if not settings.data.drop_empty_text and settings.data.min_length is None:
-        targets_class.find(settings, train, column, np.arange(len(train)))
-
-
-def _open_tables(settings: Any) -> tuple[type[Targets], dict[str, Table]]:
-    targets_class: type[Targets] = first(targets(settings) for targets in hooks("targets", settings)) or Labels
-    return targets_class, read_tables(settings.data, targets_class.column_setting is not None)
-
-
-def _find_text_column(settings: Any, targets_class: type[Targets], train: Table) -> str:
-    """The column of texts, or several, `title,text`. Raises UserError."""
-    data, setting, pair = settings.data, targets_class.column_setting, getattr(settings.data, "text_pair", None)
-    others = find_columns(train, getattr(data, setting), targets_class.usual_columns, setting) if setting else ()
-    column = text_column(train, data.text_column, [*others, pair])
-    if both := sorted({*columns_of(train, column), *columns_of(train, pair or column)}.intersection(others)):
-        raise UserError(f"{train.name}: column {listing(both)} is to be read and predicted: name another --{setting}")
-    return column
 
 
 def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
@@ -227,9 +203,14 @@ def _write_tokens(
     folder: Path,
 ) -> None:
     """Selects and checks the rows of every split before tokenizing any; then writes them all to `folder`."""
-    column = _find_text_column(settings, targets_class, tables["train"])
+    train, data = tables["train"], settings.data
+    setting, pair = targets_class.column_setting, getattr(data, "text_pair", None)
+    others = find_columns(train, getattr(data, setting), targets_class.usual_columns, setting) if setting else ()
+    column = text_column(train, data.text_column, [*others, pair])
     notes = [table.note for table in tables.values() if table.note]
-    columns, pair = columns_of(tables["train"], column), getattr(settings.data, "text_pair", None)
+    columns = columns_of(train, column)
+    if both := sorted({*columns, *columns_of(train, pair or column)}.intersection(others)):
+        raise UserError(f"{train.name}: column {listing(both)} is to be read and predicted: name another --{setting}")
     if len(columns) > 1:
         separator = tokens.separator_of(tokenizer)
         notes.append(f"columns {', '.join(columns)} are one text, with {separator} between them")

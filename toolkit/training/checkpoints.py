@@ -62,8 +62,7 @@ class Checkpoints:
         self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
         self.settings = steps.settings
         self.path = run_folder / "checkpoints"
-        self.continues = False
-        """Whether this run resumed from one of them."""
+        self.continues = False  # whether this run resumed from one of them
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         remember_groups(optimizer)
@@ -77,10 +76,9 @@ class Checkpoints:
         return remote_ranks(self.accelerator, self.path)
 
     def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False) -> dict[str, Any]:
-        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal; without
-        `checkpoint_every` a run that was stopped and resumed saves its last step, so that a longer one begins there.
-        Returns the entries for the step's line in metrics.jsonl. `evaluation_due`: this step's evaluation was skipped;
-        a resumed run begins with it."""
+        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal; the last step
+        of a resumed run always. Returns the entries for the step's line in metrics.jsonl. `evaluation_due`: this step's
+        evaluation was skipped; a resumed run begins with it."""
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step

@@ -275,17 +275,12 @@ def random_state_setter(folder: Path, world: int, accelerator: Accelerator, step
 
 def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
     """Raises UserError where a checkpoint has more steps than the run, or all of them and settings have changed."""
-    if step > total:
-        raise UserError(
-            f"{folder} has taken {step} steps, but the settings ask for {total} in total: raise --max_steps (or "
-            "--num_train_epochs), or pass another --output_dir or --overwrite_output_dir"
-        )
+    fault = f"has taken {step} steps, but the settings ask for {total} in total" * (step > total)
     if step == total and changes:
-        raise UserError(
-            f"{folder.parent.parent} is a finished run, and the changed settings would have no effect "
-            f"({'; '.join(changes)}): pass another --output_dir, --overwrite_output_dir to move it aside, or a higher "
-            "--max_steps (or --num_train_epochs)"
-        )
+        fault = f"is of a finished run, and the changed settings would have no effect ({'; '.join(changes)})"
+    if fault:
+        remedy = "raise --max_steps (or --num_train_epochs), or pass another --output_dir or --overwrite_output_dir"
+        raise UserError(f"{folder} {fault}: {remedy}")
 
 
 # Settings that do not change what is trained. Of files and models the content is compared instead, of the precision
