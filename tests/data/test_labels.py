@@ -11,7 +11,8 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.config import ProblemType
-from toolkit.data.labels import Labels, doubtful_names, find_labels, natural_order
+from toolkit.data.balance import doubtful_names
+from toolkit.data.labels import Labels, find_labels, natural_order
 from toolkit.data.read import read_class_names
 from toolkit.data.table import Table, text_blocks
 

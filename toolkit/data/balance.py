@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from toolkit.config import ObjectiveSettings
-from toolkit.data.labels import MULTI, Labels, doubtful_names
+from toolkit.data.labels import MULTI, Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
@@ -17,6 +19,7 @@ _BETA = 0.999
 _UNEVEN = 3.0
 _RARE_SHARE = 0.1
 _MAX_LISTED = 8
+_MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
 
 
 def weigh_classes(
@@ -138,3 +141,19 @@ def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> 
     else:
         return ""
     return f"{uneven}; {remedy} the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
+
+
+def doubtful_names(names: Sequence[str]) -> Iterator[str]:
+    """Notes on classes that are probably one (`pos` and `Pos`, `1` and `01` or a full-width 1), or a missing label."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        folded = unicodedata.normalize("NFKC", name).casefold()
+        visible = "".join(filter(str.isprintable, folded)).strip()
+        alike.setdefault(re.sub(r"^0+(?=\d)", "", visible), []).append(repr(name))
+    if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
+        yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
+    parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}
+    if joined := [repr(name) for name, parts in parts_of.items() if len(parts) > 1 and parts <= parts_of.keys()]:
+        yield f"the parts of classes {listing(joined)} are classes: if rows have several, pass --problem_type {MULTI}"
+    for name in sorted(_MISSING_NAMES.intersection(names)):
+        yield f"{name!r} is a class: if it stands for a missing label, remove its rows"

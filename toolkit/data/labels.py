@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,7 +29,6 @@ _MAX_DISTINCT = 200_000
 """Distinct values of a column that are read to infer its type: more are not classes, and would take much memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _NO_LABEL = "no label: fill it or remove the row (a training run leaves out empty cells with --drop_empty_text)"
-_MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
 _ITEM = re.compile(r"('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[\w.+-]+)(\s+(?=['\"\w.+-]))?", re.DOTALL)
 _SEPARATORS = r"[|｜,，;；、]"
 
@@ -281,22 +279,6 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
     each = sorted(names)  # names that sort alike, `a1` and `a01`: a set's order differs from process to process
     return tuple(sorted(each, key=int) if all(re.fullmatch(r"-?\d+", name) for name in each) else natsorted(each))
-
-
-def doubtful_names(names: Sequence[str]) -> Iterator[str]:
-    """Notes on classes that are probably one (`pos` and `Pos`, `1` and `01` or a full-width 1), or a missing label."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        folded = unicodedata.normalize("NFKC", name).casefold()
-        visible = "".join(filter(str.isprintable, folded)).strip()
-        alike.setdefault(re.sub(r"^0+(?=\d)", "", visible), []).append(repr(name))
-    if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
-        yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
-    parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}
-    if joined := [repr(name) for name, parts in parts_of.items() if len(parts) > 1 and parts <= parts_of.keys()]:
-        yield f"the parts of classes {listing(joined)} are classes: if rows have several, pass --problem_type {MULTI}"
-    for name in sorted(_MISSING_NAMES.intersection(names)):
-        yield f"{name!r} is a class: if it stands for a missing label, remove its rows"
 
 
 # --- cells ---
