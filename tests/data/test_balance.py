@@ -10,9 +10,9 @@ import pytest
 from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
-from toolkit.data.balance import weigh_classes
+from toolkit.data.balance import doubtful_names, weigh_classes
 from toolkit.data.batches import GlobalBatches, accumulation_of
-from toolkit.data.labels import Labels, doubtful_names
+from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 
 COUNTS = {"often": 160, "rare": 10, "never": 0, "some": 40}
