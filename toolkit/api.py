@@ -16,8 +16,6 @@ from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
 from toolkit.data.prepare import Prepared, add_collator, prepare_data
-from toolkit.data.read import read_tables
-from toolkit.data.table import find_columns
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
@@ -100,15 +98,7 @@ def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str
 
 def start_accelerator(settings: Any) -> Accelerator:
     """An `Accelerator` for this launch, in the precision of the settings (`toolkit.launch.make_accelerator`)."""
-
-    def layer() -> tuple[int, int]:
-        # faults of the files, before a trial of the precision that may take minutes
-        train = read_tables(settings.data, labelled=False)["train"]
-        for name in ("text_column", "label_column"):
-            find_columns(train, getattr(settings.data, name, None), (), name)
-        return layer_of(settings.model)()
-
-    return launch.make_accelerator(precision_of(settings.training), layer)
+    return launch.make_accelerator(precision_of(settings.training), layer_of(settings.model))
 
 
 def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings | None = None) -> tuple[Any, Prepared]:

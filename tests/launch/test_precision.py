@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import toolkit
 from tests.faults import refusal
 from tests.launch.ranks import run_group
 from tests.runs import start
-from toolkit import launch
 from toolkit.config import PretrainedSettings
 from toolkit.errors import UserError
 from toolkit.launch import precision
@@ -203,11 +201,3 @@ def test_ranks_that_measured_differently_agree() -> None:
     assert [one.out for one in ended] == ["{'no': 10.0, 'bf16': 9.5}\n"] * 2
     line = "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16 on this CPU"
     assert ended[0].err.startswith(line)
-
-
-def test_faults_of_the_files_come_before_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_accelerator", lambda _, layer: layer())
-    (tmp_path / "rows.csv").write_text("text,label\na,1\nb,2\n")
-    for file, says in (("rows.csv", "no column 'lable'"), ("row.csv", "did you mean rows.csv")):
-        settings = toolkit.settings(train_file=str(tmp_path / file), label_column="lable", model_name_or_path="x")
-        refusal(toolkit.start_accelerator, settings, says=[says])
