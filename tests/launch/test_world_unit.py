@@ -1,6 +1,7 @@
 """toolkit/launch/world.py: what was requested, and the checks that need one process."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +113,7 @@ def test_deepspeed_config_after_the_script_is_used(
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
 
 
-def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_an_fsdp_config(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """`accelerate config` writes fsdp_cpu_ram_efficient_loading: true."""
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
@@ -128,7 +129,8 @@ def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"FSDP_{name}", value)
         refusal(world._check_fsdp_config, ALONE, says=[f"fsdp_{name.lower()}", says])
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # torch raises: it pins the memory for a GPU
-    refusal(world._shard_on_cpu, None, says=["fsdp_offload_params", "false"])
+    monkeypatch.setattr(PartialState(), "num_processes", 2)
+    refusal(world._set_sharded_type, True, timedelta(1), says=["fsdp_offload_params", "false"])
     for name, value in {"ACCELERATE_USE_FSDP": "true", **ZERO3}.items():
         monkeypatch.setenv(name, value)
     refusal(world._use_deepspeed, ALONE, says=["--deepspeed_config ds_configs/zero3.json", "FSDP"])
@@ -170,8 +172,7 @@ def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypat
     """On GPUs accelerate looks at the plugin where the type is MULTI_GPU, and then sets it to FSDP."""
     state = PartialState()
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    world._undo_sharded_type()
+    world._set_sharded_type(False, timedelta(1))
     assert state.distributed_type == DistributedType.MULTI_GPU
 
 

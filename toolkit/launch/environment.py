@@ -131,10 +131,6 @@ def accelerate_launch_words() -> Sequence[str] | None:
     return None
 
 
-def started_by_accelerate_launch() -> bool:
-    return accelerate_launch_words() is not None
-
-
 def attempt() -> int:
     """The number of restarts so far (`--max_restarts`): when a process has failed, torchrun and `accelerate launch`
     start all processes of the node again."""

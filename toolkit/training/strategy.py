@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial, reduce
 from typing import Any
@@ -192,21 +193,13 @@ def _choose_fsdp_units(accelerator: Accelerator, model: Any) -> None:
         effect = f"has no effect: the units are the model's layers ({', '.join(sorted(layers))})"
         log_on_main(accelerator, f"fsdp_transformer_layer_cls_to_wrap: {', '.join(names)} {effect}")
     plugin.transformer_cls_names_to_wrap = sorted(layers)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:  # accelerate would make a unit of embeddings that T5's encoder and decoder share
-        table = getattr(model, "get_input_embeddings", lambda: None)()
-        weights = [each for _, each in model.named_parameters(remove_duplicate=False)]
-        if sum(each is getattr(table, "weight", None) for each in weights) > 1:
-            model.get_input_embeddings = lambda: None
-        return
-    head_ids, is_tied = {id(each) for each in head.parameters()}, model.get_input_embeddings().weight is head.weight
-    names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in head_ids]
-    if len(names) > len(head_ids) + is_tied:
-        # tied to a decoder's embedding, or a bias with two names (BERT): accelerate would make a unit of the head (and
-        # of the embeddings it is tied to), and the parameter would be in two units
-        model.get_output_embeddings = lambda: None
-        if is_tied:
-            model.get_input_embeddings = lambda: None
+    # accelerate makes units of the embeddings and the head, too: a parameter with several names (tied weights, a bias
+    # of BERT's head, embeddings that T5's encoder and decoder share) would be in two units
+    uses = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        part = getattr(model, name, lambda: None)()
+        if part is not None and any(uses[id(each)] > 1 for each in part.parameters()):
+            setattr(model, name, lambda: None)
 
 
 def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
