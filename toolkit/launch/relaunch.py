@@ -67,8 +67,9 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         os.environ[environment.FAILURE_DETECTOR] = options.failure_detector
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
     if not present:
-        if options.deepspeed and not options.deepspeed_config and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
-            if (launcher := environment.place_of(os.environ).launcher) != "deepspeed":
+        if options.deepspeed and not options.deepspeed_config:
+            launcher = environment.place_of(os.environ).launcher
+            if launcher != "deepspeed" and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
                 remedy = "pass --deepspeed_config ds_configs/zero2.json"
                 raise UserError(f"--deepspeed has no effect under {launcher}: {remedy}")
         return [argv[0], *rest], options

@@ -70,8 +70,7 @@ class _HalfPrecisionReduction(DistributedDataParallelKwargs):
     """Registers the hook under another name: without NCCL torch rejects its bf16 hook by name."""
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        is_bf16 = self.comm_hook == DDPCommunicationHookType.BF16
-        hook = default_hooks.bf16_compress_hook if is_bf16 else default_hooks.fp16_compress_hook
+        hook = getattr(default_hooks, f"{self.comm_hook.value}_compress_hook")
         model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 

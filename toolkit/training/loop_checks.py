@@ -116,7 +116,8 @@ class LoopChecks:
         self._micro_batches += 1
         with self._in_first:
             if self._forwards is None:
-                self._model, self._forwards = model, (forwards := [])
+                self._model, forwards = model, list[None]()
+                self._forwards = forwards
                 self._in_first.enter_context(refuse_shards(model))
                 hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
                 self._in_first.callback(hook.remove)
