@@ -27,9 +27,9 @@ from toolkit.launch.environment import attempt, launcher_start
 from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.steps import Steps
-from toolkit.training.strategy import set_scaler
 from toolkit.utils.files import read_table
 
 
