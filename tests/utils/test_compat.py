@@ -51,7 +51,6 @@ NAMES = {
         "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
     "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
     "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask", "unwrap_model"),
-    "accelerate.utils.deepspeed": ("get_global_grad_norm",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),
 }  # fmt: skip

@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DynamoBackend
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 from toolkit import launch
 from toolkit.checkpoint.live import full_shape, persistent_buffers
@@ -137,8 +136,6 @@ def align_strategy(
         accelerator.clip_grad_value_ = _refuse_clipping_by_value
     if plugin is None:
         return
-    require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # it synchronizes
-    DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
     trained = {id(each) for each in model.parameters() if each.requires_grad}
     accelerator.clip_grad_norm_ = partial(_deepspeed_grad_norm, accelerator, trained, settings.max_grad_norm)
     config = plugin.deepspeed_config
@@ -219,7 +216,7 @@ def _deepspeed_grad_norm(
             f"DeepSpeed clips the 2-norm at --max_grad_norm {clips_at:g}, not norm {norm_type:g} at the recipe's "
             f"{max_norm:g}: keep `training.max_grad_norm or math.inf` in the recipe, and pass --max_grad_norm"
         )
-    return Accelerator.clip_grad_norm_(accelerator, parameters, max_norm)
+    return accelerator.deepspeed_engine_wrapped.engine.get_global_grad_norm()  # accelerate's reads it on the host
 
 
 def _choose_fsdp_units(accelerator: Accelerator, model: Any) -> None:
