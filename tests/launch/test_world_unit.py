@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.runs import fork
 from toolkit.launch import rendezvous, require_equal, world
-from toolkit.launch.environment import MARKER, Place
+from toolkit.launch.environment import MARKER, Place, accelerate_arguments
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
@@ -46,7 +46,7 @@ OPTION = "accelerate launch --num_processes"
 @pytest.mark.parametrize("own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"])
 def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_args, "default_config_file", own)
-    config = _parse_launch(line.split()) or {}
+    config = _parse_launch(accelerate_arguments(line.split()) or ()) or {}
     if own == DDP and "accelerate launch cls.py" in line:  # names no file
         requested = 2, DDP
     assert (config.get("num_processes"), config.get("source")) == (requested or (None, None))
@@ -55,7 +55,7 @@ def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, mo
 def test_mixed_precision_of_a_launch(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
     for option, precision in (("", "bf16"), ("--mixed_precision fp16", "fp16")):
-        words = f"python /bin/accelerate launch --config_file {tmp_path}/mine.yaml {option} cls.py".split()
+        words = f"--config_file {tmp_path}/mine.yaml {option} cls.py".split()
         assert (_parse_launch(words) or {})["mixed_precision"] == precision
 
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,18 +247,13 @@ def launch_config() -> dict[str, Any] | None:
     """The config of the `accelerate launch` that started this process, or None."""
     if ours := launch_request():
         return read_config(Path(ours["config_file"]))
-    with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents()[:3]:
-            if (config := _parse_launch(parent.cmdline())) is not None:
-                return config
-    return None
+    words = environment.accelerate_launch_words(generations=3)
+    return _parse_launch(words) if words else None
 
 
-def _parse_launch(line: list[str]) -> dict[str, Any] | None:
-    """The config of an `accelerate launch` command line, parsed by accelerate: the file, the options that override it,
-    and the `source` of num_processes; None for other commands."""
-    if (words := environment.accelerate_arguments(line)) is None:
-        return None
+def _parse_launch(words: Sequence[str]) -> dict[str, Any] | None:
+    """The config of `accelerate launch` with these arguments, parsed by accelerate: the file, the options that override
+    it, and the `source` of num_processes; None where it cannot be parsed."""
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 
