@@ -100,8 +100,8 @@ def make_accelerator(
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = precision.auto_precision(launch_config(), device)
-    # all ranks take part: only the machine with the checkpoint to resume may know the precision already
-    measures = mixed_precision == AUTO and place.local_rank == 0
+    # one of each machine measures, and all take part: a machine with the checkpoint to resume knows the precision
+    measures = mixed_precision == AUTO and 0 in (place.local_rank, place.rank)
     trial = precision.measure_cached(layer() if layer else precision.BERT_BASE) if measures else None
     trials = ranks.exchange(trial, timeout_seconds("ddp_timeout")) if ranks else [trial]
     if mixed_precision == AUTO:
