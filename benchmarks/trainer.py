@@ -158,8 +158,8 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.objective.losses import sample_losses
     from toolkit.run import Run
     from toolkit.training.optimizer import make_scheduler, parameter_groups
+    from toolkit.training.prepare import align_strategy
     from toolkit.training.steps import Steps
-    from toolkit.training.strategy import align_strategy
 
     data, labels = job.data, job.data.labels
     training = job.settings.training.limit_tokens(accelerator.device.type, int(data.train.lengths.max()))

@@ -5,7 +5,7 @@ from unittest import mock
 
 from recipes import cls
 from toolkit.run import Run
-from toolkit.training.strategy import set_scaler
+from toolkit.training.half_precision import set_scaler
 
 INTERVAL = 2
 

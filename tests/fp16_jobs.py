@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from recipes import cls
 from toolkit.run import Run
+from toolkit.training.half_precision import set_scaler
 from toolkit.training.steps import Step
-from toolkit.training.strategy import set_scaler
 
 IN_THE_LOSS, IN_A_SHARD = 2, 5
 SCALE = 1024.0  # low enough for no other overflow

@@ -22,8 +22,8 @@ from toolkit.evaluation import Outputs
 from toolkit.evaluation.outputs import batches_of
 from toolkit.objective.losses import sample_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
+from toolkit.training.prepare import align_strategy
 from toolkit.training.steps import Steps, make_schedule
-from toolkit.training.strategy import align_strategy
 
 # Batches of one, two or more samples, as their lengths allow.
 _MOST_TOKENS = 24

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import ExportedClassifier
 from toolkit.report.html import write_report_of_folder
-from toolkit.training.resume import random_state_setter
+from toolkit.training.resume import restore_randomness
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
@@ -199,11 +198,8 @@ def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: F
 
 @pytest.mark.parametrize("states", [{}, {"python": 5}, {"python": [3, [], None], "numpy": 1, "torch": "evil"}])
 def test_random_states_of_other_types_are_refused(states: dict[str, Any], tmp_path: Path, fault: Fault) -> None:
-    (tmp_path / random_file(0)).write_text(json.dumps(states))
-    steps: Any = SimpleNamespace(settings=SimpleNamespace(seed=1))
-    accelerator: Any = SimpleNamespace(process_index=0, num_processes=1)
-    set_randomness = random_state_setter(tmp_path, 1, accelerator, steps)
-    fault("a checkpoint whose random states are none", refusal(set_randomness, says=[random_file(0)]))
+    saw = refusal(restore_randomness, tmp_path / random_file(0), states, says=[random_file(0)])
+    fault("a checkpoint whose random states are none", saw)
 
 
 def test_a_journal_of_a_sweep_that_is_none_is_refused(tmp_path: Path, fault: Fault) -> None:

@@ -22,10 +22,9 @@ _OFFERED = {
     "pretrained": ("layer_of", "load_config", "whole_weights"),
     "run": ("Run",),
     "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler", "parameter_groups"),
-    "training.prepare": ("prepare",),
+    "training.prepare": ("align_strategy", "prepare"),
     "training.resume": ("precision_of",),
     "training.steps": ("Steps",),
-    "training.strategy": ("align_strategy",),
     "utils.modules": ("unwrapped",),
 }  # fmt: skip
 """Module -> the names that `import toolkit` offers from it."""

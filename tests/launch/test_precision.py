@@ -197,7 +197,7 @@ print(launch.make_accelerator("auto").state.precision_trial)
 
 @pytest.mark.multiprocess
 def test_ranks_that_measured_differently_agree() -> None:
-    ended = run_group(UNLIKE, UNLIKE)
+    ended = run_group(UNLIKE, UNLIKE, hosts=["A", "B"])
     assert [one.out for one in ended] == ["{'no': 10.0, 'bf16': 9.5}\n"] * 2
     line = "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16 on this CPU"
     assert ended[0].err.startswith(line)

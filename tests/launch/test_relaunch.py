@@ -395,7 +395,8 @@ def test_what_would_have_no_effect(
 ) -> None:
     """Each would silently train another way than requested, or a model per machine."""
     line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
-    monkeypatch.setattr(environment.psutil, "Process", lambda *_: SimpleNamespace(cmdline=lambda: line, parents=list))
+    parent = SimpleNamespace(cmdline=lambda: line, environ=dict)
+    monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: [parent]))
     monkeypatch.setattr("toolkit.launch.relaunch.stop_with_parent", lambda: None)
     os.environ.update(outer)
     if says:

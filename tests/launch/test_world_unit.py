@@ -1,6 +1,7 @@
 """toolkit/launch/world.py: what was requested, and the checks that need one process."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.runs import fork
 from toolkit.launch import rendezvous, require_equal, world
-from toolkit.launch.environment import MARKER, Place
+from toolkit.launch.environment import MARKER, Place, accelerate_arguments
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
@@ -45,7 +46,7 @@ OPTION = "accelerate launch --num_processes"
 @pytest.mark.parametrize("own", ["none.yaml", DDP], ids=["no file of the user's", "the user's own file"])
 def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_args, "default_config_file", own)
-    config = _parse_launch(line.split()) or {}
+    config = _parse_launch(accelerate_arguments(line.split()) or ()) or {}
     if own == DDP and "accelerate launch cls.py" in line:  # names no file
         requested = 2, DDP
     assert (config.get("num_processes"), config.get("source")) == (requested or (None, None))
@@ -54,7 +55,7 @@ def test_parse_launch(line: str, requested: tuple[int, str] | None, own: str, mo
 def test_mixed_precision_of_a_launch(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
     for option, precision in (("", "bf16"), ("--mixed_precision fp16", "fp16")):
-        words = f"python /bin/accelerate launch --config_file {tmp_path}/mine.yaml {option} cls.py".split()
+        words = f"--config_file {tmp_path}/mine.yaml {option} cls.py".split()
         assert (_parse_launch(words) or {})["mixed_precision"] == precision
 
 
@@ -112,7 +113,7 @@ def test_deepspeed_config_after_the_script_is_used(
         monkeypatch.delenv("TOOLKIT_DEEPSPEED_CONFIG", raising=False)
 
 
-def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_an_fsdp_config(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """`accelerate config` writes fsdp_cpu_ram_efficient_loading: true."""
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
@@ -128,7 +129,8 @@ def test_keys_of_an_fsdp_config(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"FSDP_{name}", value)
         refusal(world._check_fsdp_config, ALONE, says=[f"fsdp_{name.lower()}", says])
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # torch raises: it pins the memory for a GPU
-    refusal(world._shard_on_cpu, None, says=["fsdp_offload_params", "false"])
+    monkeypatch.setattr(PartialState(), "num_processes", 2)
+    refusal(world._set_sharded_type, True, timedelta(1), says=["fsdp_offload_params", "false"])
     for name, value in {"ACCELERATE_USE_FSDP": "true", **ZERO3}.items():
         monkeypatch.setenv(name, value)
     refusal(world._use_deepspeed, ALONE, says=["--deepspeed_config ds_configs/zero3.json", "FSDP"])
@@ -170,8 +172,7 @@ def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypat
     """On GPUs accelerate looks at the plugin where the type is MULTI_GPU, and then sets it to FSDP."""
     state = PartialState()
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    world._undo_sharded_type()
+    world._set_sharded_type(False, timedelta(1))
     assert state.distributed_type == DistributedType.MULTI_GPU
 
 

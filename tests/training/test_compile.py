@@ -24,7 +24,7 @@ from toolkit.models.classifier import load_classifier
 from toolkit.objective import Objective
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import sample_losses
-from toolkit.training.strategy import compile_layers
+from toolkit.training.prepare import compile_layers
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 

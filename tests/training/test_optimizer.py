@@ -1,4 +1,4 @@
-"""toolkit/training/optimizer.py and strategy.py: parameter groups, optimizers, the config of each strategy."""
+"""toolkit/training/optimizer.py and prepare.py: parameter groups, optimizers, the config of each strategy."""
 
 import copy
 import functools
@@ -32,8 +32,8 @@ from toolkit.training.optimizer import (
     make_scheduler,
     parameter_groups,
 )
+from toolkit.training.prepare import align_strategy, explain_config_errors
 from toolkit.training.steps import make_schedule
-from toolkit.training.strategy import align_strategy, explain_config_errors
 
 
 def tiny(model_type: str) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""toolkit/training/{optimizer,strategy}.py: a resumed run's schedule and loss scale."""
+"""toolkit/training/{optimizer,half_precision}.py: a resumed run's schedule and loss scale."""
 
 import json
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler
 
 from tests.faults import refusal
 from toolkit.config import SchedulerName, TrainingSettings
+from toolkit.training.half_precision import scaler_state, set_scaler
 from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
-from toolkit.training.strategy import scaler_state, set_scaler
 
 TOTAL = 17
 

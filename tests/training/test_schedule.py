@@ -20,8 +20,8 @@ from toolkit.data.tokens import Split
 from toolkit.features.titles.data import TitleSplit
 from toolkit.objective.losses import sample_losses, token_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
+from toolkit.training.prepare import align_strategy
 from toolkit.training.steps import Step, Steps, make_schedule
-from toolkit.training.strategy import align_strategy
 
 
 @pytest.mark.parametrize(

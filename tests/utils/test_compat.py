@@ -26,7 +26,6 @@ NAMES = {
     "torch.distributed.fsdp._fully_shard._fully_shard": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_state": ("_fsdp_param_groups", "fsdp_params", "_param_fqn"),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("_unsharded_param",),
-    "torch.optim.lr_scheduler": ("_step_count", "_last_lr"),
     "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),
     "torch.distributed._tools.mem_tracker": ("MemTracker", "track_external", "get_tracker_snapshot",
                                                 "_param_to_grad_hook_handles"),
@@ -52,7 +51,6 @@ NAMES = {
         "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
     "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
     "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask", "unwrap_model"),
-    "accelerate.utils.deepspeed": ("get_global_grad_norm",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),
 }  # fmt: skip

@@ -124,15 +124,13 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def accelerate_launch_words() -> Sequence[str] | None:
-    """The arguments of the `accelerate launch` that is this process's parent; None for other parents."""
+def accelerate_launch_words(generations: int = 1) -> Sequence[str] | None:
+    """The arguments of the `accelerate launch` that is this process's parent, or the nearest of several generations of
+    ancestors; None where there is none."""
     with contextlib.suppress(psutil.Error):
-        return accelerate_arguments(psutil.Process(os.getppid()).cmdline())
+        lines = (parent.cmdline() for parent in psutil.Process().parents()[:generations])
+        return next(filter(None, map(accelerate_arguments, lines)), None)
     return None
-
-
-def started_by_accelerate_launch() -> bool:
-    return accelerate_launch_words() is not None
 
 
 def attempt() -> int:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from toolkit.launch import network
-from toolkit.launch.environment import started_by_accelerate_launch
+from toolkit.launch.environment import accelerate_launch_words
 from toolkit.launch.exit_state import RESUME_HINT
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, LAUNCHER_PID, report_interrupt, restore_sigint
 from toolkit.launch.nodes import requested_nodes
@@ -195,7 +195,7 @@ def _report_exit(exit_code: int, who: str, oom_kills: int) -> int:
 def _end_accelerate_launch(code: int) -> None:
     """After a stop signal, sends it to the parent `accelerate launch` too, so that a scheduler sees which. On any exit
     code of its script that launcher would print a traceback and exit with 1, which cannot be changed."""
-    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and started_by_accelerate_launch():
+    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and accelerate_launch_words() is not None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # set by `stop_with_parent`
         with contextlib.suppress(OSError):
             os.kill(os.getppid(), code - 128)

@@ -162,21 +162,15 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
 
 
 def measure_cached(widths: Widths) -> Milliseconds:
-    """`measure`, cached per machine; one process of a machine measures."""
-    from filelock import FileLock
-
+    """`measure`, cached per machine."""
     facts = f"{_machine()}, {widths[0]} x {widths[1]}"
     path = cache_folder() / "precision" / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
-    with contextlib.suppress(OSError):  # no cache can be written: each process measures
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock", timeout=60):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                return {name: float(json.loads(path.read_bytes())[name]) for name in ("no", "bf16")}
-            milliseconds = measure(widths)
-            with replace_file(path, flush=False) as draft:
-                draft.write_text(json.dumps({"of": facts, **milliseconds}), encoding="utf-8")
-            return milliseconds
-    return measure(widths)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return {name: float(json.loads(path.read_bytes())[name]) for name in ("no", "bf16")}
+    milliseconds = measure(widths)
+    with contextlib.suppress(OSError), replace_file(path, flush=False) as draft:
+        draft.write_text(json.dumps({"of": facts, **milliseconds}), encoding="utf-8")
+    return milliseconds
 
 
 def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:

@@ -68,7 +68,10 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
     if not present:
         if options.deepspeed and not options.deepspeed_config:
-            _refuse_without_deepspeed(os.environ)
+            launcher = environment.place_of(os.environ).launcher
+            if launcher != "deepspeed" and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+                remedy = "pass --deepspeed_config ds_configs/zero2.json"
+                raise UserError(f"--deepspeed has no effect under {launcher}: {remedy}")
         return [argv[0], *rest], options
     place = environment.place_of(os.environ)
     if place.local_rank != 0:
@@ -87,12 +90,6 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         # `-m` would import from the current folder, perhaps a downloaded one, which this process does not
         os.environ["PYTHONSAFEPATH"] = "1"
     return _become_launcher(arguments, {**requested, "argv": argv})
-
-
-def _refuse_without_deepspeed(env: Mapping[str, str]) -> None:
-    launcher = environment.place_of(env).launcher
-    if launcher != "deepspeed" and env.get("ACCELERATE_USE_DEEPSPEED") != "true":
-        raise UserError(f"--deepspeed has no effect under {launcher}: pass --deepspeed_config ds_configs/zero2.json")
 
 
 def _refuse_other_launch(place: environment.Place, script: str, requested: Mapping[str, Any]) -> None:
@@ -217,7 +214,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
-    if "TORCHELASTIC_RUN_ID" in os.environ or environment.started_by_accelerate_launch():
+    if "TORCHELASTIC_RUN_ID" in os.environ or environment.accelerate_launch_words() is not None:
         stop_with_parent()  # `accelerate launch` forwards no stop signal
     env = clean_environment(os.environ)
     env[environment.MARKER] = json.dumps(requested)

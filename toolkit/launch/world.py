@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,16 +96,15 @@ def make_accelerator(
         os.environ.setdefault("LOCAL_SIZE", str(place.local_world_size))
         _skip_shared_memory_kernel()
     _quiet_libraries()
-    if sharded and not on_cpu:
-        _undo_sharded_type()
     setting, why = mixed_precision, ""
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = precision.auto_precision(launch_config(), device)
-    # all ranks take part: only the machine with the checkpoint to resume may know the precision already
-    trial = precision.measure_cached(layer() if layer else precision.BERT_BASE) if mixed_precision == AUTO else None
+    # one of each machine measures, and all take part: a machine with the checkpoint to resume knows the precision
+    measures = mixed_precision == AUTO and 0 in (place.local_rank, place.rank)
+    trial = precision.measure_cached(layer() if layer else precision.BERT_BASE) if measures else None
     trials = ranks.exchange(trial, timeout_seconds("ddp_timeout")) if ranks else [trial]
-    if trial:
+    if mixed_precision == AUTO:
         trial = precision.slowest_times(trials)
         mixed_precision = precision.faster_precision(trial)
         why = "a layer of this width took {no:.3g} ms in fp32 and {bf16:.3g} ms in bf16 on this CPU".format(**trial)
@@ -113,6 +112,8 @@ def make_accelerator(
     timer = _report_hang(place, on_cpu)  # DeepSpeed connects GPUs before the first collective
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
     try:
+        if sharded:
+            _set_sharded_type(on_cpu, timeout)
         accelerator = Accelerator(
             cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
         )
@@ -136,8 +137,6 @@ def make_accelerator(
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         remedy = "leave out use_cpu: true" if _flag("ACCELERATE_USE_CPU") else "try `python -m deepspeed.env_report`"
         raise UserError(f"DeepSpeed was requested, but accelerate does not use it: {remedy}")
-    if on_cpu and sharded and accelerator.num_processes > 1:
-        _shard_on_cpu(accelerator)
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
@@ -192,30 +191,17 @@ def _check_fsdp_config(place: Place) -> None:
             logger.info("fsdp_cpu_ram_efficient_loading is off: each process loads the weights")
 
 
-def _undo_sharded_type() -> None:
-    """A process's first accelerator turns the type of its `PartialState` from MULTI_GPU into FSDP; the next one (of
-    another fold, say) would then ignore the FSDP plugin (accelerate 1.15)."""
-    import torch
-    from accelerate import DistributedType
-    from accelerate.state import PartialState
+def _set_sharded_type(on_cpu: bool, timeout: timedelta) -> None:
+    """Accelerate looks at the FSDP plugin where the type is MULTI_GPU only. A process's first accelerator turns that
+    into FSDP; the next one, of another fold, say, would ignore the plugin (accelerate 1.15). And on a CPU it would run
+    DDP, though torch shards on a CPU mesh as well. Raises UserError for offloading there, which torch does not do."""
+    from accelerate import DistributedType, PartialState
 
-    if torch.distributed.is_initialized() and PartialState().distributed_type == DistributedType.FSDP:
-        PartialState().distributed_type = DistributedType.MULTI_GPU
-
-
-def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """Accelerate would run DDP: it supports FSDP on GPUs only, though torch shards on a CPU mesh as well. Raises
-    UserError for offloading, which torch supports on GPUs only."""
-    from accelerate import DistributedType, FullyShardedDataParallelPlugin
-    from accelerate.state import PartialState
-
-    if _flag("FSDP_OFFLOAD_PARAMS"):
+    state = PartialState(on_cpu, timeout=timeout)
+    if on_cpu and state.num_processes > 1 and _flag("FSDP_OFFLOAD_PARAMS"):
         raise UserError("fsdp_offload_params: true in the config file, and there is no GPU: set it to false")
-    plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
-    for state in (accelerator.state, PartialState()):
-        state.distributed_type = DistributedType.FSDP
+    if state.distributed_type == DistributedType.FSDP or (on_cpu and state.num_processes > 1):
+        state.distributed_type = DistributedType.MULTI_GPU
 
 
 def _report_hang(place: Place, on_cpu: bool) -> threading.Timer:
@@ -261,18 +247,13 @@ def launch_config() -> dict[str, Any] | None:
     """The config of the `accelerate launch` that started this process, or None."""
     if ours := launch_request():
         return read_config(Path(ours["config_file"]))
-    with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents()[:3]:
-            if (config := _parse_launch(parent.cmdline())) is not None:
-                return config
-    return None
+    words = environment.accelerate_launch_words(generations=3)
+    return _parse_launch(words) if words else None
 
 
-def _parse_launch(line: list[str]) -> dict[str, Any] | None:
-    """The config of an `accelerate launch` command line, parsed by accelerate: the file, the options that override it,
-    and the `source` of num_processes; None for other commands."""
-    if (words := environment.accelerate_arguments(line)) is None:
-        return None
+def _parse_launch(words: Sequence[str]) -> dict[str, Any] | None:
+    """The config of `accelerate launch` with these arguments, parsed by accelerate: the file, the options that override
+    it, and the `source` of num_processes; None where it cannot be parsed."""
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 

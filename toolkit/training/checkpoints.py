@@ -35,8 +35,8 @@ from toolkit.checkpoint.machines import collect_files, remote_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.best import Best
+from toolkit.training.half_precision import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
-from toolkit.training.strategy import scaler_state
 from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none, write_new
 from toolkit.utils.modules import unwrapped
 

@@ -9,7 +9,8 @@ get a model in fp32 whose forward pass runs under torch's autocast, as `Accelera
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MethodType
@@ -70,8 +71,7 @@ class _HalfPrecisionReduction(DistributedDataParallelKwargs):
     """Registers the hook under another name: without NCCL torch rejects its bf16 hook by name."""
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        is_bf16 = self.comm_hook == DDPCommunicationHookType.BF16
-        hook = default_hooks.bf16_compress_hook if is_bf16 else default_hooks.fp16_compress_hook
+        hook = getattr(default_hooks, f"{self.comm_hook.value}_compress_hook")
         model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
@@ -166,3 +166,35 @@ def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
             fragment.values.copy_(weight.reshape(-1)[fragment.start : fragment.start + fragment.values.numel()])
     if accelerator.mixed_precision == "fp16":
         _raise_scale_after_step(accelerator.deepspeed_engine_wrapped.engine.optimizer)
+
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | None:
+    """The state of fp16's loss scale; None where none is used."""
+    scaler = _deepspeed_scaler(optimizer)
+    if scaler is not None:
+        return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+    if accelerator.scaler is None:
+        return None
+    state = accelerator.scaler.state_dict()
+    return {"cur_scale": state["scale"], "torch": state} if state else None
+
+
+def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any] | None) -> None:
+    """Restores the state of fp16's loss scale; under another strategy only the scale, and the rest adapts."""
+    scaler = _deepspeed_scaler(optimizer)
+    if state is None or not math.isfinite(state["cur_scale"]):
+        return
+    if scaler is not None:
+        vars(scaler).update({name: state[name] for name in _SCALER_FIELDS if name in state})
+    elif accelerator.scaler is not None:
+        saved = state.get("torch") or {**accelerator.scaler.state_dict(), "scale": state["cur_scale"]}
+        accelerator.scaler.load_state_dict(saved)
+
+
+def _deepspeed_scaler(optimizer: Any) -> Any:
+    """None where the scale is constant: in fp32 and bf16 it is 1."""
+    scaler = getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None

@@ -34,8 +34,6 @@ class LoopChecks:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self._first: int | None = None
-        """The number of this process's first step."""
         self._step = 0
         self._micro_batches = self._means = self._backwards = 0
         """So far in this step: yielded; calls of `Step.mean` and `accelerator.backward`."""
@@ -45,10 +43,8 @@ class LoopChecks:
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
         self._accumulates: torch.nn.Module | None = None
         """The model, where each micro-batch adds to its parameters' `grad`."""
-        self._unchecked: torch.nn.Module | None = None
-        """The model, until the loss of the first micro-batch is checked."""
-        self._forwards: list[None] = []
-        """An item for each call of the model in the first micro-batch."""
+        self._forwards: list[None] | None = None
+        """An item for each call of the model in the first micro-batch; None before that."""
         self._in_first = contextlib.ExitStack()
         """Checks that end with the forward pass of the first micro-batch."""
         self._after_backward = contextlib.ExitStack()
@@ -77,7 +73,7 @@ class LoopChecks:
                 unscale(optimizer)
 
         def checked_gather(tensor: Any) -> Any:
-            if self._model is not None and self._first == self._step and accelerator.num_processes > 1:
+            if self._model is not None and accelerator.num_processes > 1:
                 shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
@@ -119,10 +115,11 @@ class LoopChecks:
     def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
         self._micro_batches += 1
         with self._in_first:
-            if self._first is None:
-                self._first, self._unchecked, self._model = self._step, model, model
+            if self._forwards is None:
+                self._model, forwards = model, list[None]()
+                self._forwards = forwards
                 self._in_first.enter_context(refuse_shards(model))
-                hook = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
+                hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
                 self._in_first.callback(hook.remove)
             yield
 
@@ -140,11 +137,10 @@ class LoopChecks:
                 "`optimizer.zero_grad()` only after `optimizer.step()`"
             )
         self._means += 1
-        if self._unchecked is None:
+        if self._model is None or self._means > 1:
             return
         # DDP and shards would average gradients of different parameters, or none
-        refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
-        self._unchecked = None
+        refuse_foreign_parameters(self._model, losses, uses_all=self.accelerator.num_processes > 1)
         if not self._forwards:
             raise UserError(
                 "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients of "

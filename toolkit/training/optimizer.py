@@ -261,17 +261,11 @@ def set_schedule(scheduler: AcceleratedScheduler, steps: int) -> None:
     """Sets the schedule to its state after `steps` optimizer steps; those of transformers depend on nothing else.
     Others (`custom_scheduler`) must be new, and are stepped."""
     schedule = scheduler.scheduler
-    if not isinstance(schedule, LambdaLR):
-        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-            group["lr"] = rate  # a checkpoint may have replaced it
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for _ in range(steps):
-                schedule.step()
-        return
-    schedule.last_epoch = steps
-    schedule._step_count = steps + 1
-    rates = [function(steps) * base for function, base in zip(schedule.lr_lambdas, schedule.base_lrs, strict=True)]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates
+    if isinstance(schedule, LambdaLR):
+        schedule.last_epoch, steps = steps - 1, 1
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate  # a checkpoint may have replaced it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            schedule.step()

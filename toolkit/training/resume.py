@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
@@ -27,9 +28,8 @@ from toolkit.launch.environment import attempt, launcher_start
 from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
-from toolkit.training.steps import Steps
-from toolkit.training.strategy import set_scaler
 from toolkit.utils.files import read_table
 
 
@@ -225,7 +225,9 @@ def _resume_from(
     set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, manifest["loss_scale"])
     steps.done = step
-    steps.set_randomness = random_state_setter(copy, world, accelerator, steps)
+    random_states = copy / random_file(accelerator.process_index)
+    if world == accelerator.num_processes and random_states.is_file():
+        steps.set_randomness = partial(restore_randomness, random_states, read_table(random_states, {}))
     strategy = f"{manifest['strategy']}, {world} process{'es' * (world > 1)}"
     lines.append(f"resuming from {folder}: step {step} of {total} (saved by {strategy})")
     if changes:
@@ -257,20 +259,12 @@ def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
     return []
 
 
-def random_state_setter(folder: Path, world: int, accelerator: Accelerator, steps: Steps) -> Callable[[], None]:
-    """A function that restores this rank's random generators; in a world of another size it seeds them anew."""
-    path, seed = folder / random_file(accelerator.process_index), steps.settings.seed
-    if world != accelerator.num_processes or not path.is_file():
-        return lambda: set_seed((seed + 1_000_003 * steps.done) % 2**31, device_specific=True)
-    states = read_table(path, {})
-
-    def set_randomness() -> None:
-        try:
-            set_random_states(states)
-        except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
-            raise UserError(f"{path} has no valid states of random generators ({first_line(error)})") from error
-
-    return set_randomness
+def restore_randomness(path: Path, states: dict[str, Any]) -> None:
+    """Sets this rank's random generators to the states from `path`."""
+    try:
+        set_random_states(states)
+    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
+        raise UserError(f"{path} has no valid states of random generators ({first_line(error)})") from error
 
 
 def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:

@@ -272,8 +272,9 @@ class Steps:
         self._steps_per_gather, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
     def _seed_dropout(self) -> None:
-        """Different on each process; the weights have been initialized before."""
-        set_seed(self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0), device_specific=True)
+        """Different on each process and after the steps of a resumed run; the weights have been initialized before."""
+        seed = self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0) + 1_000_003 * self.done
+        set_seed(seed % 2**31, device_specific=True)
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps after `done`, with the order of samples by seed and epoch. Stop signals only set

@@ -24,8 +24,8 @@ from toolkit.features.titles.settings import GenerationSettings
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
 from toolkit.training.optimizer import parameter_groups
+from toolkit.training.prepare import align_strategy
 from toolkit.training.steps import make_schedule
-from toolkit.training.strategy import align_strategy
 
 SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 
