@@ -165,8 +165,7 @@ def test_a_run_imports_only_what_it_needs(tiny_model: Path, reviews: Path, tmp_p
     collector, which looks rarely until everything is imported, then looks as always, and not at that."""
     data = ["--train_file", str(reviews), "--model_name_or_path", str(tiny_model)]
     start(["toolkit", "prepare", *data]).succeeded()
-    data += ["--mixed_precision", "no", "--output_dir", str(tmp_path / "run")]  # a trial of it reads the columns first
-    settings = [*data, "--max_steps", "1", "--report_to", "none"]
+    settings = [*data, "--max_steps", "1", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
     unneeded = ("deepspeed", "datasets", "transformers.models.big_bird.modeling_big_bird", "toolkit.evaluation.teacher")
     code = (
         "import gc, runpy, sys\n"
