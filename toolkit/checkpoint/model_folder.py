@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import TORCH_DTYPES, live_state, reshard, tied_names
 from toolkit.checkpoint.lora import AdapterConfig, in_adapter, in_merged_model, merged_name, saved_name
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import copy_elements
-from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import TensorIndex
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.compat import require
-from toolkit.utils.files import make_readable, refuse_link_out, replace_folder, write_new
+from toolkit.utils.files import make_readable, replace_folder, write_new
 from toolkit.utils.modules import unwrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -243,20 +243,12 @@ def _tensors_for(model: torch.nn.Module, folder: Path) -> dict[str, TensorIndex]
     are trained: the base weights are unchanged."""
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
-    tensors = _tensors_in(folder)
+    tensors = dict(open_checkpoint(folder).weights)
     if lora_config(model) is not None:
         names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
-        adapter = _tensors_in(folder.with_name(ADAPTER_FOLDER))
+        adapter = open_checkpoint(folder.with_name(ADAPTER_FOLDER)).weights
         trained = {name: tensors[name] for name in expected & tensors.keys()}
         tensors = {names.get(name, name): tensor for name, tensor in adapter.items()} | trained
     if missing := sorted(expected - tensors.keys()):
         raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
-    return tensors
-
-
-def _tensors_in(folder: Path) -> dict[str, TensorIndex]:
-    tensors: dict[str, TensorIndex] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        refuse_link_out(path, folder)
-        tensors |= read_header(path)[0]
     return tensors
