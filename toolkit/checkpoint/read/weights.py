@@ -16,10 +16,10 @@ from typing import Any
 
 from toolkit.checkpoint.folder import first_with
 from toolkit.checkpoint.lora import live_name
-from toolkit.checkpoint.read.torch_archive import open_torch_archive
+from toolkit.checkpoint.read.torch_archive import open_torch_archive, read_member
 from toolkit.checkpoint.read.unpickle import MAX_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.safetensors_header import read_header
-from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, join_shards, missing_files
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, Member, TensorIndex, join_shards, missing_files
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
@@ -174,8 +174,7 @@ def _state_of_shards(folder: Path) -> State:
     metadata = folder / DCP_METADATA
     if not metadata.is_file():
         raise UserError(f"{metadata} is missing, and the shards cannot be read without it; copy the folder again")
-    with metadata.open("rb") as opened:
-        structure = opened.read(MAX_BYTES + 1)  # `unpickle` raises for more
+    structure = read_member(Member(metadata, metadata.name, 0, metadata.stat().st_size), MAX_BYTES)
     content = unpickle(structure, metadata).state
     chunks = _chunks(folder, content["storage_data"])
     tree: dict[str, Any] = {}  # the nested dicts that were saved, with flat names and metadata as tensors
