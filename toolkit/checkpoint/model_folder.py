@@ -201,15 +201,21 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     Only the main process reads the folder: other nodes need not have it. With LoRA the sibling adapter/ is read.
     """
     plugin, module = accelerator.state.deepspeed_plugin, unwrapped(model)
+    tensors = _tensors_for(module, folder) if accelerator.is_main_process else {}
     if accelerator.distributed_type != DistributedType.DEEPSPEED or plugin.zero_stage != 3:
-        load_into_shards(module, folder, accelerator.is_main_process)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        reshard(module)
+        state: dict[str, Any] = {name: _read(tensor) for name, tensor in tensors.items()}
+        distributed = torch.distributed.is_initialized()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
+        set_model_state_dict(module, state, options=options)
         return
     import deepspeed
 
     engine: Any = model
     engine.empty_partition_cache()  # a forward pass outside the engine (FGM) may have left a prefetched weight
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    tensors = _tensors_for(module, folder) if accelerator.is_main_process else {}
     for name in broadcast_object_list([[name for name in targets if name in tensors]])[0]:
         # on exit DeepSpeed broadcasts what the main process wrote
         with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
@@ -218,18 +224,6 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
         if not hasattr(targets[name], "ds_id"):  # a buffer
             torch.distributed.broadcast(targets[name].data, 0)
     accelerator.wait_for_everyone()
-
-
-def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> None:
-    """Copies a saved folder's weights into unsharded or FSDP2's parameters; one rank reads and broadcasts them."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    reshard(model)
-    tensors = _tensors_for(model, folder) if is_reader else {}
-    state: dict[str, Any] = {name: _read(tensor) for name, tensor in tensors.items()}
-    distributed = torch.distributed.is_initialized()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
-    set_model_state_dict(model, state, options=options)
 
 
 def _read(tensor: TensorIndex) -> torch.Tensor:

@@ -64,12 +64,12 @@ def copy_elements(target: torch.Tensor, tensor: TensorIndex, start: int) -> None
 def _check_model(state: LiveState, reader: CheckpointReader) -> None:
     tensors = [*state.module.named_parameters(), *persistent_buffers(state.module)]
     expected = {name: (full_shape(tensor), tensor.requires_grad) for name, tensor in tensors}
-    names = {*expected, *(name for name, _ in state.module.named_parameters(remove_duplicate=False))}
+    names = {*expected, *(name for name, _ in state.module.named_parameters(remove_duplicate=False)), *reader.buffers}
     faults = Faults()
-    missing = [name for name in expected if name not in {*reader.weights, *reader.excluded}]
+    missing = [name for name in expected if name not in reader.weights and name not in reader.excluded]
     if missing:
         faults.add(f"{reader.path} lacks {listing(missing, 4)}, which the model has")
-    if surplus := [name for name in reader.weights if name not in {*names, *reader.buffers}]:
+    if surplus := [name for name in reader.weights if name not in names]:
         faults.add(f"{reader.path} has {listing(surplus, 4)}, which the model lacks")
     for name, (shape, trained) in expected.items():
         tensor = reader.weights.get(name)

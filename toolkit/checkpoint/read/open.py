@@ -138,15 +138,14 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
 
     A file's CRC32 is combined from those of its members: only the bytes between them, and files without any, are read.
     """
-    by_file: dict[Path, dict[int, Member]] = defaultdict(dict)
-    for member in reader.members:
-        by_file[member.file][member.offset] = member
+    by_file: dict[Path, list[Member]] = defaultdict(list)
+    for member in sorted(reader.members, key=lambda member: member.offset):
+        by_file[member.file] += [member] if member.size else []
     for name, entry in read_manifest(folder)["files"].items():
         file, value, end = folder / name, 0, 0
-        members = [member for _, member in sorted(by_file[file].items()) if member.size]
-        if any(member.crc32 is None for member in members):
+        if any(member.crc32 is None for member in by_file[file]):
             continue
-        for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
+        for member in [*by_file[file], Member(file, "", file.stat().st_size, 0, 0)]:
             value = crc32_of_range(file, end, member.offset - end, value)
             value, end = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
