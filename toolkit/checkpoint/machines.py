@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import shutil
@@ -13,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.tensor_index import blocks
+from toolkit.checkpoint.save import bytes_of
+from toolkit.checkpoint.tensor_index import read_into
 from toolkit.errors import UserError
 from toolkit.launch.network import node_id
 from toolkit.utils.files import flush_path
@@ -95,16 +96,20 @@ def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator
 def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers: Sequence[int]) -> None:
     """Broadcasts a file of `size` bytes from rank `reader` to `writers`, which write it at `path`. Collective."""
     rank = accelerator.process_index
+    buffer = torch.empty(min(_CHUNK, size), dtype=torch.uint8)
     try:
         with contextlib.ExitStack() as stack:
             if rank in writers:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(path.open("xb"))
-            chunks = blocks(path, 0, size, _CHUNK) if rank == reader else itertools.repeat(b"", -(-size // _CHUNK))
-            for chunk in chunks:
-                (content,) = broadcast_object_list([bytes(chunk)], from_process=reader)
+            for start in range(0, size, _CHUNK):
+                block = buffer[: min(_CHUNK, size - start)]
+                if rank == reader:
+                    read_into(path, start, bytes_of(block))
+                block = block.to(accelerator.device)
+                torch.distributed.broadcast(block, src=reader)
                 if rank in writers:
-                    file.write(content)
+                    file.write(bytes_of(block))
         if rank in writers:
             flush_path(path)
     except OSError as error:
