@@ -324,7 +324,7 @@ def _range_of_stage3(parameter: Any, padded: int) -> tuple[int, int]:
 
 
 def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor that is sharded by rows, or all of it."""
+    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor sharded by rows, or the whole tensor."""
     if hasattr(parameter, "ds_tensor"):
         start, count = _range_of_stage3(parameter, parameter.ds_tensor.numel())
         return start, parameter.ds_tensor.data.view(-1)[:count]
