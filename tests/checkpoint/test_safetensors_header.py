@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.handmade import write_run
 from tests.faults import refusal
 from toolkit.checkpoint.live import DTYPE_NAMES as NAMES
-from toolkit.checkpoint.safetensors_header import lay_out, read_header
+from toolkit.checkpoint.safetensors_header import Layout, read_header
 from toolkit.checkpoint.save import bytes_of
 
 
@@ -27,11 +27,11 @@ def many() -> dict[str, torch.Tensor]:
 
 
 def test_the_library_has_the_same_layout(tmp_path: Path) -> None:
-    refusal(lay_out, {"__metadata__": ("F32", (2,))}, {}, match="a tensor is named __metadata__")
+    refusal(Layout, {"__metadata__": ("F32", (2,))}, {}, match="a tensor is named __metadata__")
     tensors, metadata, file = many(), {"who": "我"}, tmp_path / "theirs"
     save_file(tensors, file, metadata=metadata)
     described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    layout = lay_out(dict(reversed(described.items())), metadata)
+    layout = Layout(dict(reversed(described.items())), metadata)
     content = layout.header() + b"".join(bytes_of(tensors[name]) for name in layout.offsets)
     assert content == file.read_bytes()
     assert layout.size == len(content)
@@ -45,7 +45,7 @@ def test_the_library_has_the_same_layout(tmp_path: Path) -> None:
 
 def test_checksums_do_not_move_the_data(tmp_path: Path) -> None:
     described = {"a": ("F32", (2, 2)), "b": ("F16", (3,))}
-    layout = lay_out(described, {}, checksums=True)
+    layout = Layout(described, {}, checksums=True)
     assert len(layout.header()) == len(layout.header({"a": 1, "b": 0xFFFFFFFF})) == min(layout.offsets.values())
     write_run(tmp_path / "run", many())
     written = tmp_path / "run" / "weights.safetensors"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,8 +47,10 @@ class State:
     """Anything else: it cannot be saved."""
 
 
-def split_state(optimizer: Any, tensor: torch.Tensor) -> State:
-    """An optimizer's state of a tensor, by kind; empty before the first step."""
+def split_state(
+    optimizer: Any, tensor: torch.Tensor, view: Callable[[Any], torch.Tensor] = lambda values: values
+) -> State:
+    """An optimizer's state of a tensor, by kind; empty before the first step. `view`: of tensors of its shape."""
     state = State()
     for key, value in optimizer.state.get(tensor, {}).items():
         if not isinstance(key, str) or "." in key:
@@ -58,7 +60,7 @@ def split_state(optimizer: Any, tensor: torch.Tensor) -> State:
         elif value.dtype not in DTYPE_NAMES:
             state.unknown[key] = value
         elif value.shape == tensor.shape and (value.dim() or key != "step"):
-            state.elements[key] = value
+            state.elements[key] = view(value)
         else:
             (state.factors if value.dim() else state.scalars)[key] = value
     return state
@@ -147,13 +149,13 @@ class LiveState:
         """None where this rank has no element of the parameter."""
         fragment = self.frozen_fragment(name, parameter)
         if fragment is not None:
-            state = fragment.state = split_state(self.optimizer, parameter)
-            state.elements |= {key: _local_shard(value)[1].view(-1) for key, value in state.elements.items()}
+            fragment.state = split_state(self.optimizer, parameter, lambda value: _local_shard(value)[1])
         return fragment
 
     def frozen_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
         start, local = _local_shard(parameter)
-        return Fragment(name, start, local.view(-1)) if local.numel() or not isinstance(parameter, DTensor) else None
+        is_whole = local.numel() == math.prod(full_shape(parameter))
+        return Fragment(name, start, local) if local.numel() or is_whole else None
 
     def gather_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Unsharded parameters (fp32 masters of trained ones) and persistent buffers in rank 0's host memory; empty on
@@ -218,9 +220,7 @@ class ZeroState(LiveState):
         def narrow(flat: torch.Tensor) -> torch.Tensor:
             return flat.data.view(-1).narrow(0, offset, count)
 
-        state = split_state(self.optimizer, master)
-        state.elements |= {key: narrow(value) for key, value in state.elements.items()}
-        return Fragment(name, start, narrow(master), state)
+        return Fragment(name, start, narrow(master), split_state(self.optimizer, master, narrow))
 
     def after_loading(self, steps: int) -> None:
         self.engine.global_steps = steps
@@ -273,19 +273,8 @@ class Stage3State(ZeroState):
 
     def trained_fragment(self, name: str, parameter: Any) -> Fragment | None:
         group, offset, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        start, count = self._shard_range(parameter, padded)
+        start, count = _range_of_stage3(parameter, padded)
         return self.fragment(name, start, self.masters[group], offset, count) if count else None
-
-    def frozen_fragment(self, name: str, parameter: Any) -> Fragment | None:
-        if not hasattr(parameter, "ds_tensor"):
-            return super().frozen_fragment(name, parameter)
-        start, count = self._shard_range(parameter, parameter.ds_tensor.numel())
-        return Fragment(name, start, parameter.ds_tensor.data.view(-1).narrow(0, 0, count)) if count else None
-
-    def _shard_range(self, parameter: Any, padded: int) -> tuple[int, int]:
-        """(first element, number of elements) of this rank's shard; `padded`: its elements with padding."""
-        start = torch.distributed.get_rank(parameter.ds_process_group) * padded
-        return start, max(0, min(padded, parameter.ds_numel - start))
 
     def before_loading(self) -> None:
         # also reshards the small parameters that DeepSpeed keeps gathered between steps
@@ -328,13 +317,22 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def _range_of_stage3(parameter: Any, padded: int) -> tuple[int, int]:
+    """(first element, number of elements) of this rank's shard under ZeRO-3; `padded`: its elements with padding."""
+    start = torch.distributed.get_rank(parameter.ds_process_group) * padded
+    return start, max(0, min(padded, parameter.ds_numel - start))
+
+
 def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, local tensor) of a DTensor that is sharded by rows; a plain tensor is its own shard."""
+    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor sharded by rows, or the whole tensor."""
+    if hasattr(parameter, "ds_tensor"):
+        start, count = _range_of_stage3(parameter, parameter.ds_tensor.numel())
+        return start, parameter.ds_tensor.data.view(-1)[:count]
     if not isinstance(parameter, DTensor):
-        return 0, parameter.data
+        return 0, parameter.data.view(-1)
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     row = math.prod(parameter.shape[1:])
-    return (offsets[0] * row if offsets else 0), parameter.to_local().data
+    return (offsets[0] * row if offsets else 0), parameter.to_local().data.view(-1)
 
 
 # Not an attribute of the optimizer: torch would pickle it, and DeepSpeed and accelerate wrap the optimizer.

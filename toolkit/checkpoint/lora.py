@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ def find_factors(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tu
 
     Raises UserError where there are several adapters, or factors without their partner.
     """
-    factors: dict[str, dict[str, TensorIndex]] = {}
+    factors: dict[tuple[str, bool], dict[str, TensorIndex]] = defaultdict(dict)
     adapters = set()
     for name, tensor in tensors.items():
         if ".lora_" not in name:
@@ -169,23 +170,21 @@ def find_factors(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tu
         if match is None or len(tensor.shape) != 2:
             raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of an unsupported variant of LoRA")
         adapters.add(match["name"])
-        weight = f"{merged_name(match['layer'])}.weight"
-        factors.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
+        factors[merged_name(match["layer"]), bool(match["kind"])][match["factor"]] = tensor
     if len(adapters) != 1:
         raise UserError(f"{path} has {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
-    for weight, pair in factors.items():
-        if set(pair) not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
-            raise UserError(f"{path} has only {listing(pair)} of the adapter of {weight.removesuffix('.weight')}")
-    return {
-        weight: (*(pair[key] for key in sorted(pair)), "embedding_A" in pair)  # type: ignore[misc]
-        for weight, pair in factors.items()
-    }
+    for (layer, _), pair in factors.items():
+        if len(pair) != 2:
+            raise UserError(f"{path} has only {listing(pair)} of the adapter of {layer}")
+    return {f"{layer}.weight": (pair["A"], pair["B"], kind) for (layer, kind), pair in factors.items()}
 
 
 def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str, TensorIndex]:
     """The tensors of peft's adapter_model.safetensors. Raises UserError if other parameters were trained."""
     find_factors(reader.weights, reader.path)  # one complete adapter
-    trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
+    trained = set(reader.optimizer_state)
+    if reader.frozen and not trained:
+        trained = set(reader.weights) - reader.frozen - reader.buffers
     # `peft.get_peft_model_state_dict`: a trained head has the base model's name
     is_alone = not trained and not any(".base_layer." in name for name in reader.names())
     tensors: dict[str, TensorIndex] = {}

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import TORCH_DTYPES, live_state, reshard, tied_names
 from toolkit.checkpoint.lora import AdapterConfig, in_adapter, in_merged_model, merged_name, saved_name
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import copy_elements
-from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import TensorIndex
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.compat import require
-from toolkit.utils.files import make_readable, refuse_link_out, replace_folder, write_new
+from toolkit.utils.files import make_readable, replace_folder, write_new
 from toolkit.utils.modules import unwrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -201,15 +201,21 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     Only the main process reads the folder: other nodes need not have it. With LoRA the sibling adapter/ is read.
     """
     plugin, module = accelerator.state.deepspeed_plugin, unwrapped(model)
+    tensors = _tensors_for(module, folder) if accelerator.is_main_process else {}
     if accelerator.distributed_type != DistributedType.DEEPSPEED or plugin.zero_stage != 3:
-        load_into_shards(module, folder, accelerator.is_main_process)
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        reshard(module)
+        state: dict[str, Any] = {name: _read(tensor) for name, tensor in tensors.items()}
+        distributed = torch.distributed.is_initialized()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
+        set_model_state_dict(module, state, options=options)
         return
     import deepspeed
 
     engine: Any = model
     engine.empty_partition_cache()  # a forward pass outside the engine (FGM) may have left a prefetched weight
     targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    tensors = _tensors_for(module, folder) if accelerator.is_main_process else {}
     for name in broadcast_object_list([[name for name in targets if name in tensors]])[0]:
         # on exit DeepSpeed broadcasts what the main process wrote
         with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
@@ -218,18 +224,6 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
         if not hasattr(targets[name], "ds_id"):  # a buffer
             torch.distributed.broadcast(targets[name].data, 0)
     accelerator.wait_for_everyone()
-
-
-def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> None:
-    """Copies a saved folder's weights into unsharded or FSDP2's parameters; one rank reads and broadcasts them."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    reshard(model)
-    tensors = _tensors_for(model, folder) if is_reader else {}
-    state: dict[str, Any] = {name: _read(tensor) for name, tensor in tensors.items()}
-    distributed = torch.distributed.is_initialized()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
-    set_model_state_dict(model, state, options=options)
 
 
 def _read(tensor: TensorIndex) -> torch.Tensor:
@@ -243,20 +237,12 @@ def _tensors_for(model: torch.nn.Module, folder: Path) -> dict[str, TensorIndex]
     are trained: the base weights are unchanged."""
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
-    tensors = _tensors_in(folder)
+    tensors = dict(open_checkpoint(folder).weights)
     if lora_config(model) is not None:
         names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
-        adapter = _tensors_in(folder.with_name(ADAPTER_FOLDER))
+        adapter = open_checkpoint(folder.with_name(ADAPTER_FOLDER)).weights
         trained = {name: tensors[name] for name in expected & tensors.keys()}
         tensors = {names.get(name, name): tensor for name, tensor in adapter.items()} | trained
     if missing := sorted(expected - tensors.keys()):
         raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
-    return tensors
-
-
-def _tensors_in(folder: Path) -> dict[str, TensorIndex]:
-    tensors: dict[str, TensorIndex] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        refuse_link_out(path, folder)
-        tensors |= read_header(path)[0]
     return tensors

@@ -27,6 +27,9 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
 
     Raises UserError, before anything is changed, when the checkpoint does not fit the model or the optimizer.
     """
+    # by the model's first names of tied parameters
+    first = {reader.tied.get(name, name): name for name, _ in state.module.named_parameters()}
+    reader = reader.renamed({name: first.get(name, name) for name in reader.names()})
     _check_model(state, reader)
     _check_optimizer(state, reader)
     state.before_loading()
@@ -39,11 +42,11 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
 
 
 def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
-    tensor = _tensor(reader, fragment.name)
+    tensor = reader.weights.get(fragment.name)
     if tensor is None:
         return  # excluded from the checkpoint: it has the base model's values
     copy_elements(fragment.values, tensor, fragment.start)
-    state = reader.optimizer_state.get(_saved_name(reader, fragment.name), {})
+    state = reader.optimizer_state.get(fragment.name, {})
     for key, values in fragment.state.elements.items():
         copy_elements(values, state[key], fragment.start)
     for key, values in fragment.state.factors.items():
@@ -58,35 +61,21 @@ def copy_elements(target: torch.Tensor, tensor: TensorIndex, start: int) -> None
         target.narrow(0, first, count).copy_(block)
 
 
-def _saved_name(reader: CheckpointReader, name: str) -> str:
-    return reader.tied.get(name, name)
-
-
-def _tensor(reader: CheckpointReader, name: str) -> TensorIndex | None:
-    name = _saved_name(reader, name)
-    return reader.weights.get(name) or reader.buffers.get(name)
-
-
-def _saved_names(reader: CheckpointReader, names: list[str]) -> list[str]:
-    """The checkpoint's names of the parameters that it has."""
-    return [name for name in (_saved_name(reader, name) for name in names) if name in reader.weights]
-
-
 def _check_model(state: LiveState, reader: CheckpointReader) -> None:
     tensors = [*state.module.named_parameters(), *persistent_buffers(state.module)]
     expected = {name: (full_shape(tensor), tensor.requires_grad) for name, tensor in tensors}
-    names = {*expected, *(name for name, _ in state.module.named_parameters(remove_duplicate=False))}
+    names = {*expected, *(name for name, _ in state.module.named_parameters(remove_duplicate=False)), *reader.buffers}
     faults = Faults()
-    missing = [name for name in expected if _tensor(reader, name) is None and name not in reader.excluded]
+    missing = [name for name in expected if name not in reader.weights and name not in reader.excluded]
     if missing:
         faults.add(f"{reader.path} lacks {listing(missing, 4)}, which the model has")
     if surplus := [name for name in reader.weights if name not in names]:
         faults.add(f"{reader.path} has {listing(surplus, 4)}, which the model lacks")
     for name, (shape, trained) in expected.items():
-        tensor = _tensor(reader, name)
+        tensor = reader.weights.get(name)
         if tensor is not None and tensor.shape != shape:
             faults.add(f"{reader.path}: {name} has shape {list(tensor.shape)}, and {list(shape)} in the model")
-        elif trained and math.prod(shape) > 0 and _saved_name(reader, name) in reader.frozen:
+        elif trained and math.prod(shape) > 0 and name in reader.frozen:
             faults.add(f"{reader.path} has no optimizer state for {name}, which was frozen and is trained now")
     if len(faults) > 4:
         faults[4:] = [f"and {len(faults) - 4} more such differences"]
@@ -138,8 +127,8 @@ def _check_strategy_dependent_state(state: LiveState, reader: CheckpointReader) 
 def _check_equal_steps(reader: CheckpointReader, names: list[str]) -> None:
     """Raises UserError unless these parameters, which share a flat master, have the same steps and state keys."""
     first: tuple[str, dict[str, str]] | None = None
-    for name in _saved_names(reader, names):
-        if not reader.weights[name].count:
+    for name in names:
+        if name not in reader.weights or not reader.weights[name].count:
             continue
         values = dict.fromkeys(reader.optimizer_state.get(name, {}), "one")
         for key, scalar in reader.optimizer_scalars.get(name, {}).items():
@@ -165,7 +154,7 @@ def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
     for parameter, names in state.optimizer_tensors():
         current = state.optimizer.state.pop(parameter, {})
         restored: dict[str, Any] = {}
-        for name in _saved_names(reader, names):
+        for name in names:
             for key, tensor in reader.optimizer_state.get(name, {}).items():
                 existing = restored.get(key, current.get(key))
                 restored[key] = _state_tensor(existing, parameter, reader.weights[name], tensor)

@@ -12,8 +12,6 @@ import math
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,51 +24,37 @@ _MAX_HEADER_BYTES = 100_000_000  # the library's limit
 _ORDER = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
 
 
-@dataclass(frozen=True)
 class Layout:
     """The layout of a file to write. The header's length does not depend on the checksums' values."""
 
-    entries: Mapping[str, Mapping[str, Any]]
-    """Name -> its entry in the header, in the file's order."""
-    metadata: Mapping[str, str]
-    with_checksums: bool
+    def __init__(
+        self, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], checksums: bool = False
+    ) -> None:
+        """`tensors`: name -> (dtype, shape); their order does not matter. `checksums`: with each tensor's CRC32. Raises
+        UserError for a reserved name."""
+        if "__metadata__" in tensors:
+            raise UserError("a tensor is named __metadata__, which safetensors reserves: rename it")
+        self._metadata, self._with_checksums = metadata, checksums
+        self._entries, end = dict[str, Any](), 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])):
+            start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+            self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        data = len(self.header())
+        self.offsets = {name: data + entry["data_offsets"][0] for name, entry in self._entries.items()}
+        """Name -> its first byte in the file, in the file's order."""
+        self.size = data + end
+        """Bytes of the file."""
 
     def header(self, checksums: Mapping[str, int] | None = None) -> bytes:
         """The file's bytes before the first tensor. `checksums`: CRC32 by tensor name."""
-        metadata = dict(self.metadata)
-        if self.with_checksums:
-            digits = {name: f"{(checksums or {}).get(name, 0):08x}" for name in self.entries}
+        metadata = dict(self._metadata)
+        if self._with_checksums:
+            digits = {name: f"{(checksums or {}).get(name, 0):08x}" for name in self._entries}
             metadata["crc32"] = json.dumps(digits, ensure_ascii=False)
-        table = {"__metadata__": metadata, **self.entries} if metadata else self.entries
+        table = {"__metadata__": metadata, **self._entries} if metadata else self._entries
         text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # aligns the data to the largest element
         return struct.pack("<Q", len(text)) + text
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        """Name -> its first byte in the file."""
-        data = len(self.header())
-        return {name: data + entry["data_offsets"][0] for name, entry in self.entries.items()}
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return len(self.header()) + max((entry["data_offsets"][1] for entry in self.entries.values()), default=0)
-
-
-def lay_out(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], checksums: bool = False
-) -> Layout:
-    """Lays out tensors, name -> (dtype, shape), in a file; their order does not matter. `checksums`: with each tensor's
-    CRC32. Raises UserError for a reserved name."""
-    if "__metadata__" in tensors:
-        raise UserError("a tensor is named __metadata__, which safetensors reserves: rename it")
-    entries, start = {}, 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])):
-        end = start + math.prod(shape) * ITEM_BYTES[dtype]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    return Layout(entries, metadata, checksums)
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:

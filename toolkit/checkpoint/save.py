@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.folder import OPTIMIZER_FILE, WEIGHTS_FILE
 from toolkit.checkpoint.live import DTYPE_NAMES, LiveState, changed_hyperparameters, full_shape, is_json, split_state
-from toolkit.checkpoint.safetensors_header import Layout, lay_out
+from toolkit.checkpoint.safetensors_header import Layout
 from toolkit.checkpoint.tensor_index import crc32, crc32_combine
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json
@@ -37,7 +37,7 @@ class Draft:
     @property
     def layout(self) -> Layout:
         tensors = {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in self.tensors.items()}
-        return lay_out(tensors, self.metadata, checksums=True)
+        return Layout(tensors, self.metadata, checksums=True)
 
     def copy_to_host(self) -> Draft:
         """A draft with copies of the tensors in host memory, which training does not change."""

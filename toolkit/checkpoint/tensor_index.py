@@ -6,17 +6,21 @@ spans; its elements are read as needed, so it never has to fit in memory.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import shlex
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
+
+T = TypeVar("T")
 
 _CRC32_POLYNOMIAL = 0xEDB88320  # bit 31 is the lowest power, and x^32 is left out
 
@@ -241,9 +245,9 @@ class CheckpointReader:
     members: tuple[Member, ...] = ()
     """All members of the files; only of a run's and DeepSpeed's checkpoints."""
     weights: Mapping[str, TensorIndex]
-    """By parameter name: the fp32 masters of trained parameters, frozen ones as stored."""
-    buffers: Mapping[str, TensorIndex] = field(default_factory=dict)
-    """Persistent buffers."""
+    """Parameters and persistent buffers by name: of trained parameters the fp32 masters, the others as stored."""
+    buffers: frozenset[str] = frozenset()
+    """Names in `weights` of buffers, where the files distinguish them."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Another name of a parameter -> the name in `weights`."""
     frozen: frozenset[str] = frozenset()
@@ -265,15 +269,39 @@ class CheckpointReader:
     """For `--inspect`: ds_version, groups, partition counts, ..."""
 
     def tensors(self) -> Iterator[TensorIndex]:
-        """Weights, buffers and optimizer state."""
+        """Weights and optimizer state."""
         yield from self.weights.values()
-        yield from self.buffers.values()
         for state in self.optimizer_state.values():
             yield from state.values()
 
     def names(self) -> list[str]:
         """Of all parameters and buffers."""
-        return [*self.weights, *self.buffers, *self.excluded, *self.tied]
+        return [*self.weights, *self.excluded, *self.tied]
+
+    def renamed(self, names: Mapping[str, str]) -> CheckpointReader:
+        """With other names, without the tensors that `names` lacks. Raises UserError for two tensors of one name."""
+        weights, excluded, tied = dict(self.weights), dict(self.excluded), dict(self.tied)
+        for other, name in self.tied.items():
+            if other in names and name not in names:  # only the other name of a tied weight is selected
+                table: dict[str, Any] = weights if name in weights else excluded
+                table[other] = table[tied.pop(other)]
+        counts = Counter(names[name] for name in (*weights, *excluded) if name in names)
+        if repeated := sorted(name for name, count in counts.items() if count > 1):
+            raise UserError(f"{self.path} has several tensors of one name: {listing(repeated)}")
+
+        def rename(table: Mapping[str, T]) -> dict[str, T]:
+            return {names[name]: value for name, value in table.items() if name in names}
+
+        return dataclasses.replace(
+            self,
+            weights=rename(weights),
+            buffers=frozenset(rename(dict.fromkeys(self.buffers))),
+            tied={other: names[name] for other, name in rename(tied).items() if name in names},
+            frozen=frozenset(rename(dict.fromkeys(self.frozen))),
+            excluded=rename(excluded),
+            optimizer_state=rename(self.optimizer_state),
+            optimizer_scalars=rename(self.optimizer_scalars),
+        )
 
     @property
     def has_lora(self) -> bool:

@@ -91,8 +91,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
     """The output of `--inspect --json`, from the checkpoint's headers; no tensor is read."""
-    weights, tensors = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
-    names = model_names(reader)
+    parameters = {name: tensor for name, tensor in reader.weights.items() if name not in reader.buffers}
+    names, weights = model_names(reader), parameters.values()
     missing = []
     if reader.model_folder is None:
         missing.append("config and tokenizer: --config_from FOLDER supplies them")
@@ -119,10 +119,10 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "model_folder": str(reader.model_folder) if reader.model_folder else None,
         "missing": missing,
         "output_bytes": {
-            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in tensors)
+            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in reader.weights.values())
             for dtype in ("F32", "BF16")
         },
-        "shapes": {names[name]: tensor.shape for name, tensor in reader.weights.items()},
+        "shapes": {names[name]: tensor.shape for name, tensor in parameters.items()},
         "details": reader.details,
     }
 

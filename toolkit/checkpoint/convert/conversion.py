@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint import lora
 from toolkit.checkpoint.convert.model_files import (
@@ -80,16 +79,15 @@ def convert(settings: ConvertSettings) -> list[str]:
     folder = _config_folder(settings, reader)
     reader = _strip_attribute(reader, folder)
     adapter = _adapter_config(settings, reader)
-    deltas: dict[str, lora.LoraDelta] = {}
+    stored, deltas, tied = [*reader.weights.values()], dict[str, lora.LoraDelta](), dict[str, str]()
     is_adapter = adapter is not None and not settings.merge_lora
     if adapter is not None and is_adapter:
         tensors, folder = lora.adapter_tensors(reader, adapter), adapter.path.parent
     else:
-        tensors, deltas = _full_model(settings, reader, adapter)
-    _check_checksums_exist(settings, [*reader.weights.values(), *tensors.values()])
-    output_name = str if adapter is None else lora.merged_name
-    names = {} if is_adapter else {output_name(other): output_name(name) for other, name in reader.tied.items()}
-    tied = {other: name for other, name in names.items() if name in tensors and other not in tensors}
+        reader, deltas = _full_model(settings, reader, adapter)
+        tensors = dict(reader.weights)
+        tied = {other: name for other, name in reader.tied.items() if name in tensors and other not in tensors}
+    _check_checksums_exist(settings, [*stored, *tensors.values()])
     name_of_head = lora.classifier_head if adapter is None else adapter.head
     head = None if is_adapter else tensors.get(name_of_head(tensors) or "")
     config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
@@ -220,7 +218,7 @@ def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     if prefix and not names:
         prefixes = listing(sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
         raise UserError(f"{reader.path} has no tensors under --prefix {prefix}: its names begin with {prefixes}")
-    return _rename(reader, names)
+    return reader.renamed(names)
 
 
 def model_names(reader: CheckpointReader, prefix: str = "") -> dict[str, str]:
@@ -241,29 +239,7 @@ def _strip_attribute(reader: CheckpointReader, folder: Path | None) -> Checkpoin
     files = {span.member.file.suffix for tensor in reader.weights.values() for span in tensor.spans}
     if ".safetensors" in files and not is_known_type(folder):
         return reader
-    return _strip_attribute(_rename(reader, {name: name.removeprefix(prefix) for name in names}), folder)
-
-
-def _rename(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
-    """Renames tensors, and drops those that `names` lacks. Raises UserError for two tensors of one name."""
-    weights, excluded, tied = dict(reader.weights), dict(reader.excluded), dict(reader.tied)
-    for other, name in reader.tied.items():
-        if other in names and name not in names:  # only the other name of a tied weight is selected
-            table: dict[str, Any] = weights if name in weights else excluded
-            table[other] = table[tied.pop(other)]
-    stored = [name for name in (*weights, *reader.buffers, *excluded) if name in names]
-    repeated = sorted(name for name, count in Counter(names[name] for name in stored).items() if count > 1)
-    if repeated:
-        raise UserError(f"{reader.path} has several tensors of one name: {listing(repeated)}")
-    return dataclasses.replace(
-        reader,
-        weights={names[name]: tensor for name, tensor in weights.items() if name in names},
-        buffers={names[name]: tensor for name, tensor in reader.buffers.items() if name in names},
-        excluded={names[name]: shape for name, shape in excluded.items() if name in names},
-        tied={names[other]: names[name] for other, name in tied.items() if {other, name} <= names.keys()},
-        frozen=frozenset(names[name] for name in reader.frozen if name in names),
-        optimizer_state={names[name]: state for name, state in reader.optimizer_state.items() if name in names},
-    )
+    return _strip_attribute(reader.renamed({name: name.removeprefix(prefix) for name in names}), folder)
 
 
 def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path | None:
@@ -275,7 +251,7 @@ def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path 
 
 def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora.AdapterConfig | None:
     """None for a checkpoint without LoRA."""
-    if not (reader.weights or reader.buffers):
+    if not reader.weights:
         raise UserError(f"{reader.path} has no weights")
     if not reader.has_lora:
         files = {span.member.file for tensor in reader.weights.values() for span in tensor.spans}
@@ -301,33 +277,30 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
 
 def _full_model(
     settings: ConvertSettings, reader: CheckpointReader, adapter: lora.AdapterConfig | None
-) -> tuple[dict[str, TensorIndex], dict[str, lora.LoraDelta]]:
-    """(all parameters and buffers of a model without LoRA, with the trained heads; what LoRA adds to them).
-
-    Raises UserError when a parameter is neither in the checkpoint nor in the base model.
-    """
-    tensors: dict[str, TensorIndex] = {**reader.weights, **reader.buffers}
-    missing: dict[str, tuple[int, ...] | None] = dict(reader.excluded)
+) -> tuple[CheckpointReader, dict[str, lora.LoraDelta]]:
+    """(the checkpoint with all parameters and buffers of a model without LoRA, with the trained heads; what LoRA adds
+    to them). Raises UserError when a parameter is neither in the checkpoint nor in the base model."""
     if adapter is None:
-        return tensors | _from_base(settings, reader, tensors, missing), {}
-    factors = lora.find_factors(tensors, reader.path)
-    tensors = {lora.merged_name(name): tensor for name, tensor in tensors.items() if lora.in_merged_model(name)}
-    missing = {lora.merged_name(name): shape for name, shape in missing.items() if lora.in_merged_model(name)}
-    missing = {name: shape for name, shape in (dict.fromkeys(factors) | missing).items() if name not in tensors}
+        from_base = _from_base(settings, reader, reader.excluded)
+        return dataclasses.replace(reader, weights={**reader.weights, **from_base}), {}
+    factors = lora.find_factors(reader.weights, reader.path)
+    reader = reader.renamed({name: lora.merged_name(name) for name in reader.names() if lora.in_merged_model(name)})
+    omitted: dict[str, tuple[int, ...] | None] = {**dict.fromkeys(factors), **reader.excluded}
+    missing = {name: shape for name, shape in omitted.items() if name not in reader.weights}
     adapter.check_mergeable(bool(missing))
     base = adapter.content.get("base_model_name_or_path")
     if base and not reader.excluded:  # only for the message: nothing is read from there
         reader = dataclasses.replace(reader, details={"base_model": base, **reader.details})
-    from_base = _from_base(settings, reader, tensors, missing)
-    others = _LANGUAGE_HEADS if adapter.head(tensors) else ()
-    tensors |= {name: tensor for name, tensor in from_base.items() if not name.startswith(others)}
-    return tensors, {name: adapter.delta(name, tensors[name], *pair) for name, pair in factors.items()}
+    from_base = _from_base(settings, reader, missing)
+    others = _LANGUAGE_HEADS if adapter.head(reader.weights) else ()
+    weights = {**reader.weights, **{name: from_base[name] for name in from_base if not name.startswith(others)}}
+    deltas = {name: adapter.delta(name, weights[name], *pair) for name, pair in factors.items()}
+    return dataclasses.replace(reader, weights=weights), deltas
 
 
 def _from_base(
     settings: ConvertSettings,
     reader: CheckpointReader,
-    tensors: Collection[str],
     missing: Mapping[str, tuple[int, ...] | None],
 ) -> dict[str, TensorIndex]:
     """The base model's tensors that a checkpoint lacks.
@@ -354,7 +327,7 @@ def _from_base(
     if folder is None:
         return {}
     base = open_checkpoint(folder)
-    known = _match_prefix({**base.weights, **base.buffers}, {*tensors, *missing})
+    known = _match_prefix(base.weights, {*reader.weights, *missing})
     if absent := [name for name in missing if name not in known]:
         counts = f"{len(absent)} of the {len(missing)} parameters that {reader.path} omits"
         raise UserError(f"--base_model {base.path} lacks {counts}: {listing(absent, 5)}")
@@ -364,11 +337,11 @@ def _from_base(
             raise UserError(f"{name} has shape {shapes}: --base_model is not the model that was trained")
     if reader.excluded:
         return {name: known[name] for name in missing}
-    stored = {*tensors, *map(lora.merged_name, reader.tied)}
+    stored = {*reader.weights, *reader.tied}
     return {name: tensor for name, tensor in known.items() if name not in stored}
 
 
-def _match_prefix(base: dict[str, TensorIndex], names: Collection[str]) -> dict[str, TensorIndex]:
+def _match_prefix(base: Mapping[str, TensorIndex], names: Collection[str]) -> Mapping[str, TensorIndex]:
     """The base model's tensors, with a prefix (`bert.`) added or removed where more of them then match `names`."""
     added = Counter(prefix for prefix, _, rest in (name.partition(".") for name in names) if rest in base)
     removed = Counter(prefix for prefix, _, rest in (name.partition(".") for name in base) if rest in names)

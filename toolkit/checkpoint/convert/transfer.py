@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint.lora import LoraDelta
-from toolkit.checkpoint.safetensors_header import Layout, lay_out, read_header
+from toolkit.checkpoint.safetensors_header import Layout, read_header
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks, crc32, crc32_combine
 from toolkit.errors import UserError
 from toolkit.utils.files import write_new
@@ -85,7 +85,7 @@ def split_into_shards(outputs: Iterable[Output], max_bytes: int, is_adapter: boo
     shards = []
     for name, group in zip(names, groups, strict=True):
         tensors = {output.name: (output.dtype, output.tensor.shape) for output in group}
-        shards.append(Shard(name, lay_out(tensors, {"format": "pt"}), group))
+        shards.append(Shard(name, Layout(tensors, {"format": "pt"}), group))
     return shards
 
 

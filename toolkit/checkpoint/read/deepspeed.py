@@ -78,7 +78,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     buffers = {name: module.pop(name) for name in content.get("buffer_names") or () if name in module}
     tied = _tied_names(model, module, masters)
     frozen = _frozen_parameters(models, module, {*masters, *tied})
-    weights = {**masters, **frozen}
+    weights = {name: model.index(name, tensor) for name, tensor in buffers.items()} | masters | frozen
     dtypes = [module[name].dtype for name in masters or weights if name in module]
     return CheckpointReader(
         path=path,
@@ -88,7 +88,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         members=tuple(member for opened in (*models, *optimizers) for member in opened.members.values()),
         # in the model's order
         weights={name: weights[name] for name in (*module, *weights) if name in weights},
-        buffers={name: model.index(name, tensor) for name, tensor in buffers.items()},
+        buffers=frozenset(buffers),
         # a frozen parameter may be left out, and DeepSpeed then saves its other names all the same
         tied={other: name for other, name in tied.items() if name in weights},
         frozen=frozenset(frozen if stage else ()),

@@ -138,15 +138,14 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
 
     A file's CRC32 is combined from those of its members: only the bytes between them, and files without any, are read.
     """
-    by_file: dict[Path, dict[int, Member]] = defaultdict(dict)
-    for member in reader.members:
-        by_file[member.file][member.offset] = member
+    by_file: dict[Path, list[Member]] = defaultdict(list)
+    for member in sorted(reader.members, key=lambda member: member.offset):
+        by_file[member.file] += [member] if member.size else []
     for name, entry in read_manifest(folder)["files"].items():
         file, value, end = folder / name, 0, 0
-        members = [member for _, member in sorted(by_file[file].items()) if member.size]
-        if any(member.crc32 is None for member in members):
+        if any(member.crc32 is None for member in by_file[file]):
             continue
-        for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
+        for member in [*by_file[file], Member(file, "", file.stat().st_size, 0, 0)]:
             value = crc32_of_range(file, end, member.offset - end, value)
             value, end = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
@@ -198,7 +197,7 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
         for name, tensor in stored.items():
             key, _, parameter = name.partition(".")
             if file.name == WEIGHTS_FILE:
-                key, parameter = "buffer" if name in (manifest.get("buffers") or ()) else "weight", name
+                key, parameter = "weight", name
             place = places.get(name, {"shape": () if places else tensor.shape, "start": 0})
             shape, others = tuple(map(int, place["shape"])), shards[key, parameter]
             if shapes.setdefault((key, parameter), shape) != shape:
@@ -208,12 +207,12 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
             elif (one := tensor.number()) != (two := others[0][1].number()):
                 what = "the optimizer step" if key == "step" else name
                 raise mixed_saves(file, others[0][1].spans[0].member.file, f"{what} ({one} and {two})")
-    tables: dict[str, dict[str, TensorIndex]] = {"weight": {}, "buffer": {}}
+    weights: dict[str, TensorIndex] = {}
     state: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
     for (key, parameter), parts in shards.items():
         tensor = join_shards(path, parameter, shapes[key, parameter], parts)
-        if key in tables:
-            tables[key][parameter] = tensor
+        if key in ("weight", "buffer"):
+            weights[parameter] = tensor
         elif key == "step" or (not tensor.shape and shapes["weight", parameter]):
             scalars[parameter][key] = Scalar(tensor.number(), tensor.dtype)
         else:
@@ -221,8 +220,8 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
     return CheckpointReader(
         path=path,
         members=tuple(tensor.spans[0].member for stored, _ in headers.values() for tensor in stored.values()),
-        weights=tables["weight"],
-        buffers=tables["buffer"],
+        weights=weights,
+        buffers=frozenset(weights) & frozenset(manifest.get("buffers") or ()),
         optimizer_state=dict(state),
         optimizer_scalars=dict(scalars),
         engine_dtype={"bf16": "BF16", "fp16": "F16"}.get(str(manifest.get("mixed_precision")), "F32"),

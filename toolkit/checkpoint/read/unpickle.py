@@ -89,10 +89,8 @@ class Tensor:
 def unpickle(content: bytes, where: Path | str) -> Any:
     """The pickled value, with a `Tensor` in place of each tensor. `where`: the file, for messages.
 
-    Raises UserError for a global that is not allowed, and for a malformed or too large pickle.
+    Raises UserError for a global that is not allowed, and for a malformed pickle.
     """
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than it can have: damaged?")
     try:
         value = _Unpickler(content, where).load()
         for _ in walk([value]):  # raises where a few bytes make an endless structure

@@ -9,6 +9,7 @@ Parameters and buffers are not distinguished: all are `weights`. The optimizer's
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import Any
 
 from toolkit.checkpoint.folder import first_with
 from toolkit.checkpoint.lora import live_name
-from toolkit.checkpoint.read.torch_archive import open_torch_archive
+from toolkit.checkpoint.read.torch_archive import open_torch_archive, read_member
 from toolkit.checkpoint.read.unpickle import MAX_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.safetensors_header import read_header
-from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, join_shards, missing_files
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, Member, TensorIndex, join_shards, missing_files
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
@@ -29,8 +30,6 @@ FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 """Of a file that may be a model's state."""
 
-State = tuple[dict[str, TensorIndex], dict[str, str], dict[str, Any]]
-"""(tensors by name, other name -> name of tied tensors, details)."""
 _Chunks = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 """(tensor, offsets of a chunk) -> (file, first byte, bytes)."""
 
@@ -41,47 +40,44 @@ def open_weights(path: Path) -> CheckpointReader | None:
     processes = len(list(folder.glob("random_states_*.pkl")))
     strategy = "model"
     if path.is_file():
-        state, processes = _state_of_file(path), 1
-    elif fsdp := _state_of_fsdp(folder):
-        state, strategy = fsdp, "fsdp2"
-    elif model := _state_of_folder(folder):
-        state = model
+        reader, processes = _open_file(path), 1
+    elif fsdp := _open_fsdp(folder):
+        reader, strategy = fsdp, "fsdp2"
+    elif model := _open_model(folder):
+        reader = model
         if processes or (folder / "optimizer.bin").is_file():
             strategy = "ddp" if processes > 1 else "single"
     else:
         return None
-    tensors, tied, details = state
-    step, dtypes = details.pop("step", None), [tensor.dtype for tensor in tensors.values()]
-    files_read = len({span.member.file for tensor in tensors.values() for span in tensor.spans})
+    dtypes = [tensor.dtype for tensor in reader.weights.values()]
+    files_read = len({span.member.file for tensor in reader.weights.values() for span in tensor.spans})
     # accelerate saves shards in a subfolder
     model_folders = (folder, folder.parent) if (folder / DCP_METADATA).is_file() else (folder,)
-    return CheckpointReader(
+    return dataclasses.replace(
+        reader,
         path=path,
         strategy=strategy,
         world=processes or (files_read if strategy == "fsdp2" else 1),
-        step=step if type(step) is int else None,
-        weights=tensors,
-        tied=tied,
         engine_dtype=max(("F32", "BF16", "F16"), key=dtypes.count),
         model_folder=first_with("config.json", *model_folders),
-        details=details | {"files": files_read},
+        details={**reader.details, "files": files_read},
     )
 
 
-def _state_of_folder(folder: Path) -> State | None:
-    """Of the first existing kind of `SINGLE`, as one file or several with an index."""
+def _open_model(folder: Path) -> CheckpointReader | None:
+    """The first existing kind of `SINGLE`, as one file or several with an index."""
     for file in (folder / name for name in SINGLE):
         if file.is_file():
             second = file.with_stem(f"{file.stem}_1")  # as accelerate names them
             if second.is_file():
                 raise UserError(f"{folder} has several models ({file.name}, {second.name}): put each in its own folder")
-            return _state_of_file(file)
+            return _open_file(file)
         if (index := Path(f"{file}.index.json")).is_file():
-            return _state_of_index(index)
+            return _open_index(index)
     return None
 
 
-def _state_of_index(index: Path) -> State:
+def _open_index(index: Path) -> CheckpointReader:
     weight_map = read_table(index, {}).get("weight_map")
     if not weight_map:
         raise UserError(f"{index} is not an index of weights: it has no weight_map")
@@ -91,30 +87,30 @@ def _state_of_index(index: Path) -> State:
     tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
     for file in files:
-        of_file, aliases, _ = _state_of_file(file)
-        if repeated := [name for name in of_file if name in tensors]:
+        opened = _open_file(file)
+        if repeated := [name for name in opened.weights if name in tensors]:
             raise UserError(f"{file}: {listing(repeated)} are in another file of its folder too: copy the folder again")
-        tensors |= of_file
-        tied |= aliases
+        tensors |= opened.weights
+        tied |= opened.tied
     if missing := [name for name in weight_map if name not in tensors and name not in tied]:
         raise UserError(f"{index} names {listing(missing)}, which its files lack; copy the folder again")
-    return tensors, tied, {}
+    return CheckpointReader(path=index, weights=tensors, tied=tied)
 
 
-def _state_of_file(file: Path) -> State:
-    """Of a file of safetensors or torch.save; an adapter's tensors by their names in a live model."""
-    details: dict[str, Any] = {}
+def _open_file(file: Path) -> CheckpointReader:
+    """A file of safetensors or torch.save; an adapter's tensors by their names in a live model."""
     if file.suffix == ".safetensors":
         tensors, metadata = read_header(file)
         # safetensors' save_model lists tied names in the metadata, {omitted: written}; accelerate does not
         tied = {name: other for name, other in metadata.items() if other in tensors and name != "format"}
+        reader = CheckpointReader(path=file, weights=tensors, tied=tied)
     else:
-        tensors, tied, details = _state_of_archive(file)
-    return {live_name(name): tensor for name, tensor in tensors.items()}, tied, details
+        reader = _open_archive(file)
+    return dataclasses.replace(reader, weights={live_name(name): each for name, each in reader.weights.items()})
 
 
-def _state_of_archive(file: Path) -> State:
-    """Of a file of torch.save: a state dict, or nested dicts with one."""
+def _open_archive(file: Path) -> CheckpointReader:
+    """A file of torch.save: a state dict, or nested dicts with one."""
     opened = open_torch_archive(file)
     content = opened.content if type(opened.content) is dict else {}
     if "pytorch-lightning_version" in content:  # the model's keys
@@ -128,7 +124,9 @@ def _state_of_archive(file: Path) -> State:
         tensors = {f"{key}{name}": tensor for name, tensor in opened.tensors(table).items()}
         tied |= (aliases := opened.tied(tensors))
         weights |= {name: opened.index(name, tensor) for name, tensor in tensors.items() if name not in aliases}
-    return weights, tied, _details(tables) | {"step": content.get("global_step")}
+    step = content.get("global_step")
+    step = step if type(step) is int else None
+    return CheckpointReader(path=file, step=step, weights=weights, tied=tied, details=_details(tables))
 
 
 def _model_states(content: Mapping[str, Any], is_weight: Callable[[Any], Any]) -> dict[str, Mapping[Any, Any]]:
@@ -151,16 +149,16 @@ def _details(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {"states": list(tables)} if len(tables) > 1 else {}
 
 
-def _state_of_fsdp(folder: Path) -> State | None:
-    """Of FULL_STATE_DICT or SHARDED_STATE_DICT, or any folder of torch.distributed.checkpoint; None for others."""
+def _open_fsdp(folder: Path) -> CheckpointReader | None:
+    """FULL_STATE_DICT or SHARDED_STATE_DICT, or any folder of torch.distributed.checkpoint; None for others."""
     if others := sorted(path.name for path in folder.glob("pytorch_model_fsdp_[1-9]*")):
         raise UserError(f"{folder} has several models (also {others[0]}): put each in its own folder")
     if (folder / FSDP_SHARDED).is_dir():
-        return _state_of_shards(folder / FSDP_SHARDED)
+        return _open_shards(folder / FSDP_SHARDED)
     if (folder / DCP_METADATA).is_file() or any(folder.glob("*.distcp")):
-        return _state_of_shards(folder)
+        return _open_shards(folder)
     if (folder / FSDP_FULL).is_file():
-        return _state_of_archive(folder / FSDP_FULL)
+        return _open_archive(folder / FSDP_FULL)
     if any(folder.glob("pytorch_model_fsdp_*rank*.bin")):
         raise UserError(
             f"{folder}: FSDP's local state of each process (pytorch_model_fsdp_*_rank*.bin) is not supported; "
@@ -169,13 +167,12 @@ def _state_of_fsdp(folder: Path) -> State | None:
     return None
 
 
-def _state_of_shards(folder: Path) -> State:
+def _open_shards(folder: Path) -> CheckpointReader:
     """The model's tensors of torch.distributed.checkpoint."""
     metadata = folder / DCP_METADATA
     if not metadata.is_file():
         raise UserError(f"{metadata} is missing, and the shards cannot be read without it; copy the folder again")
-    with metadata.open("rb") as opened:
-        structure = opened.read(MAX_BYTES + 1)  # `unpickle` raises for more
+    structure = read_member(Member(metadata, metadata.name, 0, metadata.stat().st_size), MAX_BYTES)
     content = unpickle(structure, metadata).state
     chunks = _chunks(folder, content["storage_data"])
     tree: dict[str, Any] = {}  # the nested dicts that were saved, with flat names and metadata as tensors
@@ -194,7 +191,7 @@ def _state_of_shards(folder: Path) -> State:
     }
     if not tensors:
         raise UserError(f"{metadata} lists no tensors of a model")
-    return tensors, {}, _details(tables)
+    return CheckpointReader(path=folder, weights=tensors, details=_details(tables))
 
 
 def _is_weight(value: Any) -> bool:
