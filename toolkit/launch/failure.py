@@ -25,7 +25,6 @@ from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
-from toolkit.utils.log import logger
 
 # A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
 _DUPLICATE_REPORT_SECONDS = 25.0
@@ -130,10 +129,6 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
                 time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)
         short = message.removeprefix("error: ").strip().split("\n")[-1]
-        # NCCL's watchdog may abort this process before other ranks know
-        if type(error).__name__ == "AcceleratorError" and _place().world_size > 1:
-            logger.error(message)
-            message = f"error: {short}"
         exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short, early=True)
 
 
