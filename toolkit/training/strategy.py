@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from toolkit.checkpoint.live import full_shape, persistent_buffers
 from toolkit.checkpoint.model_folder import check_adapter
@@ -82,6 +83,7 @@ def align_strategy(
         accelerator.ddp_handler.broadcast_buffers = any(running)
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
+        _keep_scale_with_gradients(accelerator)
     check_parameters(accelerator, model, optimizer, settings, schedule.total_steps)
     faults = Faults()
     if fault := optimizer_fault(accelerator, optimizer):
@@ -242,6 +244,13 @@ def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
 
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _keep_scale_with_gradients(accelerator: Accelerator) -> None:
+    """Creates fp16's loss scale on the CPU if FSDP2 has gradients there: torch would copy it for each check for
+    infinities, and read it before the copy is done."""
+    if accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        accelerator.scaler.scale(torch.ones(()))
 
 
 def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | None:
