@@ -26,9 +26,7 @@ from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
 
-# A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
-_DUPLICATE_REPORT_SECONDS = 25.0
-# A rank that lost a connection waits this long for its launcher to end it.
+# Without a failure detector a rank whose failure others report or have caused waits this long for its launcher's end.
 _PEER_REPORT_SECONDS = 20.0
 _CONNECTION_ERRORS = re.compile(
     "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
@@ -175,7 +173,7 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     if detector is not None:
         detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], permanent)
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        time.sleep(_DUPLICATE_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
+        time.sleep(_PEER_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
     failure_detector.exit_now(
@@ -213,9 +211,7 @@ def _exit_with_others() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
         write_exit_code(exit_state.exit_code)
         stop_launcher(exit_state.exit_code)
-    distributed = sys.modules.get("torch.distributed")
-    grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if grouped or exit_state.exit_code:  # Python takes seconds to unload what was imported
+    if failure_detector.backends() or exit_state.exit_code:  # Python takes seconds to unload what was imported
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

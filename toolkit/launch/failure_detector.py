@@ -75,8 +75,7 @@ class _Progress:
     polls: int = 0
     """How often it has polled its connections."""
     collectives: int = 0
-    waits: bool = False
-    """A collective that it has begun is not finished."""
+    waits: bool = False  # in the last one
     position: str = "its start"
     alive: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
@@ -359,13 +358,12 @@ class FailureDetector:
         accounts = []
         for peer in (self.peers[rank] for rank in ranks):
             progress = self._progress[peer.rank]
-            position = f"it is at {progress.position}"
+            state = f"waits in collective {progress.collectives}," if progress.waits else "is"
+            position = f"it {state} at {progress.position}"
             if peer.rank in self._done:
                 position = "it has exited"
             elif time.monotonic() - progress.alive > 6 * _HEARTBEAT_SECONDS:
                 position = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
-            elif progress.waits:
-                position = f"it waits in collective {progress.collectives}, at {progress.position}"
             accounts.append(f"rank {peer.rank} on {peer.host} ({position})")
         return f"{', '.join(accounts)}, for {seconds:.0f} s"
 
@@ -408,17 +406,17 @@ def exit_now(code: int, line: str, permanent: bool, announce: Callable[[], objec
 def count_collectives() -> int:
     """How many collectives this process has begun, over all groups of all ranks."""
     with contextlib.suppress(RuntimeError):  # a group is being created or destroyed
-        return sum(int(backend._get_sequence_number_for_group()) for backend in _backends())
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends())
     return 0
 
 
 def nccl_error() -> str:
     """TIMEOUT or COMM_ERROR after one, in which the main thread waits forever; otherwise empty."""
-    errors = [backend.get_error().name for backend in _backends() if hasattr(backend, "get_error")]  # gloo raises them
+    errors = [backend.get_error().name for backend in backends() if hasattr(backend, "get_error")]  # gloo raises them
     return next((error for error in errors if error != "SUCCESS"), "")
 
 
-def _backends() -> set[Any]:
+def backends() -> set[Any]:
     """Of all groups of all ranks: with FSDP2 on GPUs tensors have NCCL, and objects gloo."""
     distributed: Any = sys.modules.get("torch.distributed")
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no groups; one is being created or destroyed

@@ -121,8 +121,7 @@ def memory_of(
     accumulates = is_less or settings.max_tokens_per_batch is not None
     summed = 4 * trained if accumulates and not settings.sync_each_batch else 0  # gradients, reduced once a step
     if strategy in ("single", "ddp"):  # others of DDP are views of its buckets
-        buckets = summed if strategy == "ddp" else 0
-        return Memory(4 * total, 4 * trained, moments * trained, buckets, activations)
+        return Memory(4 * total, 4 * trained, moments * trained, summed * (strategy == "ddp"), activations)
     autocast, shard = uses_autocast(strategy, settings), trained / processes
     size = 4 if autocast else _DTYPES[precision].itemsize
     if strategy == "fsdp2":

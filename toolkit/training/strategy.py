@@ -109,14 +109,12 @@ def align_strategy(
     if plugin.zero_stage == 0:
         faults.add('the DeepSpeed config has "zero_optimization.stage" 0: set it to 1, or launch with ddp.yaml')
     samples = micro * schedule.accumulation * accelerator.num_processes
+    limits = (f"--per_device_batch_size {settings.per_device_batch_size} "
+              f"and --max_tokens_per_batch {settings.max_tokens_per_batch}")  # fmt: skip
     values: dict[str, tuple[Any, str]] = {
         "gradient_clipping": (settings.max_grad_norm, f"--max_grad_norm {settings.max_grad_norm:g}"),
         "gradient_accumulation_steps": (schedule.accumulation, f"the settings need {schedule.accumulation}"),
-        "train_micro_batch_size_per_gpu": (
-            micro,
-            f"--per_device_batch_size {settings.per_device_batch_size} "
-            f"and --max_tokens_per_batch {settings.max_tokens_per_batch}",
-        ),
+        "train_micro_batch_size_per_gpu": (micro, limits),
         "train_batch_size": (samples, f"--global_batch_size {settings.global_batch_size}"),
     }
     if reduced_in:
@@ -233,13 +231,9 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
     """As accelerate does, with the model's largest width in place of a config's `hidden_size`."""
-    shapes = map(full_shape, model.parameters())
-    width = max((min(shape) for shape in shapes if len(shape) > 1), default=1)
-    sizes = {
-        "reduce_bucket_size": width * width,
-        "stage3_prefetch_bucket_size": int(0.9 * width * width),
-        "stage3_param_persistence_threshold": 10 * width,
-    }
+    width = max((min(shape) for shape in map(full_shape, model.parameters()) if len(shape) > 1), default=1)
+    sizes = {"reduce_bucket_size": width * width, "stage3_prefetch_bucket_size": int(0.9 * width * width),
+             "stage3_param_persistence_threshold": 10 * width}  # fmt: skip
     zero.update({name: size for name, size in sizes.items() if zero.get(name) == "auto"})
 
 

@@ -45,16 +45,18 @@ _TILES = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward kernel
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
     """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
-    if torch.compiler.is_compiling():  # a graph would have to build a mask in every layer
+    has_no_data = type(query).__name__ == "FakeTensor"
+    # a graph would have to build a mask in every layer
+    if torch.compiler.is_compiling() or not (has_no_data or type(query) is Tensor):
         return gathered(query, key, value, bias, pattern)
     missing = _blocks(pattern) * pattern.block - pattern.length
-    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value)]
-    if type(query) is not Tensor:  # without data (FakeTensorMode): a kernel that needs the same memory
-        return F.scaled_dot_product_attention(*padded)[:, :, : pattern.length]
+    q, k, v = (F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value))
+    if has_no_data:  # to estimate memory: another kernel that keeps the same tensors for its backward pass
+        return F.scaled_dot_product_attention(q, k, v)[:, :, : pattern.length]
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
     whole, rest = divmod(len(query), _MAX_SAMPLES)
     sizes = [_MAX_SAMPLES] * whole + [1] * rest  # 6 samples -> 4, 1, 1
-    parts = [x.split(sizes) for x in padded]
+    parts = [x.split(sizes) for x in (q, k, v)]
     if bias is None and may_repeat(pattern):  # one kernel for repeats and for padding
         bias = query.new_zeros(len(query), pattern.length)
     biases = [None] * len(sizes) if bias is None else F.pad(bias, (0, missing)).split(sizes)
