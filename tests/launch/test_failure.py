@@ -75,27 +75,6 @@ def test_one_line_and_exit_code(body: str, code: int, message: str) -> None:
     assert (done.code, done.err) == (code, f"error: {message}\n")
 
 
-def test_an_error_of_cuda_is_printed_before_it_is_reported(
-    world: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With several ranks; NCCL's watchdog aborts the process soon."""
-
-    class AcceleratorError(RuntimeError):
-        """torch's, in name."""
-
-    def work() -> None:
-        raise AcceleratorError("CUDA error: device-side assert triggered")
-
-    reported: list[str] = []
-    monkeypatch.setattr(failure, "exit_process", lambda message, *_, **__: reported.append(message))
-    for size in (1, 2):
-        world["size"] = size
-        failure._exit_on_failure(work)
-    assert capsys.readouterr().err.count("Traceback") == 1
-    assert "Traceback" in reported[0]
-    assert reported[1] == "error: " + reported[0].splitlines()[-1]
-
-
 def test_other_broken_pipes_are_tracebacks() -> None:
     done = run("raise BrokenPipeError(32, 'Broken pipe')")
     assert done.code == 1

@@ -1,6 +1,7 @@
 """toolkit/launch/failure_detector.py: if one rank fails, all end, and each machine reports it once."""
 
 import os
+import re
 import signal
 import socket
 import time
@@ -37,6 +38,13 @@ if dist.get_rank() < 2:
     dist.all_reduce(torch.ones(1), group=part)
 wait_for_line()
 """
+# Each rank waits for the other in another group; gloo's record of collectives is in the place of NCCL's.
+DEADLOCK = f"""{JOIN}
+from torch._C import _distributed_c10d
+_distributed_c10d._dump_nccl_trace_json = _distributed_c10d._dump_fr_trace_json
+groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
+"""
 READ = "def reads_slowly():\n    wait_for_line()\nreads_slowly()"
 # For "within seconds" on a busy machine; without the failure detector it would be half an hour.
 SOON = 30.0
@@ -56,13 +64,14 @@ def slow() -> Iterator[dict[str, Group]]:
         headless = stack.enter_context(Group(WAIT, WAIT, env=short, before=impatient))
         idle = stack.enter_context(Group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
         partly = stack.enter_context(Group(PART, PART, PART, env=short))
-        for started in (late, headless, idle, partly):
+        deadlock = stack.enter_context(Group(DEADLOCK, DEADLOCK, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
+        for started in (late, headless, idle, partly, deadlock):
             started.await_line("here")
         headless.ranks[0].send_signal(signal.SIGSTOP)
         late.await_line("joined")
         late.ranks[2].send_signal(signal.SIGSTOP)
         late.release(0)
-        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly}
+        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly, "deadlock": deadlock}
 
 
 def several_processes(test: Callable[..., None]) -> Callable[..., None]:
@@ -233,6 +242,32 @@ def test_late_ranks_are_named_with_their_position(slow: dict[str, Group]) -> Non
     assert f" on {HOST} (it does not answer: process {stopped.pid} there is stopped" in silent
     assert "kill -9" in silent
     assert "rank 0" not in line.partition("error:")[2]
+
+
+@several_processes
+def test_ranks_that_all_wait_are_named_before_the_run_ends(slow: dict[str, Group]) -> None:
+    ended = slow["deadlock"].end(SOON)
+    assert codes(ended) == [1, 1]
+    for line in lines_of(ended, range(2)):
+        for rank in range(2):
+            assert re.search(rf"rank {rank} on {HOST} \(it waits in collective 1, at [^)]* all_reduce <", line)
+    assert len(lines_of(ended, range(2))) == 2
+    assert len(errors(ended)) == 1
+
+
+@several_processes
+def test_an_error_of_nccl_ends_the_run_unless_a_rank_has_died() -> None:
+    """The main thread waits; an error of CUDA is raised there, so NCCL's watchdog need not abort the process for it."""
+    code = "failure_detector._MAX_REPORT_SECONDS = 4.0\nfailure_detector.nccl_error = lambda: 'COMM_ERROR'"
+    body = f"print(os.environ['TORCH_NCCL_RETHROW_CUDA_ERRORS'], flush=True)\n{WAIT}"
+    for killed, message in ((False, f"COMM_ERROR on rank 1 on {HOST}"), (True, f"rank 0 on {HOST} exited")):
+        with Group(WAIT, body, before={1: code}) as started:
+            started.await_line()
+            assert started.ranks[1].line() == "0\n"
+            if killed:
+                started.ranks[0].kill()
+            (line,) = errors(started.end(SOON))
+        assert message in line.partition("error:")[2]
 
 
 @several_processes

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BigBirdConfig, BigBirdForCausalLM, BigBirdForSequenceClassification, BigBirdModel
 
 from tests.faults import refusal
 from toolkit.models import bigbird
 from toolkit.models.attention import _finite, head_groups
 from toolkit.models.bigbird import gathered, plan
+from toolkit.models.bigbird.attention import flex
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.training.estimate import count_activations
 
@@ -241,6 +243,11 @@ def test_an_estimate_does_not_change_the_attention() -> None:
         assert one < two
         assert model.bert.fast_attention == attention
         compare(bigbird.install(model, "gathered"), reference, batch(1024, "right"), 1e-12, 1e-12)
+    # memory is that of the kernel, which pads 17 blocks to 32
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 17 * 64, 8)
+        output = flex(query, query, query, None, Pattern(0, 2, 64, 3, 4096, 17 * 64, True))
+    assert (output.shape, output.untyped_storage().nbytes()) == (query.shape, 2 * 32 * 64 * 8 * 4)
     # a table made in inference mode works in training
     plan.cached_tables.cache_clear()
     with torch.inference_mode():

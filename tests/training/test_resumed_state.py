@@ -8,11 +8,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from accelerate.state import GradientState
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import lr_scheduler
 
 from tests.faults import refusal
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.training.half_precision import scaler_state, set_scaler
+from toolkit.training.half_precision import keep_scale_with_gradients, scaler_state, set_scaler
 from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
 
 TOTAL = 17
@@ -133,6 +134,15 @@ def test_torchs_scaler_resumes_exactly_and_its_scale_crosses_strategies() -> Non
     there_and_back(theirs, ours)
     assert ours[0].scaler.get_scale() == 128.0
     assert ours[0].scaler.get_growth_interval() == 3  # unchanged
+
+
+@pytest.mark.parametrize(("policy", "place"), [(CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), "meta")])
+def test_the_scale_is_where_fsdp_has_gradients(policy: Any, place: str) -> None:
+    """The meta device in a GPU's place."""
+    scaler, state = torch.amp.GradScaler("cpu"), SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_offload=policy))
+    keep_scale_with_gradients(SimpleNamespace(scaler=scaler, is_fsdp2=True, state=state))  # type: ignore[arg-type]
+    assert scaler.scale(torch.ones((), device="meta")).device.type == "meta"
+    assert scaler._scale.device.type == place
 
 
 def test_without_fp16_there_is_no_scale() -> None:

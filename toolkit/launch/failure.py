@@ -25,11 +25,8 @@ from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
-from toolkit.utils.log import logger
 
-# A failed process with a local rank above 0 waits this long before it reports: by then its launcher has ended it.
-_DUPLICATE_REPORT_SECONDS = 25.0
-# A rank that lost a connection waits this long for its launcher to end it.
+# Without a failure detector a rank whose failure others report or have caused waits this long for its launcher's end.
 _PEER_REPORT_SECONDS = 20.0
 _CONNECTION_ERRORS = re.compile(
     "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
@@ -130,10 +127,6 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
                 time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)
         short = message.removeprefix("error: ").strip().split("\n")[-1]
-        # NCCL's watchdog may abort this process before other ranks know
-        if type(error).__name__ == "AcceleratorError" and _place().world_size > 1:
-            logger.error(message)
-            message = f"error: {short}"
         exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short, early=True)
 
 
@@ -180,7 +173,7 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     if detector is not None:
         detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], permanent)
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        time.sleep(_DUPLICATE_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
+        time.sleep(_PEER_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
     failure_detector.exit_now(
@@ -218,9 +211,7 @@ def _exit_with_others() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
         write_exit_code(exit_state.exit_code)
         stop_launcher(exit_state.exit_code)
-    distributed = sys.modules.get("torch.distributed")
-    grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if grouped or exit_state.exit_code:  # Python takes seconds to unload what was imported
+    if failure_detector.backends() or exit_state.exit_code:  # Python takes seconds to unload what was imported
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,10 +1,10 @@
 """Ends a run on all nodes within seconds when a rank fails, dies, loses its network or does not join a collective.
 
-Each rank writes heartbeats to torch's store (how many collectives it has begun, where its main thread is) and reads the
-run's failure there: the first one written. A store does not report that a client is gone, so each rank also keeps a
-connection to rank 0 and sends nothing on it but one byte when its work is done. The kernel closes it when the process
-dies, however it dies, and reports a node that stops answering. Then every process exits, and one of each node reports
-the failure.
+Each rank writes heartbeats to torch's store (how many collectives it has begun, whether it waits in one, where its main
+thread is) and reads the run's failure there: the first one written. A store does not report that a client is gone, so
+each rank also keeps a connection to rank 0 and sends nothing on it but one byte when its work is done. The kernel
+closes it when the process dies, however it dies, and reports a node that stops answering. Then every process exits, and
+one of each node reports the failure.
 
 When a rank is killed, the collectives of the others fail too, perhaps before rank 0 has polled its connections. A rank
 that fails therefore waits until rank 0 has polled them: only then is its own failure the first.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from toolkit.errors import UserError
 from toolkit.launch import network
@@ -62,7 +62,7 @@ class Failure:
 
     rank: int
     kind: Literal["failed", "interrupted", "gone", "lost", "late"]
-    """It reported so itself (two kinds); its process ended; its node does not answer; it does not join a collective."""
+    """It reported so itself (two kinds); its process ended; its node does not answer; a collective hangs or fails."""
     message: str = ""
     permanent: bool = False
     """A restart would fail again."""
@@ -75,16 +75,17 @@ class _Progress:
     polls: int = 0
     """How often it has polled its connections."""
     collectives: int = 0
+    waits: bool = False  # in the last one
     position: str = "its start"
     alive: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
 
-    def update(self, polls: int, collectives: int, position: str) -> None:
+    def update(self, polls: int, collectives: int, waits: bool, position: str) -> None:
         if polls != self.polls:
             self.alive = time.monotonic()
         if collectives != self.collectives:
             self.moved = time.monotonic()
-        self.polls, self.collectives, self.position = polls, collectives, position
+        self.polls, self.collectives, self.waits, self.position = polls, collectives, waits, position
 
 
 class FailureDetector:
@@ -97,7 +98,7 @@ class FailureDetector:
         """Connections may close: the work is done."""
         self._store = self._main_store = rendezvous.store
         self._connections: dict[int, socket.socket] = {}
-        self._polls, self._logged, self._peer_timeout = 0, -1, 0
+        self._polls, self._logged, self._peer_timeout, self._intact = 0, -1, 0, time.monotonic()
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
@@ -168,7 +169,7 @@ class FailureDetector:
     def _wait_for_poll(self) -> None:
         """Returns when a failure is known, or when rank 0 has polled all its connections since the call."""
         with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has exited, or is stopped
-            polls, _, _ = call_with_timeout(_STORE_SECONDS, partial(read, self._main_store, "heartbeat 0"))
+            polls, *_ = call_with_timeout(_STORE_SECONDS, partial(read, self._main_store, "heartbeat 0"))
             deadline = time.monotonic() + _MAX_REPORT_SECONDS
             while self._progress[0].polls < polls + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
                 pass
@@ -241,7 +242,7 @@ class FailureDetector:
         return {
             "interrupted": "interrupted",
             "failed": f"error: {who} failed: {failure.message}",
-            "late": f"error: a collective hangs: the other ranks wait for {failure.message}",
+            "late": f"error: a collective {failure.message}",
             "lost": f"error: lost the connection to {machine}: it or the network is down ({failure.message})",
             "gone": f"error: {who} exited without an error message: it was killed or crashed; see the output there",
         }[failure.kind] + RESUME_HINT * (failure.kind in ("lost", "gone"))
@@ -308,7 +309,7 @@ class FailureDetector:
             try:
                 call_with_timeout(timeout, self._exchange_heartbeats)
             except TimeoutError:  # rank 0, whose process serves the store, is stopped
-                self._handle(Failure(0, "late", self._describe_late([0], timeout)))
+                self._handle(Failure(0, "late", f"hangs: the other ranks wait for {self._describe([0], timeout)}"))
             except RuntimeError:  # the process that serves it has exited: the connection to rank 0 shows it
                 return
             self._check_progress(timeout)
@@ -317,7 +318,7 @@ class FailureDetector:
     def _exchange_heartbeats(self) -> None:
         if self._store.check(["failure"]):
             self._handle(Failure(**read(self._store, "failure")))
-        heartbeat = [self._polls, count_collectives(), main_thread_position()]
+        heartbeat = [self._polls, count_collectives(), waits_in_collective(), main_thread_position()]
         self._store.set(f"heartbeat {self.me.rank}", json.dumps(heartbeat))
         for rank, progress in self._progress.items():
             if self._store.check([f"heartbeat {rank}"]):
@@ -328,7 +329,8 @@ class FailureDetector:
         return self._progress[0].position if self.me.rank else ""
 
     def _check_progress(self, timeout: float) -> None:
-        """Ends the run for ranks that are late for longer than `timeout`; before that logs them once per collective."""
+        """Ends the run for ranks that are late, or all wait, for longer than `timeout`; before that logs them once per
+        collective. Ends it some seconds after an error of NCCL, too, unless a rank that is gone has caused that."""
         now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())
         late = [
             rank
@@ -337,25 +339,33 @@ class FailureDetector:
         ]
         # no rank, waiting or late, has begun a collective for this long
         idle = now - max(progress.moved for progress in self._progress.values())
-        if late and idle > timeout:
-            self._declare(Failure(late[0], "late", self._describe_late(late, idle)))
-        elif late and idle > min(_LOG_SECONDS, timeout / 2) and self._logged != furthest and self.me.rank == 0:
+        what, ranks = "the other ranks wait for", late
+        if not late and all(progress.waits for progress in self._progress.values()):
+            what, ranks = "all ranks wait:", list(self._progress)
+        if ranks and idle > timeout:
+            self._declare(Failure(ranks[0], "late", f"hangs: {what} {self._describe(ranks, idle)}"))
+        elif ranks and idle > min(_LOG_SECONDS, timeout / 2) and self._logged != furthest and self.me.rank == 0:
             self._logged = furthest
-            logger.info(f"waiting for {self._describe_late(late, idle)}")
+            logger.info(f"{what} {self._describe(ranks, idle)}")
+        if not (error := nccl_error()):
+            self._intact = now
+        elif now - self._intact > _MAX_REPORT_SECONDS:
+            where = f"rank {self.me.rank} on {self.me.host}; see the output there"
+            self._declare(Failure(self.me.rank, "late", f"failed: NCCL reports {error} on {where}"))
 
-    def _describe_late(self, late: Sequence[int], seconds: float) -> str:
+    def _describe(self, ranks: Sequence[int], seconds: float) -> str:
         """`rank 1 on B (it is at read.py:70 read_file < ...), for 60 s`."""
         accounts = []
-        for peer in (self.peers[rank] for rank in late[:4]):
+        for peer in (self.peers[rank] for rank in ranks):
             progress = self._progress[peer.rank]
-            position = f"it is at {progress.position}"
+            state = f"waits in collective {progress.collectives}," if progress.waits else "is"
+            position = f"it {state} at {progress.position}"
             if peer.rank in self._done:
                 position = "it has exited"
             elif time.monotonic() - progress.alive > 6 * _HEARTBEAT_SECONDS:
                 position = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
             accounts.append(f"rank {peer.rank} on {peer.host} ({position})")
-        rest = f" and {len(late) - 4} more" if len(late) > 4 else ""
-        return f"{', '.join(accounts)}{rest}, for {seconds:.0f} s"
+        return f"{', '.join(accounts)}, for {seconds:.0f} s"
 
 
 # A global: the main thread, signal handlers and `failure.exit_process` report failures through it.
@@ -368,6 +378,8 @@ def start(rendezvous: Rendezvous | None, timeout: int) -> None:
     if current is not None or rendezvous is None or len(rendezvous.peers) == 1:
         return
     if all(peer.failure_detector == "on" for peer in rendezvous.peers):
+        # or NCCL's watchdog aborts this process for an error of CUDA before the main thread has raised and reported it
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         current = FailureDetector(rendezvous)
         current.start(timeout)
 
@@ -393,16 +405,36 @@ def exit_now(code: int, line: str, permanent: bool, announce: Callable[[], objec
 
 def count_collectives() -> int:
     """How many collectives this process has begun, over all groups of all ranks."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0
     with contextlib.suppress(RuntimeError):  # a group is being created or destroyed
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends())
+    return 0
+
+
+def nccl_error() -> str:
+    """TIMEOUT or COMM_ERROR after one, in which the main thread waits forever; otherwise empty."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # gloo has none: it raises its errors
+        return next((name for each in backends() if (name := each.get_error().name) != "SUCCESS"), "")
+    return ""
+
+
+def backends() -> set[Any]:
+    """Of all groups of all ranks: with FSDP2 on GPUs tensors have NCCL, and objects gloo."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no groups; one is being created or destroyed
         world = distributed.get_world_size()
         groups = [group for group in list(distributed.distributed_c10d._world.pg_map) if group.size() == world]
-        # a group counts only those of one backend: with FSDP2 on GPUs tensors have NCCL, and objects gloo
-        backends = {group._get_backend(device) for group in groups for device in group._device_types}
-        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
-    return 0
+        return {group._get_backend(device) for group in groups for device in group._device_types}
+    return set()
+
+
+def waits_in_collective() -> bool:
+    """Whether NCCL has not finished a collective that this process has begun. gloo's record is not in order."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", lambda _: "{}")
+    with contextlib.suppress(RuntimeError, ValueError, LookupError):  # torch may change its private record
+        groups = json.loads(dump(False)).get("pg_status") or {}  # False: without its 2000 collectives, which take 0.2 s
+        states = [(group["last_enqueued_collective"], group["last_completed_collective"]) for group in groups.values()]
+        return any(int(begun) > int(completed) for begun, completed in states)
+    return False
 
 
 def main_thread_position() -> str:

@@ -44,7 +44,7 @@ _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of a
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
 _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# If all ranks hang in one collective, the failure detector sees no rank that is late.
+# While GPUs connect, the failure detector sees no collective.
 _HANG_SECONDS = 60
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, whether or not CUDA works
 

@@ -116,8 +116,12 @@ def memory_of(
     total = sum(weight.numel() for weight in model.parameters())
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     moments = _STATE_BYTES.get(settings.optimizer.lower(), 8) + (0 if settings.ema_decay is None else 4)
-    if strategy in ("single", "ddp"):
-        return Memory(4 * total, 4 * trained, moments * trained, 0, activations)
+    per_device = settings.per_device_batch_size
+    is_less = per_device != "auto" and per_device * processes < settings.global_batch_size
+    accumulates = is_less or settings.max_tokens_per_batch is not None
+    summed = 4 * trained if accumulates and not settings.sync_each_batch else 0  # gradients, reduced once a step
+    if strategy in ("single", "ddp"):  # others of DDP are views of its buckets
+        return Memory(4 * total, 4 * trained, moments * trained, summed * (strategy == "ddp"), activations)
     autocast, shard = uses_autocast(strategy, settings), trained / processes
     size = 4 if autocast else _DTYPES[precision].itemsize
     if strategy == "fsdp2":
@@ -125,11 +129,7 @@ def memory_of(
         gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside layers, a layer and the next one
         unsharded = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # until the last micro-batch
         return Memory(4 * total / processes, 4 * shard + unsharded, moments * shard, 2 * size * gathered, activations)
-    per_device = settings.per_device_batch_size
-    is_less = per_device != "auto" and per_device * processes < settings.global_batch_size
-    accumulates = is_less or settings.max_tokens_per_batch is not None
-    # see `coalesce_reductions`
-    unsharded = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0
+    unsharded = summed if autocast else 0  # see `coalesce_reductions`
     offloaded = strategy.endswith("offload")
     resident = 0 if offloaded and device != "cpu" else 1  # fraction of offloadable state on the device
     if strategy.startswith("zero3"):

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, convert_outputs_to_fp32
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from toolkit.checkpoint.live import live_state
 from toolkit.checkpoint.model_folder import DTYPES
@@ -169,6 +170,13 @@ def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
 
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def keep_scale_with_gradients(accelerator: Accelerator) -> None:
+    """Creates fp16's loss scale on the CPU if FSDP2 has gradients there: torch would copy it for each check for
+    infinities, and read it before the copy is done."""
+    if accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+        accelerator.scaler.scale(torch.ones(()))
 
 
 def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout, encoder_config
 from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.estimate import fit_batch_size
-from toolkit.training.half_precision import choose_precision, choose_reduction
+from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
@@ -119,6 +119,7 @@ def align_strategy(
         accelerator.ddp_handler.broadcast_buffers = any(running)
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
+        keep_scale_with_gradients(accelerator)
     check_parameters(accelerator, model, optimizer, settings, schedule.total_steps)
     faults = Faults()
     if fault := optimizer_fault(accelerator, optimizer):

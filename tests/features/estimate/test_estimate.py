@@ -131,6 +131,7 @@ def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: 
         settings = TrainingSettings(per_device_batch_size=4, sync_each_batch=each, half_precision_weights=half)
         memory = sharded(model, settings)
         assert (memory["zero2"].gradients, memory["zero3"].gradients) == (zero2 * total, zero3 * total)
+        assert (memory["single"].buffers, memory["ddp"].buffers) == (0, 0 if each else 4 * total)  # DDP's buckets
 
 
 def fit(model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TrainingSettings:

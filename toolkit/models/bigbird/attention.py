@@ -45,14 +45,18 @@ _TILES = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward kernel
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
     """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
-    # a graph would have to build a mask in every layer; tensors without data (FakeTensorMode) have no kernel
-    if torch.compiler.is_compiling() or type(query) is not Tensor:
+    has_no_data = type(query).__name__ == "FakeTensor"
+    # a graph would have to build a mask in every layer
+    if torch.compiler.is_compiling() or not (has_no_data or type(query) is Tensor):
         return gathered(query, key, value, bias, pattern)
+    missing = _blocks(pattern) * pattern.block - pattern.length
+    q, k, v = (F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value))
+    if has_no_data:  # to estimate memory: another kernel that keeps the same tensors for its backward pass
+        return F.scaled_dot_product_attention(q, k, v)[:, :, : pattern.length]
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
-    missing = mask.seq_lengths[0] - pattern.length
     whole, rest = divmod(len(query), _MAX_SAMPLES)
     sizes = [_MAX_SAMPLES] * whole + [1] * rest  # 6 samples -> 4, 1, 1
-    parts = [(F.pad(x, (0, 0, 0, missing)) if missing else x).split(sizes) for x in (query, key, value)]
+    parts = [x.split(sizes) for x in (q, k, v)]
     if bias is None and may_repeat(pattern):  # one kernel for repeats and for padding
         bias = query.new_zeros(len(query), pattern.length)
     biases = [None] * len(sizes) if bias is None else F.pad(bias, (0, missing)).split(sizes)
@@ -88,11 +92,14 @@ def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
     return _masks[key][0]
 
 
+def _blocks(pattern: Pattern) -> int:
+    """A power of two, so that few kernels are compiled; a block of padding reads one block, others read eight."""
+    return 1 << int(pattern.length // pattern.block - 1).bit_length()
+
+
 def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tuple[Mask, int]:
     """Returns a mask and its bytes. It has only full blocks, since a block is read as a whole."""
-    block = pattern.block
-    # a power of two, so that few kernels are compiled; a block of padding reads one block, others read eight
-    width = 1 << (pattern.length // block - 1).bit_length()
+    block, width = pattern.block, _blocks(pattern)
     count = counts(pattern, width, device)
     read = count > 0
     keys, queries = _ordered(read), _ordered(read.transpose(1, 2))  # of each query, of each key
