@@ -188,7 +188,7 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
     trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
     # `peft.get_peft_model_state_dict`: a trained head has the base model's name
     is_alone = not trained and not any(".base_layer." in name for name in reader.names())
-    # a state dict alone, as of torch.save, does not record which parameters were trained: the biases that the config names
+    # a plain state dict does not record which parameters were trained: the biases that the config names
     biases = {"all": "bias", "lora_only": ".base_layer.bias"}.get(str(config.content.get("bias")), "\n")
     tensors: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
