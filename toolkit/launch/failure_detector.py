@@ -97,7 +97,7 @@ class FailureDetector:
         """Connections may close: the work is done."""
         self._store = self._main_store = rendezvous.store
         self._connections: dict[int, socket.socket] = {}
-        self._polls, self._logged, self._peer_timeout = 0, -1, 0
+        self._polls, self._logged, self._peer_timeout = 0, (-1, False), 0
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
@@ -339,9 +339,16 @@ class FailureDetector:
         idle = now - max(progress.moved for progress in self._progress.values())
         if late and idle > timeout:
             self._declare(Failure(late[0], "late", self._describe_late(late, idle)))
-        elif late and idle > min(_LOG_SECONDS, timeout / 2) and self._logged != furthest and self.me.rank == 0:
-            self._logged = furthest
+        elif self.me.rank or self._logged == (furthest, bool(late)):
+            return
+        elif late and idle > min(_LOG_SECONDS, timeout / 2):
+            self._logged = furthest, True
             logger.info(f"waiting for {self._describe_late(late, idle)}")
+        elif not late and furthest and idle > timeout:  # of ranks in different collectives none is late
+            self._logged = furthest, False
+            each = sorted({progress.position: rank for rank, progress in self._progress.items()}.values())
+            line = f"no rank begins a collective: {self._describe_late(each, idle)}; if they wait for each other, call"
+            logger.warning(f"{line} each collective on all ranks, not after `if accelerator.is_main_process`")
 
     def _describe_late(self, late: Sequence[int], seconds: float) -> str:
         """`rank 1 on B (it is at read.py:70 read_file < ...), for 60 s`."""
