@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.runs import Finished, start
 from toolkit import launch
-from toolkit.launch import exit_state, failure
+from toolkit.launch import exit_state, failure, rendezvous
 from toolkit.launch.environment import Place
 from toolkit.launch.interrupted import EXIT_CODE_FILE, LAUNCHER_PID
 
@@ -94,6 +95,18 @@ def test_an_error_of_cuda_is_printed_before_it_is_reported(
     assert capsys.readouterr().err.count("Traceback") == 1
     assert "Traceback" in reported[0]
     assert reported[1] == "error: " + reported[0].splitlines()[-1]
+
+
+def test_an_early_failure_is_reported_by_local_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it announces the failure to other nodes, its launcher does not end the rank that waits."""
+    waits: list[float] = []
+    monkeypatch.setattr(failure, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(failure.failure_detector, "exit_now", lambda *_: None)
+    monkeypatch.setattr(failure, "signal", MagicMock())
+    for world_size in (2, 4):
+        monkeypatch.setattr(failure, "_place", lambda size=world_size: Place("torchrun", 1, size, 1, 2))
+        failure.exit_process("error: x", 1, early=True)
+    assert waits[1] - waits[0] > rendezvous._EARLY_FAULT_SECONDS
 
 
 def test_other_broken_pipes_are_tracebacks() -> None:

@@ -180,7 +180,8 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     if detector is not None:
         detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], permanent)
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        time.sleep(_DUPLICATE_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
+        # usually all fail alike, and local rank 0 reports it, first here and then for as long to other nodes
+        time.sleep(_DUPLICATE_REPORT_SECONDS * (1 if place.is_local else 2))
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
     failure_detector.exit_now(
