@@ -344,7 +344,7 @@ class FailureDetector:
         elif late and idle > min(_LOG_SECONDS, timeout / 2):
             self._logged = furthest, True
             logger.info(f"waiting for {self._describe_late(late, idle)}")
-        elif not late and furthest and idle > timeout:  # of ranks in different collectives none is late
+        elif furthest and idle > timeout:  # of ranks in different collectives none is late
             self._logged = furthest, False
             each = sorted({progress.position: rank for rank, progress in self._progress.items()}.values())
             line = f"no rank begins a collective: {self._describe_late(each, idle)}; if they wait for each other, call"

@@ -39,7 +39,7 @@ _WRITTEN = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
     r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|(.*spiece|spm)\.model|sentencepiece.*"
     r"|chat_template.*|modules\.json|(config_)?sentence_[\w-]+\.json|(pre)?processor_config\.json"
-    r"|\d_\w+/\w+\.(json|safetensors|bin)"
+    r"|\d_\w+/[\w.-]+\.(json|safetensors|bin)"
 )
 # Of torch.compile, FSDP, activation checkpointing and Lightning's strategies.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")

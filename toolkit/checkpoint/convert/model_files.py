@@ -55,8 +55,7 @@ def copied_files(
     if folder is None:
         return None, {}
     paths = {path for pattern in _COPIED for path in folder.glob(pattern) if not path.is_dir()}
-    names = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-    files: dict[str, Path | str] = {name: path for name, path in names.items() if not name.endswith(".index.json")}
+    files: dict[str, Path | str] = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     for name in (*files, CONFIG, ADAPTER_CONFIG):
         refuse_link_out(folder / name, folder)
     if is_adapter:
