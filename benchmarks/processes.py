@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
+if len(tempfile.gettempdir()) > 64:  # the path of the fork server's socket has at most 107 bytes
+    _FOLDER = tempfile.TemporaryDirectory(dir="/tmp")
+    multiprocessing.current_process()._config["tempdir"] = _FOLDER.name  # type: ignore[attr-defined]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([
     "accelerate", "datasets", "sklearn.metrics", "toolkit.models.bigbird", "toolkit.run", "toolkit.training.prepare",

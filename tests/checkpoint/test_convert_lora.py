@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "patterns": {"rank_pattern": {"query": 5}, "alpha_pattern": {"layer.0.attention.self.value": 11}},
     "embedding": {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["pooler"]},
     "biases": {"bias": "lora_only"},
+    "all biases": {"bias": "all"},
 }
 
 
@@ -76,7 +77,14 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_pa
     run = saved(live, tmp_path / "run", tiny_model)
     convert(run, tmp_path / "out", verify=True)
     live.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    assert_same(read_folder(tmp_path / "out"), read_folder(tmp_path / "theirs"))
+    torch.save(live.state_dict(), tmp_path / "state.pt")  # it does not record what was trained
+    convert(tmp_path / "state.pt", tmp_path / "same", config_from=tmp_path / "theirs")
+    ours, same, theirs = (read_folder(tmp_path / name) for name in ("out", "same", "theirs"))
+    for unused in ("original_module", "modules_to_save") if variant == "all biases" else ():  # peft writes them too
+        theirs.pop(f"base_model.model.classifier.{unused}.bias")
+    same.pop("base_model.model.classifier.original_module.bias", None)
+    assert_same(ours, theirs)
+    assert_same(same, theirs)
     again = PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
     state, expected = again.state_dict(), live.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected if "lora_" in name or "modules_to" in name)

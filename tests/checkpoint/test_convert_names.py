@@ -89,13 +89,17 @@ def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: P
 def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.ones(2)})
     names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model", "spm.model",
-             "modules.json", "sentence_bert_config.json"]  # fmt: skip
+             "modules.json", "sentence_xlm-roberta_config.json", "1_Pooling/config.json", "2_Dense/model.safetensors",
+             "2_Dense/config.json"]  # fmt: skip
+    for name in ("1_Pooling", "2_Dense"):  # of sentence-transformers, which modules.json names
+        (run / "model" / name).mkdir()
     for name in [*names, "optimizer.pt", "training_args.bin", "model.safetensors.index.json", "README.md"]:
         (run / "model" / name).write_text("{}")
     (run / "model" / "config.json").write_text(json.dumps({"model_type": "new", "torch_dtype": "float64"}))
     for overwrite in (False, True):  # it removes what it has written
         convert(run, tmp_path / "out", dtype="fp16", overwrite=overwrite)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "config.json", "model.safetensors"}
+    files = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert files == {*names, "config.json", "model.safetensors"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"model_type": "new", "torch_dtype": "float16", "dtype": "float16"}
     # decisions of other weights are not copied

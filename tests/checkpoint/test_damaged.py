@@ -146,8 +146,11 @@ def test_a_wrong_latest(copied: Callable[..., Path]) -> None:
     for content in ("global_step7", "", "../saved/global_step2", "/etc", "a\nb", "\0"):
         (root / "latest").write_text(content)
         fault_of(root, str(root / "latest"), str(root / "global_step2"))
-    shutil.rmtree(root / "global_step2")
+    (root / "epoch-1").mkdir()
+    (root / "global_step2").rename(root / "epoch-1" / "step-2")
     assert "there is no other" in fault_of(root)
+    (root / "latest").write_text("epoch-1/step-2")  # any tag that save_checkpoint takes
+    open_checkpoint(root)
 
 
 def test_parallelism_and_the_old_format_are_not_supported(copied: Callable[..., Path]) -> None:

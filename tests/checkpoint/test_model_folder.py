@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.checkpoint.handmade import assert_same
+from tests.checkpoint.test_convert_lora import make_peft
 from tests.faults import refusal
 from toolkit.checkpoint.live import persistent_buffers
 from toolkit.checkpoint.model_folder import DTYPES, load_weights, save_model
@@ -48,6 +49,21 @@ def test_there_and_back(tmp_path: Path, make: Any) -> None:
     load_weights(accelerator, other, tmp_path / "model")
     assert_same(dict(model.state_dict()), dict(other.state_dict()))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_adapter_has_all_that_is_trained(tiny_model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    live, other = make_peft(tiny_model, bias="all"), make_peft(tiny_model, bias="all")
+    for model in (live, other):
+        model.get_submodule("base_model.model.bert.embeddings.LayerNorm").requires_grad_(True)
+    trained = {name: torch.randn_like(each) for name, each in live.named_parameters() if each.requires_grad}
+    live.load_state_dict(trained, strict=False)
+    save_model(Accelerator(cpu=True), live, None, tmp_path / "model")
+    load_weights(Accelerator(cpu=True), other, tmp_path / "model")
+    theirs = PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "adapter")
+    for model in (other, theirs):
+        assert_same({name: model.state_dict()[name] for name in trained}, trained)
 
 
 def test_its_own_save_gets_all_names(tmp_path: Path) -> None:

@@ -71,9 +71,10 @@ def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Pat
     assert torch.equal(model.classifier.weight, load(tmp_path, FIVE).classifier.weight)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "perceiver"])  # the last one's head is in its encoder
 def test_a_head_of_the_same_classes_gets_the_order_of_the_data(family: str, tmp_path: Path) -> None:
     names: Any = {"id2label": dict(enumerate("cab")), "label2id": {name: place for place, name in enumerate("cab")}}
+    names |= {"d_model": 16, "d_latents": 16, "num_latents": 5, "num_self_attends_per_block": 2}  # of Perceiver
     trained = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **SIZES, **names)).eval()
     torch.nn.init.normal_([*trained.parameters()][-1])  # the head's bias
     trained.save_pretrained(tmp_path)

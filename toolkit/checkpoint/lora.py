@@ -187,12 +187,14 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
         trained = set(reader.weights) - reader.frozen - reader.buffers
     # `peft.get_peft_model_state_dict`: a trained head has the base model's name
     is_alone = not trained and not any(".base_layer." in name for name in reader.names())
+    # a plain state dict does not record which parameters were trained: the biases that the config names
+    biases = {"all": "bias", "lora_only": ".base_layer.bias"}.get(str(config.content.get("bias")), "\n")
     tensors: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
         if is_alone or in_adapter(name):
             tensors[saved_name(name)] = tensor
-        elif name in trained:
-            if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
-                raise UserError(f"{name} was trained and is not part of the adapter: convert with --merge_lora")
+        elif name.endswith(biases) and (name in trained or not trained):
             tensors[name] = tensor
+        elif name in trained:
+            raise UserError(f"{name} was trained and is not part of the adapter: convert with --merge_lora")
     return tensors

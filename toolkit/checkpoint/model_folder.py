@@ -66,7 +66,9 @@ def save_model(
             make_readable(draft)
         if lora:  # after the model: if killed in between, a resumed run sees the model's step and saves both again
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
-                adapter = {saved_name(name): tensor for name, tensor in state.items() if in_adapter(name)}
+                trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+                # with trained biases (of LoraConfig's `bias`) and norms
+                adapter = {saved_name(name): state[name] for name in state if in_adapter(name) or name in trained}
                 save_file(_cast(adapter, DTYPES[dtype]), draft / "adapter_model.safetensors", metadata={"format": "pt"})
                 write_adapter_config(module, draft)
                 make_readable(draft)
@@ -233,16 +235,13 @@ def _read(tensor: TensorIndex) -> torch.Tensor:
 
 
 def _tensors_for(model: torch.nn.Module, folder: Path) -> dict[str, TensorIndex]:
-    """A folder's tensors by the model's names; with LoRA those of the sibling adapter/, and other weights only if they
-    are trained: the base weights are unchanged."""
+    """A folder's tensors by the model's names; with LoRA those of the sibling adapter/: the others are unchanged."""
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
-    tensors = dict(open_checkpoint(folder).weights)
-    if lora_config(model) is not None:
-        names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
-        adapter = open_checkpoint(folder.with_name(ADAPTER_FOLDER)).weights
-        trained = {name: tensors[name] for name in expected & tensors.keys()}
-        tensors = {names.get(name, name): tensor for name, tensor in adapter.items()} | trained
+    has_lora = lora_config(model) is not None
+    names = {saved_name(name): name for name in model.state_dict() if has_lora and in_adapter(name)}
+    stored = open_checkpoint(folder.with_name(ADAPTER_FOLDER) if has_lora else folder).weights
+    tensors = {names.get(name, name): tensor for name, tensor in stored.items()}
     if missing := sorted(expected - tensors.keys()):
         raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
     return tensors

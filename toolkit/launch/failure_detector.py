@@ -342,11 +342,17 @@ class FailureDetector:
         what, ranks = "the other ranks wait for", late
         if not late and all(progress.waits for progress in self._progress.values()):
             what, ranks = "all ranks wait:", list(self._progress)
+        logs = self.me.rank == 0 and self._logged != furthest
         if ranks and idle > timeout:
             self._declare(Failure(ranks[0], "late", f"hangs: {what} {self._describe(ranks, idle)}"))
-        elif ranks and idle > min(_LOG_SECONDS, timeout / 2) and self._logged != furthest and self.me.rank == 0:
+        elif logs and ranks and idle > min(_LOG_SECONDS, timeout / 2):
             self._logged = furthest
             logger.info(f"{what} {self._describe(ranks, idle)}")
+        elif logs and furthest and idle > timeout:  # of ranks in different collectives none is late
+            self._logged = furthest
+            each = sorted({progress.position: rank for rank, progress in self._progress.items()}.values())
+            line = f"no rank begins a collective: {self._describe(each, idle)}; if they wait for each other, call each"
+            logger.warning(f"{line} collective on all ranks, not after `if accelerator.is_main_process`")
         if not (error := nccl_error()):
             self._intact = now
         elif now - self._intact > _MAX_REPORT_SECONDS:

@@ -92,9 +92,12 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
 def _reorder_head(model: Any, order: list[int]) -> None:
     """Gives the outputs of a head that was trained on the same classes the order of the data's."""
     prefix, size = f"{model.base_model_prefix}.", len(order)
-    parts = [part for name, part in model.named_modules() if not name.startswith(prefix)]
-    *_, head = (part for part in parts if isinstance(part, torch.nn.Linear) and part.out_features == size)
-    for parameter in head.parameters():
+    modules = [(name, part) for name, part in model.named_modules() if getattr(part, "out_features", None) == size]
+    # Perceiver's is inside the encoder
+    if not (heads := [part for name, part in modules if not name.startswith(prefix)]) and len(modules) != 1:
+        classes = f"the classes {listing(model.config.label2id)}, in an order other than the data's"
+        raise UserError(f"{type(model).__name__} has {classes}, and no linear layer as its head: reorder its outputs")
+    for parameter in (heads or [modules[0][1]])[-1].parameters():
         parameter.data = parameter.data[order]
 
 

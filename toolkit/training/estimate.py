@@ -14,7 +14,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
@@ -30,6 +29,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.models.layers import outer_layers
 from toolkit.utils.compat import require
+from toolkit.utils.memory import container_memory
 from toolkit.utils.units import size_text
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
@@ -39,7 +39,6 @@ _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _USABLE_OF_GPU, _USABLE_OF_CPU = 0.9, 0.5
 # of an optimizer's state for each trained weight; 8 of all others, AdamW among them
 _STATE_BYTES = {"adafactor": 0, "lion": 4, "sgd": 4}
-_CGROUP = Path("/sys/fs/cgroup")  # version 2: of a container with a memory limit
 
 
 class Memory(NamedTuple):
@@ -211,8 +210,7 @@ def usable_memory(device: str, processes: int) -> float:
         torch.cuda.empty_cache()  # what a teacher has used, say
         return _USABLE_OF_GPU * torch.cuda.mem_get_info()[0]
     free = psutil.virtual_memory().available
-    files = [_CGROUP / f"memory.{name}" for name in ("max", "current", "stat")]
-    limit, used, stat = (file.read_text().strip() if file.is_file() else "" for file in files)
+    limit, used, stat = container_memory()
     if limit.isdigit():
         # the page cache counts as used, though the kernel drops it when memory is needed
         cached = sum(map(int, re.findall(r"(?m)^(?:in)?active_file (\d+)", stat)))

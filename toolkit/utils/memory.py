@@ -23,6 +23,7 @@ _MESSAGES = re.compile(
     r"|could not create a primitive$|failed to map segment",
     re.IGNORECASE | re.MULTILINE,
 )
+_CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _DEFAULTS = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 """The values that glibc adapts to once a program has freed large blocks."""
@@ -111,9 +112,16 @@ def machine_memory() -> int:
     """Bytes of the machine, or of the container if its limit is lower."""
     import psutil
 
-    limit = Path("/sys/fs/cgroup/memory.max")
-    most = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
-    return min(psutil.virtual_memory().total, int(most) if most.isdigit() else sys.maxsize)
+    limit, _, _ = container_memory()
+    return min(psutil.virtual_memory().total, int(limit) if limit.isdigit() else sys.maxsize)
+
+
+def container_memory() -> list[str]:
+    """Contents of the files with a container's memory limit, use and statistics; empty where there are none."""
+    names = ("memory.max", "memory.current", "memory.stat")
+    if (_CGROUP / "memory").is_dir():  # version 1
+        names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
+    return [file.read_text(encoding="ascii").strip() if (file := _CGROUP / name).is_file() else "" for name in names]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

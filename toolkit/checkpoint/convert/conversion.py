@@ -37,7 +37,8 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _WRITTEN = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
     r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|(.*spiece|spm)\.model|sentencepiece.*"
-    r"|chat_template.*|modules\.json|(config_)?sentence_\w+\.json|(pre)?processor_config\.json"
+    r"|chat_template.*|modules\.json|(config_)?sentence_[\w-]+\.json|(pre)?processor_config\.json"
+    r"|\d_\w+/[\w.-]+\.(json|safetensors|bin)"
 )
 # Of torch.compile, FSDP, activation checkpointing and Lightning's strategies.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
@@ -150,7 +151,8 @@ def _check_output(settings: ConvertSettings) -> None:
 
 def _check_removable(folder: Path, out: Path) -> None:
     """Raises UserError when a folder has files that no conversion writes. `out`: its name, for the message."""
-    foreign = sorted(path.name for path in folder.iterdir() if not (_WRITTEN.fullmatch(path.name) and path.is_file()))
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
+    foreign = sorted(name for name, path in paths.items() if not (_WRITTEN.fullmatch(name) and path.is_file()))
     if foreign:
         files = f"{out} contains {listing(foreign, 3)}, which no conversion writes and --overwrite would remove"
         raise UserError(f"{files}: name another folder, or move them away")

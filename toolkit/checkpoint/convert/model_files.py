@@ -23,7 +23,8 @@ DECISIONS = "decisions.json"
 _COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*", DECISIONS,
-    "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
+    "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
+    "[0-9]_*/*.json", "[0-9]_*/*.safetensors", "[0-9]_*/*.bin",  # of sentence-transformers, as 1_Pooling/config.json
 )  # fmt: skip
 
 # Model types whose layers all have the same parameters -> transformers' attribute for the encoder below a head.
@@ -54,7 +55,7 @@ def copied_files(
     if folder is None:
         return None, {}
     paths = {path for pattern in _COPIED for path in folder.glob(pattern) if not path.is_dir()}
-    files: dict[str, Path | str] = {path.name: path for path in sorted(paths) if not path.name.endswith(".index.json")}
+    files: dict[str, Path | str] = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     for name in (*files, CONFIG, ADAPTER_CONFIG):
         refuse_link_out(folder / name, folder)
     if is_adapter:
@@ -81,6 +82,7 @@ def decisions_of_run(model_folder: Path | None, step: int | None) -> dict[str, P
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         if isinstance(content, str):
             write_new(folder / name, content)
         else:

@@ -58,7 +58,8 @@ def find_tag_folder(root: Path) -> Path | None:
     if {"pytorch_model", "pytorch_model_1"} <= set(tags):  # accelerate's, where `latest` names the last model
         raise UserError(f"{root} has several models; name one: {choices}")
     tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
-    if tag not in tags:
+    # a tag may have a slash, as epoch-1/step-100
+    if {"", "..", "/"} & {tag, *Path(tag).parts} or not is_tag_folder(root / tag):
         hint = f"name an existing one: {choices}" if tags else "and there is no other"
         raise UserError(f"{latest} names {tag!r}, which is not a checkpoint in {root}; {hint}")
     return root / tag
