@@ -17,6 +17,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.launch.exit_state import exit_state
 from toolkit.training.estimate import fit_batch_size
+from toolkit.training.loop_checks import refuse_changes, refuse_different_weights, refuse_state_dict
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
 from toolkit.training.strategy import align_strategy, explain_config_errors
@@ -39,12 +40,16 @@ def prepare(
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
+    if accelerator.is_fsdp2:
+        refuse_different_weights(model)
     launch.explain_failures(memory.explain_without_batch)
     with explain_config_errors():
         model, optimizer = accelerator.prepare(model, optimizer)
     launch.explain_failures()
     coalesce_reductions(accelerator, settings)
     refuse_other_gradients(accelerator)
+    refuse_state_dict(accelerator, model)
+    refuse_changes(model)  # remembers the parameters
     if accelerator.state.deepspeed_plugin:
         exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):
