@@ -241,6 +241,12 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "fsdp2 x2", "metric", OPTIMIZER,
         f"    torch.nn.init.constant_(model.classifier.weight, accelerator.process_index)\n{OPTIMIZER}",
         ("classifier.weight", "one seed")),
+    "weights in 16 bits after prepare": (
+        "single", "metric", "    objective = toolkit.make", "    model.bfloat16()\n    objective = toolkit.make",
+        ("bert.embeddings", "16 bits")),
+    "an Accelerator that does not see the others": (
+        "ddp x2", "metric", "toolkit.start_accelerator(settings)", "__import__('accelerate').Accelerator()",
+        ("1 of 2", "toolkit.start_accelerator")),
     "a shard's number after a step": (
         "fsdp2 x2", "metric", AFTER, f"{AFTER}\n        model.classifier.weight.norm().item()",
         ("item", "full_tensor")),

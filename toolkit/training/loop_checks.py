@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.checkpoint.live import reshard
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, not_in_loss, not_in_model, prepared
+from toolkit.training.checks import (
+    HOW_TO_FREEZE,
+    LOSS_PARAMETERS,
+    low_precision_fault,
+    not_in_loss,
+    not_in_model,
+    prepared,
+)
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
@@ -124,6 +131,9 @@ class LoopChecks:
         """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
         self._after_backward.close()
         refuse_changes(model, first=self._first is None)
+        half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
+        if self._first is None and not half and (fault := low_precision_fault(unwrapped(model))):
+            raise UserError(fault)
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
