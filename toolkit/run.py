@@ -31,7 +31,7 @@ from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
-from toolkit.training.loop_checks import refuse_training_mode
+from toolkit.training.loop_checks import refuse_dropout
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
@@ -172,7 +172,7 @@ class Run:
         """Returns False if a stop signal interrupted it."""
         with average_as_weights(self.checkpoints.live, step) if self._average else contextlib.nullcontext():
             try:
-                with refuse_training_mode(self.checkpoints.model):
+                with unwrapped(self.checkpoints.model).register_forward_pre_hook(refuse_dropout):
                     evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number

@@ -20,14 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.checkpoint.live import reshard
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import (
-    HOW_TO_FREEZE,
-    LOSS_PARAMETERS,
-    low_precision_fault,
-    not_in_loss,
-    not_in_model,
-    prepared,
-)
+from toolkit.training import checks
+from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, not_in_loss, not_in_model, prepared
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
 
@@ -132,7 +126,7 @@ class LoopChecks:
         self._after_backward.close()
         refuse_changes(model, first=self._first is None)
         half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
-        if self._first is None and not half and (fault := low_precision_fault(unwrapped(model))):
+        if self._first is None and not half and (fault := checks.low_precision_fault(unwrapped(model))):
             raise UserError(fault)
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
@@ -156,7 +150,7 @@ class LoopChecks:
         self._accumulates = model if accumulates else None
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """Until the end of the first step, or in what follows it, refuses what DeepSpeed's own copies make wrong."""
+        """In the first step and until the second, refuses what DeepSpeed's copies and FSDP2's shards make wrong."""
         if self._first == self._step and self.accelerator.is_fsdp2:
             self._after_backward.enter_context(_RefuseLocalNumbers())
             self._after_backward.callback(register_optimizer_step_pre_hook(_refuse_stale_parameters).remove)
@@ -171,8 +165,8 @@ class LoopChecks:
             if self._first is None:
                 self._first, self._unchecked, self._model = self._step, model, model
                 self._in_first.enter_context(refuse_shards(model))
-                hook = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
-                self._in_first.callback(hook.remove)
+                count = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
+                self._in_first.enter_context(count)
             yield
 
     def check_losses(self, losses: torch.Tensor) -> None:
@@ -277,19 +271,10 @@ def refuse_different_weights(model: torch.nn.Module) -> None:
         raise UserError(f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed")
 
 
-@contextlib.contextmanager
-def refuse_training_mode(model: Any) -> Iterator[None]:
-    """Within this context a forward pass with dropout raises UserError."""
-
-    def check(module: torch.nn.Module, _: Any) -> None:
-        if module.training:
-            raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
-
-    hook = unwrapped(model).register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
+def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
+    """A hook before the forward pass of an evaluation."""
+    if model.training:
+        raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
@@ -322,13 +307,9 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
         yield
         return
     mode = _RefuseShards(names, remedy)
-    hooks = [model.register_forward_pre_hook(mode.suspend), model.register_forward_hook(mode.resume, always_call=True)]
-    try:
-        with mode:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    before, after = model.register_forward_pre_hook, model.register_forward_hook
+    with mode, before(mode.suspend), after(mode.resume, always_call=True):
+        yield
 
 
 def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
