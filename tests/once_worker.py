@@ -62,6 +62,7 @@ def main() -> None:
             chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most})
             steps = Steps(accelerator, split, tokenizer, chosen)
             seen: list[int] = []
+            model.train()
             for step in steps:
                 for count, batch in enumerate(step.micro_batches(model), 1):
                     assert count <= steps.schedule.accumulation

@@ -209,6 +209,7 @@ def test_half_precision(way: str, name: str, precision: str, runs_of: Callable[.
 
 
 BACKWARD, CLIP = "accelerator.backward(", "        grad_norm = acc"
+CLIPS = f"{CLIP}elerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)"
 AFTER = "        run.after(step, grad_norm, evaluate)"
 LOSS, OPTIMIZER = "step.mean(objective(batch, logits))", "    optimizer = toolkit.make"
 SGD = "torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -220,8 +221,38 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         ("of shape (3,)", "docs/your-own-recipe.md")),
     "a scheduler that is not stepped": (
         "single", "metric", "        scheduler.step()\n", "", ("step 1", "stepped 0 times", "scheduler.step()")),
-    "an optimizer that is not stepped": (
-        "single", "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()")),
+    **{f"an optimizer that is not stepped under {way}": (
+        way, "metric", "        optimizer.step()\n", "", ("step 1", "optimizer.step()"))
+       for way in ("single", "zero2 x2")},
+    "clipping after the step": (
+        "single", "metric", f"{CLIPS}\n        optimizer.step()", f"        optimizer.step()\n{CLIPS}",
+        ("step 1", "accelerator.clip_grad_norm_")),
+    "learning rates between backward and step": (
+        "zero2 x2", "metric", CLIP, f"        optimizer.param_groups[0]['lr'] = 0.1\n{CLIP}",
+        ("step 1", "learning rates before")),
+    "a second optimizer made before FSDP2": (
+        "fsdp2 x2", "metric", CLIP, f"        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1).step()\n{CLIP}",
+        ("SGD", "after `prepare`")),
+    "an evaluation with dropout": ("single", "metric", "        model.eval()\n", "", ("model.eval()",)),
+    **{f"weights saved by hand under {way}": (
+        f"{way} x2", "metric", AFTER, f"        toolkit.unwrapped(model).state_dict()\n{AFTER}",
+        ("accelerator.get_state_dict",)) for way in ("zero3", "fsdp2")},
+    "weights of another seed in each process": (
+        "fsdp2 x2", "metric", OPTIMIZER,
+        f"    torch.nn.init.constant_(model.classifier.weight, accelerator.process_index)\n{OPTIMIZER}",
+        ("classifier.weight", "one seed")),
+    "weights in 16 bits after prepare": (
+        "single", "metric", "    objective = toolkit.make", "    model.bfloat16()\n    objective = toolkit.make",
+        ("bert.embeddings", "16 bits")),
+    "an Accelerator that does not see the others": (
+        "ddp x2", "metric", "toolkit.start_accelerator(settings)", "__import__('accelerate').Accelerator()",
+        ("1 of 2", "toolkit.start_accelerator")),
+    "a shard's number after a step": (
+        "fsdp2 x2", "metric", AFTER, f"{AFTER}\n        model.classifier.weight.norm().item()",
+        ("item", "full_tensor")),
+    "weights clamped after a step": (
+        "zero2 x2", "metric", AFTER, f"{AFTER}\n        toolkit.unwrapped(model).classifier.weight.data.clamp_(-1, 1)",
+        ("classifier.weight", "--ema_decay")),
     "a plain backward in fp16": (  # in fp32: tests/training/test_schedule.py
         "single", "metric", f"{BACKWARD}{LOSS})", f"{LOSS}.backward()", ("step 1", "accelerator.backward")),
     "clipping fp16's scaled gradients": (
@@ -241,8 +272,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         ("classifier.weight", "ddp")),
     "gathering values of micro-batches": (
         "ddp x2", "metric", BACKWARD,
-        f"accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index])\n            {BACKWARD}",
-        ("step 1", "[(2,)]", "[(3,)]", "accelerator.reduce")),
+        f"accelerator.gather(logits.argmax(-1)[: 2 + accelerator.process_index * (step.number - 1)])\n"
+        f"            {BACKWARD}",
+        ("step 2", "[(2,)]", "[(3,)]", "accelerator.reduce")),
     "a gradient penalty under DeepSpeed": (
         "zero2 x2", "metric", LOSS,
         "step.mean(objective(batch, logits) + torch.autograd.grad(logits.sum(), model.classifier.weight, "
@@ -324,7 +356,9 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    assert len(lines_of(metrics) if metrics.exists() else []) == (2 if "requires_grad" in name else 0)
+    logged = {"requires_grad": 2, "dropout": 2, "micro-batches": 1, "after a step": 1}
+    steps = max((logged[part] for part in logged if part in name), default=0)
+    assert len(lines_of(metrics) if metrics.exists() else []) == steps
 
 
 def test_a_loop_that_ends_early_is_logged_and_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:

@@ -4,6 +4,7 @@ a recipe (accelerator, data). docs/api.md lists all that `import toolkit` offers
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,6 +105,9 @@ def start_accelerator(settings: Any) -> Accelerator:
 def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings | None = None) -> tuple[Any, Prepared]:
     """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs of a `--teacher`; all
     processes call this. `model`: the settings of the tokenizer's model, by default `settings.model`."""
+    if (count := accelerator.num_processes) != (world := int(os.environ.get("WORLD_SIZE") or 1)):
+        remedy = "create it by `toolkit.start_accelerator(settings)`"
+        raise UserError(f"the recipe's Accelerator has {count} of {world} processes: {remedy}")
     model = model or settings.model
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)

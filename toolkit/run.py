@@ -31,6 +31,7 @@ from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
+from toolkit.training.loop_checks import refuse_dropout
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
@@ -90,10 +91,7 @@ class Run:
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
-        self._updates = updates = list[Any]()
-        """An item for each update of the weights in this step."""
-        # without a reference to this run, whose folder stays locked while it exists: ZeRO-3 keeps optimizers
-        unwrapped_optimizer(optimizer).register_step_post_hook(lambda *_: updates.append(None))
+        self._steps.checks.watch_optimizer(optimizer)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
         resumed = resume_newest(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
@@ -141,6 +139,7 @@ class Run:
             postponed = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
         if self._gathered is not None:  # a step with a checkpoint is always gathered
             self._log.write_line(self.checkpoints.save_if_due(self._gathered, postponed))
+        self._steps.checks.watch_weights(self.checkpoints.model)
 
     def log(self, step: Step, grad_norm: Any) -> None:
         """Updates the average of the weights (`--ema_decay`), gathers the losses of `--logging_steps` steps, and logs
@@ -153,9 +152,8 @@ class Run:
                 f"step {step.number}: call `scheduler.step()` once in each step, after `optimizer.step()`; it "
                 f"was stepped {count} times (a constant rate: --lr_scheduler_type constant; others: {OWN_SCHEDULE})"
             )
-        if updated and not self._updates and self.accelerator.sync_gradients:
+        if updated and not self._steps.checks.stepped and self.accelerator.sync_gradients:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
-        self._updates.clear()
         if self._average and updated:
             self._average.update(updates)
         self._gathered: StepMetrics | None = None
@@ -174,7 +172,8 @@ class Run:
         """Returns False if a stop signal interrupted it."""
         with average_as_weights(self.checkpoints.live, step) if self._average else contextlib.nullcontext():
             try:
-                evaluation = evaluate(self.data.validation)
+                with unwrapped(self.checkpoints.model).register_forward_pre_hook(refuse_dropout):
+                    evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number
                 return False

@@ -89,3 +89,14 @@ def test_the_saved_dtype(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     again = AutoModel.from_pretrained(tmp_path / "model", dtype="auto")
     assert {tensor.dtype for tensor in again.parameters()} == {DTYPES[dtype]}
     assert torch.equal(next(again.parameters()).float(), next(model.parameters()).float())
+
+
+def test_weights_that_a_recipe_ties(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(tiny_model)
+    first, second = (layer.output.dense for layer in model.encoder.layer)
+    second.weight = first.weight
+    save_model(Accelerator(cpu=True), model, None, tmp_path / "model")
+    again = AutoModel.from_pretrained(tmp_path / "model")
+    assert torch.equal(again.encoder.layer[1].output.dense.weight, first.weight)

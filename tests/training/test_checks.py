@@ -96,7 +96,11 @@ def test_requires_grad_changes_while_training(trains: bool) -> None:
     model.base_model.embeddings.requires_grad_(trains)  # type: ignore[operator, union-attr]
     refusal(refuse_changes, model, says=["bert.embeddings.word_embeddings.weight", "more", "--unfreeze_every"])
     model.base_model.embeddings.requires_grad_(not trains)  # type: ignore[operator, union-attr]
-    refuse_changes(model)
+    refuse_changes(model, first=True)
+    model.classifier = torch.nn.Linear(2, 2)
+    refusal(refuse_changes, model, first=True, says=["classifier.weight, classifier.bias", "before"])
+    model.classifier = model.base_model.embeddings.LayerNorm  # type: ignore[union-attr]
+    refusal(refuse_changes, model, first=True, says=["classifier.weight, classifier.bias", "before"])
 
 
 def test_requires_grad_changes_after_fsdp2_has_replaced_parameters() -> None:

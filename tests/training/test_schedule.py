@@ -233,6 +233,7 @@ LOOPS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "zero_grad too early": (
         lambda it: (it.optimizer.zero_grad(), it.backward(it.mean(it.losses()))), ("step 1", "zero_grad")),
     "no zero_grad": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "zero_grad")),
+    "no train()": (lambda it: (it.backward(it.mean(it.losses())), it.model.eval()), ("step 2", "model.train()")),
     "a step without micro-batches": (lambda it: it.backward(it.mean(it.losses())), ("step 2", "in 0 of")),
     "no norm": (lambda it: it.backward(it.mean(it.losses())), ("step 1", "clip_grad_norm_")),
     "a part of the model": (

@@ -105,6 +105,10 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
 
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(module, "save_pretrained"):
+        declared = getattr(module, "all_tied_weights_keys", {})
+        for other, name in tied_names(module).items():
+            if not {other, name} & {*declared, *declared.values()}:  # by a recipe: transformers would refuse it
+                state[other] = state[other].clone()
         # by the model's names: transformers would write those of an older format (GTE, NomicBERT)
         with _skip_unwrapping():
             module.save_pretrained(folder, state_dict=state, save_original_format=False)

@@ -139,7 +139,7 @@ class Outputs:
         if signals.any():
             raise StopRequested(int(signals.max()))
         if self.accelerator.is_main_process:
-            self._parts.append([ids[ids >= 0], *(part.cpu().numpy()[ids >= 0] for part in gathered[1:])])
+            self._parts.append([ids[ids >= 0], *(part.detach().cpu().numpy()[ids >= 0] for part in gathered[1:])])
 
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.

@@ -66,9 +66,8 @@ def check_parameters(
         faults.add(f"the optimizer has parameters that are frozen: {listing(frozen, 4)}. {HOW_TO_FREEZE}")
     if missing := [name for name, each in items if each.requires_grad and id(each) not in parameters]:
         faults.add(f"the optimizer lacks parameters that require gradients: {listing(missing, 4)}. {HOW_TO_FREEZE}")
-    if low := [name for name, each in items if each.requires_grad and each.dtype in (torch.bfloat16, torch.float16)]:
-        how = "load the model with dtype=torch.float32, within `toolkit.whole_weights()`"
-        faults.add(f"{listing(low, 4)}: 16 bits lose small updates: {how} (--mixed_precision computes in 16 bits)")
+    if low := low_precision_fault(model):
+        faults.add(low)
     if any(group["lr"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
         faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
@@ -93,6 +92,13 @@ def check_parameters(
             log_on_main(accelerator, line)
     faults.raise_if_any()
     vars(model)[_PREPARED] = [(name, parameter.requires_grad) for name, parameter in items], []
+
+
+def low_precision_fault(model: torch.nn.Module) -> str:
+    trained = ((name, each.dtype) for name, each in model.named_parameters() if each.requires_grad)
+    low = [name for name, dtype in trained if dtype in (torch.bfloat16, torch.float16)]
+    how = "load the model with dtype=torch.float32, within `toolkit.whole_weights()`, and leave `.half()` out"
+    return f"{listing(low, 4)}: 16 bits lose small updates: {how} (use --mixed_precision)" if low else ""
 
 
 _PREPARED = "_toolkit_prepared"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from toolkit.checkpoint.live import reshard
 from toolkit.errors import UserError, listing
+from toolkit.training import checks
 from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, not_in_loss, not_in_model, prepared
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
@@ -26,6 +29,7 @@ REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
 REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
+_TO_NUMBERS = {"item", "tolist", "__float__", "__int__", "__bool__"}
 _NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}
 
 
@@ -34,6 +38,8 @@ class LoopChecks:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
+        self._first: int | None = None
+        """The number of this process's first step."""
         self._step = 0
         self._micro_batches = self._means = self._backwards = 0
         """So far in this step: yielded; calls of `Step.mean` and `accelerator.backward`."""
@@ -41,20 +47,27 @@ class LoopChecks:
         """The last result of `Step.mean`, until it is passed to `accelerator.backward`."""
         self._unscaled = False
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
+        self.stepped = False
+        """Whether the recipe has called `optimizer.step` in this step; DeepSpeed steps without it."""
+        self._learning_rates: Callable[[], list[float]] = list
+        self._rates: list[float] = []
+        """The learning rates with which DeepSpeed has stepped."""
         self._accumulates: torch.nn.Module | None = None
         """The model, where each micro-batch adds to its parameters' `grad`."""
-        self._forwards: list[None] | None = None
-        """An item for each call of the model in the first micro-batch; None before that."""
+        self._unchecked: torch.nn.Module | None = None
+        """The model, until the loss of the first micro-batch is checked."""
+        self._forwards: list[None] = []
+        """An item for each call of the model in the first micro-batch."""
         self._in_first = contextlib.ExitStack()
         """Checks that end with the forward pass of the first micro-batch."""
         self._after_backward = contextlib.ExitStack()
-        """Checks from the last backward pass of the first step to its end."""
+        """Checks from the last backward pass of the first step to the second step."""
         self._model: torch.nn.Module | None = None
         """The model, in the first step."""
 
     @contextlib.contextmanager
     def patch_accelerator(self) -> Iterator[None]:
-        """Within this context `accelerator.backward` and the first step's `accelerator.gather` are checked; clipping
+        """Within this context `accelerator.backward` and a step's `accelerator.gather` are checked; clipping
         a step's gradients again does not remove fp16's loss scale again, which torch refuses."""
         accelerator: Any = self.accelerator
         backward, unscale, gather = accelerator.backward, accelerator.unscale_gradients, accelerator.gather
@@ -62,18 +75,20 @@ class LoopChecks:
         def checked_backward(loss: torch.Tensor, **options: Any) -> None:
             self._check_backward(loss)
             backward(loss, **options)
-            if self._model is not None and accelerator.state.deepspeed_plugin and accelerator.sync_gradients:
-                self._after_backward.enter_context(refuse_shards(self._model, REMEDY_IN_OPTIMIZER))
-                self._after_backward.enter_context(_RefuseChanges(self._model))
+            self._rates = self._learning_rates()
+            if self._model is not None and accelerator.sync_gradients:
+                self.watch_weights(self._model)
 
         def unscale_once(optimizer: Any = None) -> None:
             if not self._unscaled:
+                if self.stepped:
+                    raise UserError(f"step {self._step}: call `accelerator.clip_grad_norm_` before `optimizer.step()`")
                 self._refuse_backwards(self._micro_batches)
                 self._unscaled = True
                 unscale(optimizer)
 
         def checked_gather(tensor: Any) -> Any:
-            if self._model is not None and accelerator.num_processes > 1:
+            if self._micro_batches and accelerator.num_processes > 1:
                 shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
@@ -89,9 +104,32 @@ class LoopChecks:
             self._after_backward.close()
             vars(accelerator).update(backward=backward, unscale_gradients=unscale, gather=gather)
 
+    def watch_optimizer(self, optimizer: Any) -> None:
+        """Checks calls of `optimizer.step`, from now on."""
+        step = optimizer.step
+        self._learning_rates = lambda: [group["lr"] for group in optimizer.param_groups]
+
+        def checked_step(*arguments: Any, **options: Any) -> Any:
+            if self.accelerator.sync_gradients:
+                if self.accelerator.state.deepspeed_plugin and self._rates != self._learning_rates():
+                    raise UserError(
+                        f"step {self._step}: DeepSpeed has stepped when `accelerator.backward` returns: change "
+                        "learning rates before `step.micro_batches` or after `optimizer.step()`"
+                    )
+                self.stepped = True
+            return step(*arguments, **options)
+
+        optimizer.step = checked_step
+
     def begin_step(self, number: int, model: torch.nn.Module, accumulates: bool) -> None:
         """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
-        refuse_changes(model)
+        self._after_backward.close()
+        refuse_changes(model, first=self._first is None)
+        half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
+        if self._first is None and not half and (fault := checks.low_precision_fault(unwrapped(model))):
+            raise UserError(fault)
+        if not unwrapped(model).training:
+            raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
             raise UserError(
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
@@ -103,7 +141,7 @@ class LoopChecks:
                 "`step.micro_batches`: clip there only, or pass --mixed_precision bf16"
             )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
-        self.mean_loss, self._unscaled, self._accumulates = None, False, None
+        self.mean_loss, self._unscaled, self._accumulates, self.stepped = None, False, None, False
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
             return
         parameters = prepared(model)[1] or model.parameters()  # without a search in each step
@@ -111,16 +149,24 @@ class LoopChecks:
             raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
         self._accumulates = model if accumulates else None
 
+    def watch_weights(self, model: torch.nn.Module) -> None:
+        """In the first step and until the second, refuses what DeepSpeed's copies and FSDP2's shards make wrong."""
+        if self._first == self._step and self.accelerator.is_fsdp2:
+            self._after_backward.enter_context(_RefuseLocalNumbers())
+            self._after_backward.callback(register_optimizer_step_pre_hook(_refuse_stale_parameters).remove)
+        elif self._first == self._step and self.accelerator.state.deepspeed_plugin:
+            self._after_backward.enter_context(refuse_shards(model, REMEDY_IN_OPTIMIZER))
+            self._after_backward.enter_context(_RefuseChanges(model))
+
     @contextlib.contextmanager
     def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
         self._micro_batches += 1
         with self._in_first:
-            if self._forwards is None:
-                self._model, forwards = model, list[None]()
-                self._forwards = forwards
+            if self._first is None:
+                self._first, self._unchecked, self._model = self._step, model, model
                 self._in_first.enter_context(refuse_shards(model))
-                hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
-                self._in_first.callback(hook.remove)
+                count = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
+                self._in_first.enter_context(count)
             yield
 
     def check_losses(self, losses: torch.Tensor) -> None:
@@ -137,10 +183,11 @@ class LoopChecks:
                 "`optimizer.zero_grad()` only after `optimizer.step()`"
             )
         self._means += 1
-        if self._model is None or self._means > 1:
+        if self._unchecked is None:
             return
         # DDP and shards would average gradients of different parameters, or none
-        refuse_foreign_parameters(self._model, losses, uses_all=self.accelerator.num_processes > 1)
+        refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
+        self._unchecked = None
         if not self._forwards:
             raise UserError(
                 "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients of "
@@ -165,6 +212,7 @@ class LoopChecks:
             self._step, self._means = number, 0
         self._refuse_means(micro_batches)
         self._refuse_backwards(micro_batches)
+        self._micro_batches = 0
         if self.accelerator.scaler is not None and not self._unscaled:
             raise UserError(
                 f"step {self._step}: fp16's gradients were clipped before their scale was removed, or not at all: call "
@@ -189,19 +237,44 @@ class LoopChecks:
             )
 
 
-def refuse_changes(model: Any) -> None:
-    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or a parameter
-    was added: a strategy allocates gradients and masters in `prepare`. Cheap enough for each step."""
+def refuse_changes(model: Any, first: bool = False) -> None:
+    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or, in the
+    `first` step, where parameters were added or replaced: a strategy allocates gradients and masters in `prepare`.
+    Cheap enough for each step."""
     module = unwrapped(model)
     before, parameters = prepared(module)
     if before and not parameters:
         parameters.extend(module.parameters())  # FSDP2 replaces them
         if len(parameters) > len(before):
             added = [name for name, _ in module.named_parameters() if name not in dict(before)]
-            raise UserError(f"add parameters to the model before the optimizer and `prepare`: {listing(added, 4)}")
+            raise UserError(
+                f"{listing(added, 4)}: untied by FSDP2 (launch with ddp or ZeRO), or added after the optimizer"
+            )
+    if before and first:
+        reshard(module)  # FSDP2, after an evaluation
+        names, known = {id(each): name for name, each in module.named_parameters()}, set(map(id, parameters))
+        lost = [name for (name, _), each in zip(before, parameters, strict=False) if id(each) not in names]
+        if changed := [name for key, name in names.items() if key not in known] or lost:
+            raise UserError(f"add, replace or tie parameters before the optimizer and `prepare`: {listing(changed, 4)}")
     pairs = zip(before, parameters, strict=False)
     if changed := [name for (name, trained), parameter in pairs if parameter.requires_grad is not trained]:
         raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
+
+
+def refuse_different_weights(model: torch.nn.Module) -> None:
+    """Raises UserError where processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
+    weights = {
+        name: each.detach().flatten()[:4].tolist() for name, each in model.named_parameters() if not each.is_meta
+    }
+    ranks = gather_object([weights])
+    if names := [name for name in weights if any(rank.get(name, weights[name]) != weights[name] for rank in ranks)]:
+        raise UserError(f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed")
+
+
+def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
+    """A hook before the forward pass of an evaluation."""
+    if model.training:
+        raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
@@ -234,13 +307,26 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
         yield
         return
     mode = _RefuseShards(names, remedy)
-    hooks = [model.register_forward_pre_hook(mode.suspend), model.register_forward_hook(mode.resume, always_call=True)]
-    try:
-        with mode:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    before, after = model.register_forward_pre_hook, model.register_forward_hook
+    with mode, before(mode.suspend), after(mode.resume, always_call=True):
+        yield
+
+
+def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
+    """Makes `model.state_dict()` in a recipe, with `torch.save` or `save_pretrained`, raise UserError where it has only
+    shards."""
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.is_fsdp2 or (plugin and plugin.zero_stage == 3):
+        for part in unwrapped(model).modules():
+            part.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    if not _called_by_strategy():
+        raise UserError(
+            "model.state_dict() and save_pretrained() have only shards of weights: call "
+            "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
+        )
 
 
 class _RefuseShards(TorchFunctionMode):
@@ -268,6 +354,25 @@ class _RefuseShards(TorchFunctionMode):
             f"{listing([self.names[id(each)] for each in sharded], 4)}: sharded parameters are available only in the "
             f"forward of their module: {self.remedy}"
         )
+
+
+def _refuse_stale_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """FSDP2 replaces the model's parameters, in the optimizer that is prepared with it."""
+    if any(not isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        name = type(optimizer).__name__
+        raise UserError(f"{name} has parameters that FSDP2 has replaced: create a second optimizer after `prepare`")
+
+
+class _RefuseLocalNumbers(TorchFunctionMode):
+    """Refuses `item`, `float` and the like of a DTensor whose value is not that of all processes, such as a norm."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        placements = getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
+        if not all(each.is_replicate() for each in placements) and not _called_by_strategy():
+            raise UserError(
+                f"{function.__name__}() of a DTensor is that of one process: use `.full_tensor()` in all first"
+            )
+        return function(*args, **(kwargs or {}))
 
 
 class _RefuseChanges(TorchFunctionMode):
@@ -303,10 +408,13 @@ class _RefuseChanges(TorchFunctionMode):
 
 
 def _called_by_strategy() -> bool:
-    """Whether DeepSpeed, Accelerate or FSDP2 is the caller, and not the recipe."""
+    """Whether DeepSpeed, Accelerate, FSDP2 or this package is the caller, and not the recipe."""
     frame: Any = sys._getframe(2)
-    while frame and (inner := re.search(r"/(torch|deepspeed|accelerate)/(distributed/)?", frame.f_code.co_filename)):
-        if inner[1] != "torch" or inner[2]:
+    while frame:
+        inner = re.search(r"/(torch|deepspeed|accelerate)/(distributed/)?", frame.f_code.co_filename)
+        if inner and (inner[1] != "torch" or inner[2]):
             return True
+        if not inner and frame.f_globals is not globals():  # not another of these modes
+            return str(frame.f_globals.get("__name__")).startswith("toolkit.")
         frame = frame.f_back
     return False

@@ -30,6 +30,7 @@ from toolkit.pretrained import attention_dropout, encoder_config
 from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
+from toolkit.training.loop_checks import refuse_changes, refuse_different_weights, refuse_state_dict
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
@@ -71,12 +72,16 @@ def prepare(
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
+    if accelerator.is_fsdp2:
+        refuse_different_weights(model)
     launch.explain_failures(memory.explain_without_batch)
     with explain_config_errors():
         model, optimizer = accelerator.prepare(model, optimizer)
     launch.explain_failures()
     coalesce_reductions(accelerator, settings)
     refuse_other_gradients(accelerator)
+    refuse_state_dict(accelerator, model)
+    refuse_changes(model)  # remembers the parameters
     if accelerator.state.deepspeed_plugin:
         exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):

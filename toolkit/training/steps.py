@@ -180,8 +180,10 @@ class Step:
         weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
-        averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        checks.mean_loss = weighted.sum() * (averaged_over / self.loss_denominator)
+        averaged_over, plugin = accelerator.gradient_accumulation_steps, accelerator.state.deepspeed_plugin
+        if plugin is not None:  # as it was when the engine was created
+            averaged_over = plugin.deepspeed_config["gradient_accumulation_steps"]
+        checks.mean_loss = weighted.sum() * (accelerator.num_processes * averaged_over / self.loss_denominator)
         return checks.mean_loss
 
     def refuse_non_finite(self) -> None:
