@@ -18,8 +18,7 @@ from natsort import natsorted
 
 from toolkit.config import ProblemType
 from toolkit.data.read import read_class_names
-from toolkit.data.rows import Targets
-from toolkit.data.table import Table, columns_of, find_columns
+from toolkit.data.table import Table, Targets, columns_of, find_columns
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",

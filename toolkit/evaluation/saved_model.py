@@ -22,12 +22,12 @@ from toolkit.data.table import Table, columns_of, find_columns, pair_column, tex
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, answers_for
+from toolkit.evaluation.outputs import ReportProgress
 from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
 from toolkit.models.exported import ExportedClassifier
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
-from toolkit.utils.progress import PartOfProgress
 
 COLUMNS = "training_columns"
 """The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of the training file,
@@ -145,11 +145,11 @@ class SavedModel:
             self._shared.add(split.folder.parent)
         return split
 
-    def compute_outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
+    def compute_outputs(self, split: Split, report: ReportProgress | None = None) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective. It removes the split's
         tokens from the cache."""
         with autocast(self.accelerator):
-            outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
+            outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, report)
         folder = split.folder.parent
         if folder in self._shared and self.accelerator.is_local_main_process:
             remove(folder)  # every process has mapped its files by now

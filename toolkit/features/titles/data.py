@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.rows import Rows, Targets
-from toolkit.data.table import Table, columns_of, find_columns
+from toolkit.data.table import Rows, Table, Targets, columns_of, find_columns
 from toolkit.data.tokens import Split, TextBlock, encode_blocks, read_lines, save_texts, save_tokens
 from toolkit.errors import UserError
 
