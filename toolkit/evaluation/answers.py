@@ -21,6 +21,8 @@ from toolkit.objective.losses import Losses
 from toolkit.utils.features import features, first
 
 _SINGLE: ProblemType = "single_label_classification"
+# above it the confusion matrix would bloat each line of eval.jsonl; predictions.jsonl has the same facts
+_MAX_CONFUSION_CLASSES = 100
 
 
 class Answers:
@@ -165,10 +167,6 @@ def labels_of(config: Any) -> Labels:
 def answers_for(name: str, config: Any) -> Any:
     """The `Answers` of a saved model: a feature's, or else a classifier's."""
     return first(feature.answers(name, config) for feature in features()) or ClassAnswers(labels_of(config))
-
-
-# above it the confusion matrix would bloat each line of eval.jsonl; predictions.jsonl has the same facts
-_MAX_CONFUSION_CLASSES = 100
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:

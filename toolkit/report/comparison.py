@@ -32,6 +32,8 @@ _NOT_OF_JOB = (
 )
 """Settings that do not change the loss of a step."""
 _SIGNIFICANT = 0.05
+_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
+_MAX_BATCH, _MAX_BATCH_DRAWS = 50, 5 * 10**6  # resamples in memory at a time, and their rows: 40 MB
 _COSTS = ("strategy", "mixed_precision", "steps", "seconds", "samples_per_second", "loss_difference")
 
 
@@ -229,9 +231,6 @@ def _format_metric(
 
 
 # Confidence intervals of metrics (bootstrap over rows), and paired permutation tests between two runs
-
-_RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
-_MAX_BATCH, _MAX_BATCH_DRAWS = 50, 5 * 10**6  # resamples in memory at a time, and their rows: 40 MB
 
 
 class Scores(NamedTuple):
