@@ -18,7 +18,6 @@ from toolkit.api import load_data
 from toolkit.config import LongTaskSettings, TaskSettings, TextSettings, build
 from toolkit.data.prepare import Prepared, _stratified_sample, prepare_data
 from toolkit.data.read import read_file, read_tables
-from toolkit.data.table import text_blocks, text_column
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]
@@ -110,9 +109,9 @@ def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | No
     row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
     table = read_file(write_rows("a.jsonl", [row]), TextSettings())
     if found in columns:
-        assert text_column(table, wanted, ["label"]) == found
+        assert table.text_column(wanted, ["label"]) == found
     else:
-        refusal(text_column, table, wanted, match=found)
+        refusal(table.text_column, wanted, match=found)
 
 
 def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> None:
@@ -255,8 +254,8 @@ TWO = [
 )
 def test_several_columns_are_one_text_with_a_separator(write_rows: WriteRows, wanted: str, texts: list[str]) -> None:
     table = read_file(write_rows("a.jsonl", TWO), TextSettings())
-    assert text_column(table, wanted) == wanted
-    assert [text for (block,) in text_blocks(table, [wanted], "\n") for text in block] == texts
+    assert table.text_column(wanted) == wanted
+    assert [text for (block,) in table.text_blocks([wanted], "\n") for text in block] == texts
 
 
 def test_the_separator_is_a_token_that_stays(prepared: Prepare, tokenizer: Any) -> None:

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.data.text_files import (
-    check_column_names,
-    column_names,
-    in_batches,
-    open_text,
-    split_lines,
-    unify_schemas,
-)
+from toolkit.data.text_files import check_column_names, in_batches, open_text, split_lines, unify_schemas
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -138,7 +131,7 @@ class _Records:
         self.types: dict[str, pyarrow.DataType] = {}
         """The type of each column in the rows so far."""
         if first and all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):
-            self.names = column_names(settings) or _names_of_lists(list(zip(*first, strict=True)))
+            self.names = settings.header or _names_of_lists(list(zip(*first, strict=True)))
             check_column_names(path, self.names)
             if len(self.names) != len(first[0]):
                 raise UserError(

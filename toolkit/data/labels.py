@@ -18,7 +18,7 @@ from natsort import natsorted
 
 from toolkit.config import ProblemType
 from toolkit.data.read import read_class_names
-from toolkit.data.table import Table, Targets, columns_of, find_columns
+from toolkit.data.table import Table, Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
@@ -186,9 +186,9 @@ def find_labels(
     ambiguous, a label is empty, or there are fewer than two classes.
     """
     rows = np.arange(len(table)) if rows is None else rows
-    columns = find_columns(table, label_column, USUAL, "label_column")
+    columns = table.find_columns(label_column, USUAL, "label_column")
     if not columns:
-        others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
+        others = [name for name in table.rows.column_names if name not in table.columns_of(text_column)]
         several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
         raise table.ambiguous_column("label", "label_column", others, several if len(others) > 1 else "")
     values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MAX_DISTINCT)]

@@ -19,16 +19,7 @@ from toolkit.config import flat
 from toolkit.data import balance, tokens
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_tables
-from toolkit.data.table import (
-    Rows,
-    Table,
-    Targets,
-    columns_of,
-    find_columns,
-    pair_column,
-    text_blocks,
-    text_column,
-)
+from toolkit.data.table import Rows, Table, Targets
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import cached_folder, digest_of_text
@@ -217,14 +208,13 @@ class _Preparation:
         """Selects and checks the rows of every split before tokenizing any; then writes them all to `folder`."""
         train, data, tokenizer, notes = self.tables["train"], self.settings.data, self.tokenizer, self.notes
         setting, pair = self.targets_class.column_setting, getattr(data, "text_pair", None)
-        others = (
-            find_columns(train, getattr(data, setting), self.targets_class.usual_columns, setting) if setting else ()
-        )
-        column = text_column(train, data.text_column, [*others, pair])
-        pair = pair_column(train, pair, column)
+        usual = self.targets_class.usual_columns
+        others = train.find_columns(getattr(data, setting), usual, setting) if setting else ()
+        column = train.text_column(data.text_column, [*others, pair])
+        pair = train.pair_column(pair, column)
         notes += [table.note for table in self.tables.values() if table.note]
-        columns = columns_of(train, column)
-        inputs = [*columns, *columns_of(train, pair or column)]
+        columns = train.columns_of(column)
+        inputs = [*columns, *train.columns_of(pair or column)]
         if both := sorted({*inputs}.intersection(others)):
             raise UserError(
                 f"{train.name}: column {listing(both)} is to be read and predicted: name another --{setting}"
@@ -284,7 +274,7 @@ class _Preparation:
         inputs = tuple(texts[setting] for setting in ("text_column", "text_pair") if setting in texts)
         separator = tokens.separator_of(self.tokenizer)
         empty, hashes = [np.zeros((len(texts), 0), bool)], [np.zeros(0, np.int64)]
-        for block in text_blocks(table, list(texts.values()), separator):
+        for block in table.text_blocks(list(texts.values()), separator):
             empty.append(np.array([[not text.strip() for text in column] for column in block]))
             rows = zip(*block[: len(inputs)], strict=True)
             hashes.append(np.fromiter(map(hash, rows), np.int64, len(block[0])))

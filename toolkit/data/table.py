@@ -110,83 +110,77 @@ class Table:
         except pyarrow.ArrowInvalid as error:
             raise UserError(f"{self.name}: column {name!r} holds bytes that are not UTF-8: name another") from error
 
+    def columns_of(self, column: str) -> list[str]:
+        """`title,text` -> both, unless a column has that very name."""
+        if column in self.rows.column_names:
+            return [column]
+        return [part for name in column.split(",") if (part := name.strip())]
+
+    def find_columns(self, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
+        """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or
+        none. Raises UserError when one is missing."""
+        columns = self.rows.column_names
+        if value is None:
+            lowered = {column.lower().strip(): column for column in reversed(columns)}
+            return tuple(lowered[name] for name in usual if name in lowered)[:1]
+        for name in (names := self.columns_of(value)):
+            if name not in columns:
+                hint = f" ({_FLATTEN})" if name.partition(".")[0] in columns else ""
+                raise UserError(
+                    f"{self.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
+                    f"{listing(columns)}; name one with --{setting}{hint}"
+                )
+        return tuple(names)
+
+    def text_column(self, name: str | None, excluded: Iterable[str | None] = ()) -> str:
+        """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the
+        only text column that is not `excluded`. Raises UserError where none or several are possible."""
+        columns = self.find_columns(name, USUAL_TEXT, "text_column")
+        if not columns:
+            others = [other for other in self.rows.column_names if other not in excluded]
+            columns = tuple(name for name in others if self._contains_text(name))
+            if len(columns) != 1:
+                header = " (or all with --column_names, where the first line is no header)"
+                raise self.ambiguous_column("text", "text_column", columns or others, header)
+            delimiters = r"[;|,]" if ".tsv" in self.name else r"[;|\t]"
+            if len(self.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
+                raise UserError(
+                    f"{self.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or "
+                    "--column_names text where the first line is no header, or name it with --text_column"
+                )
+        return ",".join(columns)
+
+    def _contains_text(self, column: str) -> bool:
+        """Not numbers (strings in CSV) and not lists."""
+        if getattr(self.rows.features[column], "dtype", None) not in ("string", "large_string"):
+            return False
+        return not all(_NUMBER.fullmatch(str(cell or "")) for cell in self.rows[:100][column])
+
+    def pair_column(self, name: str | None, column: str) -> str | None:
+        """The column of second texts that the setting names. Raises UserError when it is missing, or the first's."""
+        if name is not None and name in self.columns_of(column):
+            raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
+        return ",".join(self.find_columns(name, (), "text_pair")) or None
+
+    def text_blocks(
+        self, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
+    ) -> Iterator[list[list[str]]]:
+        """The texts of all rows, or of `rows`, a batch at a time: a list for each of `columns`. A column `a,b` stands
+        for several of the table, joined by the separator. Raises UserError for a missing column."""
+        parts = [self.columns_of(column) for column in columns]
+        for name in set(itertools.chain(*parts)) & set(self.rows.column_names):
+            if not hasattr(self.rows.features[name], "dtype"):
+                raise UserError(
+                    f"{self.name}: column {name!r} holds lists or objects, not texts: name another column ({_FLATTEN})"
+                )
+        for _, cells in self.cells([name for part in parts for name in part], rows):
+            each = iter(cells)
+            yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+
     def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
         """The error where it is unclear which column is the text, the label, ..."""
         remedy = f"Name one of {listing(names)} with --{setting}" if names else "There is no other than the text"
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")
-
-
-def columns_of(table: Table, column: str) -> list[str]:
-    """`title,text` -> both, unless a column has that very name."""
-    if column in table.rows.column_names:
-        return [column]
-    return [part for name in column.split(",") if (part := name.strip())]
-
-
-def find_columns(table: Table, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
-    """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or none.
-    Raises UserError when one is missing."""
-    columns = table.rows.column_names
-    if value is None:
-        lowered = {column.lower().strip(): column for column in reversed(columns)}
-        return tuple(lowered[name] for name in usual if name in lowered)[:1]
-    for name in (names := columns_of(table, value)):
-        if name not in columns:
-            hint = f" ({_FLATTEN})" if name.partition(".")[0] in columns else ""
-            raise UserError(
-                f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}{hint}"
-            )
-    return tuple(names)
-
-
-def text_column(table: Table, name: str | None, excluded: Iterable[str | None] = ()) -> str:
-    """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the only
-    text column that is not `excluded`. Raises UserError where none or several are possible."""
-    columns = find_columns(table, name, USUAL_TEXT, "text_column")
-    if not columns:
-        others = [other for other in table.rows.column_names if other not in excluded]
-        columns = tuple(name for name in others if _contains_text(table, name))
-        if len(columns) != 1:
-            header = " (or all with --column_names, where the first line is no header)"
-            raise table.ambiguous_column("text", "text_column", columns or others, header)
-        delimiters = r"[;|,]" if ".tsv" in table.name else r"[;|\t]"
-        if len(table.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
-            raise UserError(
-                f"{table.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or --column_names "
-                "text where the first line is no header, or name it with --text_column"
-            )
-    return ",".join(columns)
-
-
-def _contains_text(table: Table, column: str) -> bool:
-    """Not numbers (strings in CSV) and not lists."""
-    if getattr(table.rows.features[column], "dtype", None) not in ("string", "large_string"):
-        return False
-    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
-
-
-def pair_column(table: Table, name: str | None, column: str) -> str | None:
-    """The column of second texts that the setting names. Raises UserError when it is missing or the first text's."""
-    if name is not None and name in columns_of(table, column):
-        raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
-    return ",".join(find_columns(table, name, (), "text_pair")) or None
-
-
-def text_blocks(
-    table: Table, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
-) -> Iterator[list[list[str]]]:
-    """The texts of all rows, or of `rows`, a batch at a time: a list for each of `columns`. A column `a,b` stands for
-    several of the table, joined by the separator. Raises UserError for a missing column."""
-    parts = [columns_of(table, column) for column in columns]
-    for name in set(itertools.chain(*parts)) & set(table.rows.column_names):
-        if not hasattr(table.rows.features[name], "dtype"):
-            raise UserError(
-                f"{table.name}: column {name!r} holds lists or objects, not texts: name another column ({_FLATTEN})"
-            )
-    for _, cells in table.cells([name for part in parts for name in part], rows):
-        each = iter(cells)
-        yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
 
 def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
@@ -284,7 +278,7 @@ class Rows:
 
     def texts(self) -> Iterator[tuple[list[str], list[str] | None]]:
         """Batches of (texts, second texts or None)."""
-        for texts, *pairs in text_blocks(self.table, self.columns, self.separator, self.numbers):
+        for texts, *pairs in self.table.text_blocks(self.columns, self.separator, self.numbers):
             yield texts, pairs[0] if pairs else None
 
     def encode_targets(self, targets: Targets) -> Rows:

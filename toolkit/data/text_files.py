@@ -167,10 +167,6 @@ def explain_encoding_errors(path: Path, encoding: str) -> Iterator[None]:
         raise UserError(_encoding_fault(path, encoding)) from error
 
 
-def column_names(settings: TextSettings) -> list[str]:
-    return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
-
-
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     """A text for each line, or for the lines between blank ones, in the column `text`."""
     import pyarrow
@@ -192,7 +188,7 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
     delimiter = delimiter or DELIMITERS[kind]
-    header = names = column_names(settings)
+    header = names = settings.header
     what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
         if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
