@@ -19,7 +19,7 @@ from sphinx.search import SearchLanguage, languages  # noqa: E402
 
 import toolkit  # noqa: E402
 from toolkit import cli, config  # noqa: E402
-from toolkit.config.command_line import metavar  # noqa: E402
+from toolkit.config.parse import metavar  # noqa: E402
 
 CHINESE = tags.has("zh")  # type: ignore[name-defined]  # noqa: F821  defined by Sphinx
 DESCRIPTION = (

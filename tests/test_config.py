@@ -4,13 +4,12 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
-from toolkit.config import LongTaskSettings, TaskSettings, build, flat, parse, sections_of, tasks
+from toolkit.config import TaskSettings, build, flat, parse, sections_of, tasks
 from toolkit.config.parse import _OTHER_NAMES, fields_of
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import TitleSettings
@@ -194,15 +193,6 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("names", "given"), CONTRADICTIONS)
 def test_contradictions_name_both_settings(names: tuple[str, str], given: dict[str, object]) -> None:
     refusal(build, TaskSettings, given, says=[f"--{name}" for name in names])
-
-
-@pytest.mark.parametrize("wanted", [(512, 512), ("512", "512"), (512, "512"), ("512", 512), (256, 512)])
-def test_a_comparison_with_as_many_tokens_is_refused(wanted: tuple[Any, Any]) -> None:
-    """Also where one stands in a file, as a number, and the other on the command line, as a string."""
-    given = dict(zip(("max_length", "compare_max_length"), wanted, strict=True))
-    refusal(build, LongTaskSettings, given, says=["--compare_max_length 512 is no less than --max_length"])
-    build(LongTaskSettings, given | {"compare_max_length": 255})
-    build(LongTaskSettings, {"compare_max_length": 512})
 
 
 def test_the_demo_fills_what_was_not_given_where_no_data_and_no_model_is_named(demo: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults import Fault
 from tests.runs import digests, failed, fork, lines_of, recipe, run_of, train, wait_until_stopped
-from toolkit.utils.units import size_text
+from toolkit.errors import size_text
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,7 @@ def test_every_module_says_what_it_is_and_few_are_loose_or_long() -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    names = ("errors", "utils.files", "utils.units", "config", "launch", "cli", "demo")
+    names = ("errors", "utils.files", "config", "launch", "cli", "demo")
     light = ", ".join(f"toolkit.{name}" for name in names)
     heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed'} & set(sys.modules)"
     code = (

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.utils import cached_file
 
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
-from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.errors import UserError, did_you_mean, first_line, listing, size_text
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import check_model_config, refuse_files_outside
-from toolkit.utils.hub import check_reachable
-from toolkit.utils.units import size_text
+from toolkit.utils.log import logger
 
 _FEW_PARAMETERS = 10**8
 _MAX_WIDTH = 4096  # of a trial layer: config.json may hold any number
@@ -32,6 +34,7 @@ _CHECKPOINT_FILES = re.compile(
     r"|.*\.(distcp|ckpt|pth?)",
     re.DOTALL,
 )
+_SECONDS = 5.0  # to wait for each address of the hub
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin", ".onnx", ".xml")  # and exported graphs
 
 
@@ -245,3 +248,35 @@ def explain_load_errors(name: str, attention: str | None = None) -> Iterator[str
             raise UserError(f"--attn_implementation {attention} cannot be used: {reason}") from error
         hint = "give a folder with config.json and weights, or a hub name (needs a network)"
         raise UserError(f"--model_name_or_path {name} cannot be loaded: {hint} [{reason}]") from error
+
+
+@cache
+def check_reachable(name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None) -> None:
+    """Asks the hub for a name once, because libraries retry each file for a minute. If the hub cannot be reached, the
+    copy in the cache (`copy` for a data set) is used; raises UserError if there is none."""
+    file = "config.json" if kind == "model" else "README.md"
+    if constants.HF_HUB_OFFLINE or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return  # the libraries report a wrong name at once
+    cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str) or (copy is not None and copy.exists())
+    if not cached:
+        _log(f"{name}: fetching it from {constants.ENDPOINT} (set HF_ENDPOINT for another hub)")
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=_SECONDS)
+    except HfHubHTTPError:
+        pass  # it answered: the libraries report the error
+    except Exception as error:
+        if not cached:
+            setting = "model_name_or_path" if kind == "model" else "dataset_name"
+            repository, folder = name if "/" in name else f"OWNER/{name}", name.rpartition("/")[2]
+            raise UserError(
+                f"--{setting} {name}: {constants.ENDPOINT} cannot be reached [{first_line(error)}]. In China use a "
+                "mirror (export HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; modelscope "
+                f"download --{kind} {repository} --local_dir {folder}; then name ./{folder}"
+            ) from error
+        _log(f"{name}: {constants.ENDPOINT} cannot be reached: using the copy in the cache")
+        constants.HF_HUB_OFFLINE = kind == "model"
+
+
+def _log(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(line)

@@ -25,8 +25,7 @@ from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.best import make_best
 from toolkit.launch.signals import StopRequested
 from toolkit.report.files import RunFiles
-from toolkit.report.log import RunLog, start_trackers, tracker_names
-from toolkit.report.summary import RunSummary
+from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
 from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints

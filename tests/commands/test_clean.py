@@ -12,8 +12,7 @@ from tests.checkpoint.test_folder import names_in, save
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.commands.clean import clean
-from toolkit.errors import UserError
-from toolkit.utils.units import size_text
+from toolkit.errors import UserError, size_text
 
 
 def finished_run(path: Path, steps: int = 6, waited: int = 0, **config: Any) -> Path:

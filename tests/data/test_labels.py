@@ -14,7 +14,7 @@ from toolkit.config import ProblemType
 from toolkit.data.balance import doubtful_names
 from toolkit.data.labels import Labels, find_labels, natural_order
 from toolkit.data.read import read_class_names
-from toolkit.data.table import Table, text_blocks
+from toolkit.data.table import Table
 
 ONE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
@@ -286,10 +286,10 @@ def test_chinese_separators() -> None:
 def test_bytes_and_objects() -> None:
     """Strings without their type in Parquet, as of older Spark; they were trained on as `b'...'`."""
     table = Table(datasets.Dataset.from_dict({"text": ["好".encode(), b"x"], "label": [b"neg", b"pos"]}), "f", "d")
-    assert [*text_blocks(table, ["text"], " ")] == [[["好", "x"]]]
+    assert [*table.text_blocks(["text"], " ")] == [[["好", "x"]]]
     assert find_labels(table, None, None, "text").names == ("neg", "pos")
     other = Table(
         datasets.Dataset.from_dict({"text": [b"\xff\xfe"], "lists": [["a"]], "objects": [{"zh": "a"}]}), "f", "d"
     )
     for column in other.rows.column_names:
-        refusal(lambda name=column: [*text_blocks(other, [name], " ")], says=[repr(column)])
+        refusal(lambda name=column: [*other.text_blocks([name], " ")], says=[repr(column)])

@@ -16,10 +16,8 @@ from tests.prepared import MODEL
 from tests.runs import ROOT
 from toolkit.api import load_data
 from toolkit.config import LongTaskSettings, TaskSettings, TextSettings, build
-from toolkit.data.prepare import Prepared, prepare_data
+from toolkit.data.prepare import Prepared, _stratified_sample, prepare_data
 from toolkit.data.read import read_file, read_tables
-from toolkit.data.rows import _stratified_sample
-from toolkit.data.table import text_blocks, text_column
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]
@@ -112,9 +110,9 @@ def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | No
     row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
     table = read_file(write_rows("a.jsonl", [row]), TextSettings())
     if found in columns:
-        assert text_column(table, wanted, ["label"]) == found
+        assert table.text_column(wanted, ["label"]) == found
     else:
-        refusal(text_column, table, wanted, match=found)
+        refusal(table.text_column, wanted, match=found)
 
 
 def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> None:
@@ -131,7 +129,7 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
 def test_few_files_run_between_a_csv_and_its_tokens(
     reviews: Path, tiny_model: Path, accelerator: Any, toolkit_cache: Path
 ) -> None:
-    """From a CSV to tokens on disk through ten files and general helpers, and no feature that no setting turns on."""
+    """From a CSV to tokens on disk through nine files and general helpers, and no feature that no setting turns on."""
     files = {"train_file": str(reviews), "model_name_or_path": str(tiny_model)}
     settings, called = build(TaskSettings, files), set()
     sys.setprofile(lambda frame, event, _: event == "call" and called.add(frame.f_code))
@@ -143,7 +141,7 @@ def test_few_files_run_between_a_csv_and_its_tokens(
     names = {name.removeprefix(f"{ROOT}/toolkit/") for name in functions if name.startswith(f"{ROOT}/toolkit/")}
     helpers = {name for name in names if name.startswith("utils/")}
     assert helpers == {f"utils/{name}.py" for name in ("cache", "features", "files", "progress")}
-    assert len(names - helpers - {"demo.py", "errors.py"}) <= 10, names
+    assert len(names - helpers - {"demo.py", "errors.py"}) <= 9, names
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
@@ -257,8 +255,8 @@ TWO = [
 )
 def test_several_columns_are_one_text_with_a_separator(write_rows: WriteRows, wanted: str, texts: list[str]) -> None:
     table = read_file(write_rows("a.jsonl", TWO), TextSettings())
-    assert text_column(table, wanted) == wanted
-    assert [text for (block,) in text_blocks(table, [wanted], "\n") for text in block] == texts
+    assert table.text_column(wanted) == wanted
+    assert [text for (block,) in table.text_blocks([wanted], "\n") for text in block] == texts
 
 
 def test_the_separator_is_a_token_that_stays(prepared: Prepare, tokenizer: Any) -> None:

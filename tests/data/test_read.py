@@ -20,7 +20,7 @@ from toolkit.config import TextSettings
 from toolkit.data import json_files, read, table, text_files
 from toolkit.data.read import read_file as read_with
 from toolkit.data.read import read_hub
-from toolkit.data.table import Table, text_column
+from toolkit.data.table import Table
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
 TEXT_FORMATS = ["csv", "tsv", "json", "jsonl"]
@@ -239,9 +239,9 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     assert "line 5: a lone carriage return" in fault_of(write(tmp_path / "r.csv", returns))
     assert len(read_file(write(tmp_path / "n.csv", "text,label\n\ra,1\n\rb,0\n\r"))) == 2
     one = read_file(write(tmp_path / "b.csv", "text;label\na;1\n"))
-    refusal(text_column, one, None, says=["'text;label': pass --delimiter ';', or --column_names"])
-    assert text_column(one, "text;label") == "text;label"
-    assert text_column(read_file(write(tmp_path / "c.csv", '"a, b"\nc\n')), None) == "a, b"
+    refusal(one.text_column, None, says=["'text;label': pass --delimiter ';', or --column_names"])
+    assert one.text_column("text;label") == "text;label"
+    assert read_file(write(tmp_path / "c.csv", '"a, b"\nc\n')).text_column(None) == "a, b"
 
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])

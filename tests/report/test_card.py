@@ -21,7 +21,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import GenerationSettings, TitleSettings
 from toolkit.report.card import write_card
-from toolkit.report.record import architecture, last_evaluation
+from toolkit.report.files import architecture, last_evaluation
 from toolkit.report.templates import cell
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")

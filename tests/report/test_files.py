@@ -18,9 +18,8 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.features.predict.parts import Parts
 from toolkit.report.card import write_card
-from toolkit.report.files import RunFiles, latest_per_step, read_lines
+from toolkit.report.files import RunFiles, last_evaluation, latest_per_step, read_lines
 from toolkit.report.html import write_report_of_folder
-from toolkit.report.record import last_evaluation
 
 MAIN: Any = SimpleNamespace(is_main_process=True)
 LABELS = Labels("single_label_classification", ("a", "b"), ("label",))

@@ -17,8 +17,8 @@ from tests.runs import lines_of
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves, html
+from toolkit.report.files import Record
 from toolkit.report.html import write_report, write_report_of_folder
-from toolkit.report.record import Record
 from toolkit.utils.features import Feature, PagePart
 
 CHINESE = ("负面", "正面", "中性")

@@ -8,10 +8,9 @@ import pytest
 
 from tests.checkpoint.test_folder import names_in
 from tests.faults import refusal
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.utils import files
 from toolkit.utils.files import draft_path, explain_write_errors, replace_file, replace_folder
-from toolkit.utils.units import size_text
 
 
 @pytest.mark.parametrize("existing", ["file", "link", "dangling link"])

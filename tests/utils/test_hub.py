@@ -1,4 +1,4 @@
-"""toolkit/utils/hub.py: without a network a hub name fails within seconds, with the alternatives."""
+"""toolkit/pretrained.py: without a network a hub name fails within seconds, with the alternatives."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokens import load_tokenizer
 from toolkit.launch.network import free_port
-from toolkit.utils.hub import check_reachable
+from toolkit.pretrained import check_reachable
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_unreachable_hub(load: Any, setting: str, closed: str, capsys: pytest.Ca
 
 
 def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("toolkit.utils.hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     check_reachable("nobody/no-model")
     assert f"{closed} cannot be reached: using the copy in the cache" in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

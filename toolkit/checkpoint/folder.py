@@ -19,10 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, listing, size_text
 from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
 from toolkit.utils.log import logger
-from toolkit.utils.units import size_text
 
 MANIFEST, WEIGHTS_FILE, OPTIMIZER_FILE = "manifest.json", "weights.safetensors", "optimizer.safetensors"
 PROBE, SENT = ".disk-", ".sent-"

@@ -20,10 +20,9 @@ from toolkit import launch
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.save import bytes_of
 from toolkit.checkpoint.tensor_index import read_into
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.launch.network import node_id
 from toolkit.utils.files import flush_path
-from toolkit.utils.units import size_text
 
 _CHUNK = 16 << 20  # bytes
 

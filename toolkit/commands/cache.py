@@ -7,10 +7,10 @@ import contextlib
 import json
 import time
 
+from toolkit.errors import size_text
 from toolkit.utils.cache import FILES, files_of, remove, verified_marker
 from toolkit.utils.features import Command
 from toolkit.utils.files import cache_folder
-from toolkit.utils.units import size_text
 
 _DAY_SECONDS = 24 * 3600
 

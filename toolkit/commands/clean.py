@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.folder import complete, list_newest_first, read_manifest, remove
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, listing, size_text
 from toolkit.utils.features import Command
 from toolkit.utils.files import read_table
-from toolkit.utils.units import size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

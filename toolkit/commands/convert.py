@@ -18,9 +18,8 @@ from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, mode
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, CheckpointReader
 from toolkit.demo import model_path
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.utils.features import Command
-from toolkit.utils.units import size_text
 
 _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "

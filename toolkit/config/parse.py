@@ -7,26 +7,37 @@ one flat name space: `--learning_rate 3e-5` and `learning_rate: 3e-5` need no pr
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import re
+import shutil
 import sys
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from toolkit.config.command_line import SWITCHES, command_line, join_negative_numbers
 from toolkit.config.sections import LongTaskSettings, TaskSettings
 from toolkit.errors import Faults, UserError, did_you_mean, listing
 from toolkit.utils import log
 from toolkit.utils.features import features
-from toolkit.utils.plain_yaml import read_yaml
+from toolkit.utils.files import read_yaml
 
 Settings = TypeVar("Settings")
 Section = TypeVar("Section")
+
+_SWITCHES = (bool, bool | None)
+# the settings in `--help`; `--help_all` lists all
+_FIRST = {
+    "model_name_or_path", "train_file", "validation_file", "test_file", "dataset_name", "text_column", "label_column",
+    "max_length", "output_dir", "num_train_epochs", "global_batch_size", "per_device_batch_size",
+    "learning_rate", "mixed_precision", "checkpoint_every",
+}  # fmt: skip
+_LAUNCH = """To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines,
+--machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config
+under `deepspeed`; timeouts in seconds: --rendezvous_timeout, --ddp_timeout, --peer_timeout,
+--stop_timeout; and --failure_detector off."""
 
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 # pairs of settings that exclude each other, and why
@@ -122,7 +133,7 @@ def parse(
     faults = Faults()
     fields = {section: fields_of(section) for section in sections_of(settings_class).values()}
     by_name = {name: field for section in fields.values() for name, field in section.items()}
-    parser = command_line(fields, "--help_all" in arguments, description, program, launch_help)
+    parser = _command_line(fields, "--help_all" in arguments, description, program, launch_help)
     if {"-h", "--help", "--help_all"} & set(arguments):
         parser.print_help()
         raise SystemExit(0)
@@ -174,7 +185,7 @@ def build(settings_class: type[Settings], values: Mapping[str, Any], faults: Fau
     for name, value in list(values.items()):
         if name not in known:
             faults.add(f"unknown setting {name}{_hint(name, known)}")
-        elif isinstance(value, bool) and known[name].annotation not in SWITCHES:
+        elif isinstance(value, bool) and known[name].annotation not in _SWITCHES:
             del values[name]  # pydantic would take it for 1 or 0
             if value is False and "'no'" in str(known[name].annotation):
                 values[name] = "no"  # which YAML 1.1 reads as false
@@ -220,10 +231,6 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     for name in ("validation_file", "test_file"):
         if is_set(name) and not is_set("train_file") and not is_set("dataset_name"):
             yield f"--{name} is given without --train_file: name the file to train on"
-    shorter, longest = values.get("compare_max_length"), values.get("max_length")
-    with contextlib.suppress(TypeError, ValueError):  # a number may still be the command line's text
-        if int(shorter) >= int(longest):  # type: ignore[arg-type]
-            yield f"--compare_max_length {shorter} is no less than --max_length {longest}: pass a smaller number"
     for name in ("r_drop_alpha", "fgm_epsilon"):
         if is_set(name) and values.get("per_device_batch_size") == "auto":
             yield f"--per_device_batch_size auto measures one pass, and --{name} takes two: pass a number"
@@ -326,7 +333,7 @@ def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[st
 def _from_command_line(
     parser: argparse.ArgumentParser, arguments: Sequence[str], known: Collection[str], faults: Faults
 ) -> dict[str, Any]:
-    words = join_negative_numbers(arguments)
+    words = _join_negative_numbers(arguments)
     while True:
         try:
             options, others = parser.parse_known_args(words)
@@ -346,6 +353,67 @@ def _from_command_line(
         way = "settings are given as --name value, a pattern of files in quotes: 'part-*.csv'"
         faults.add(f"{listing(strays, 3)} is not a setting: {way}")
     return vars(options)
+
+
+def _command_line(
+    fields: Mapping[type, Mapping[str, Any]], help_all: bool, description: str | None, program: str | None, launch: bool
+) -> argparse.ArgumentParser:
+    """A parser of `--name value` that returns strings; a boolean may omit its value, as in transformers. `fields`:
+    section -> {setting: pydantic's field}. Its help lists the most used settings, or all (`help_all`)."""
+    more = "" if help_all else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n"
+    width = min(shutil.get_terminal_size().columns, 120)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
+        description=description,
+        epilog=more + (_LAUNCH if launch else ""),
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+        exit_on_error=False,
+    )
+    first = {*_FIRST, *(name for feature in features() for name in feature.first_settings)}
+    for section, section_fields in fields.items():
+        group = parser.add_argument_group((section.__doc__ or "").strip().rstrip("."))
+        for name, field in section_fields.items():
+            listed = help_all or name in first or not section.__module__.startswith("toolkit.")
+            switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation in _SWITCHES else {}
+            group.add_argument(
+                f"--{name}",
+                metavar=metavar(field.annotation),
+                help=_help(field) if listed else argparse.SUPPRESS,
+                **switch,
+            )
+    return parser
+
+
+def _join_negative_numbers(arguments: Sequence[str]) -> list[str]:
+    """`--x -1e-5` -> `--x=-1e-5`: argparse reads a negative number with an exponent as an option."""
+    words: list[str] = []
+    for word in arguments:
+        if re.match(r"-\.?\d", word) and words and re.fullmatch(r"--\w+", words[-1]):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _help(field: Any) -> str:
+    default = "" if field.default is None else f" [{str(field.default).lower()}]"
+    return f"{field.description or ''}{default}".replace("%", "%%")
+
+
+def metavar(annotation: Any) -> str:
+    """The metavar: `a|b` for choices, else the kind of value."""
+    if hasattr(annotation, "__metadata__"):
+        return metavar(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    if kinds := [metavar(part) for part in get_args(annotation) if part is not type(None)]:
+        choices_first = "|".join(sorted(kinds, key=str.isupper))
+        return choices_first.replace("TEXT", "PATH") if len(kinds) > 1 else choices_first
+    return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(annotation, "TEXT")
 
 
 def _hint(name: str, known: Collection[str]) -> str:

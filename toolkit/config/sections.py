@@ -150,6 +150,11 @@ class TextSettings:
     data_seed: int | None = Field(default=None, ge=0, lt=2**31)
     """Draws the rows that are held out, or used in a quick test; `seed` when not given. `seed` decides their order."""
 
+    @property
+    def header(self) -> list[str]:
+        """The names in `column_names`."""
+        return [name.strip() for name in (self.column_names or "").split(",") if name.strip()]
+
 
 @section
 class DataSettings(TextSettings):

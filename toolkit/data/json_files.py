@@ -6,13 +6,12 @@ import bisect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.data.table import check_column_names, in_batches, unify_schemas
-from toolkit.data.text_files import column_names, open_text, split_lines
+from toolkit.data.text_files import check_column_names, in_batches, open_text, split_lines, unify_schemas
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class _Records:
         self.types: dict[str, pyarrow.DataType] = {}
         """The type of each column in the rows so far."""
         if first and all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):
-            self.names = column_names(settings) or _names_of_lists(list(zip(*first, strict=True)))
+            self.names = settings.header or _names_of_lists(list(zip(*first, strict=True)))
             check_column_names(path, self.names)
             if len(self.names) != len(first[0]):
                 raise UserError(
@@ -142,24 +141,19 @@ class _Records:
     def batch(self, rows: list[Any]) -> pyarrow.RecordBatch:
         import pyarrow
 
-        if width := len(self.names):
-            self._refuse_odd(rows, lambda row: isinstance(row, list) and len(row) == width, f"a list of {width} items")
-            names, columns = self.names, list(map(list, zip(*rows, strict=True)))
-        else:
-            self._refuse_odd(rows, lambda row: isinstance(row, dict), "an object with named fields")
-            names = list(dict.fromkeys([*self.types, *(name for row in rows for name in row)]))
-            if rows and not names:  # never after the first batch
-                raise UserError(f"{self.path}, rows 1 to {len(rows)}: objects without fields, {{}}: remove them")
-            check_column_names(self.path, names)
-            columns = [[row.get(name) for row in rows] for name in names]
-        arrays = [self._column(name, column) for name, column in zip(names, columns, strict=True)]
+        width = len(self.names)
+        for place, row in enumerate(rows, self.rows + 1):
+            if not (isinstance(row, list) and len(row) == width if width else isinstance(row, dict)):
+                kind = f"a list of {width} items" if width else "an object with named fields"
+                raise UserError(f"{self.path}, row {place}: not {kind} but {str(row)[:40]!r}")
+        names = self.names or list(dict.fromkeys(itertools.chain(self.types, *rows)))
+        if not names:  # never after the first batch
+            raise UserError(f"{self.path}, rows 1 to {len(rows)}: objects without fields, {{}}: remove them")
+        check_column_names(self.path, names)
+        columns = map(list, zip(*rows, strict=True)) if width else ([row.get(name) for row in rows] for name in names)
+        arrays = list(map(self._column, names, columns))
         self.rows += len(rows)
         return pyarrow.record_batch(arrays, names)
-
-    def _refuse_odd(self, rows: list[Any], fits: Callable[[Any], bool], kind: str) -> None:
-        odd = next((place for place, row in enumerate(rows) if not fits(row)), None)
-        if odd is not None:
-            raise UserError(f"{self.path}, row {self.rows + odd + 1}: not {kind} but {str(rows[odd])[:40]!r}")
 
     def _column(self, name: str, values: list[Any]) -> pyarrow.Array:
         import pyarrow

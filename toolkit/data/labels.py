@@ -17,8 +17,7 @@ from natsort import natsorted
 
 from toolkit.config import ProblemType
 from toolkit.data.read import read_class_names
-from toolkit.data.rows import Targets
-from toolkit.data.table import Table, columns_of, find_columns
+from toolkit.data.table import Table, Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
@@ -60,7 +59,7 @@ class Labels(Targets):
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
         """With --drop_empty_text, rows without a label are left out, too."""
-        columns = find_columns(table, settings.data.label_column, USUAL, "label_column")
+        columns = table.find_columns(settings.data.label_column, USUAL, "label_column")
         can_drop = settings.data.drop_empty_text and getattr(settings.model, "problem_type", None) != MULTI
         return {"label_column": columns[0]} if can_drop and len(columns) == 1 and _has_cells(table, columns[0]) else {}
 
@@ -194,9 +193,9 @@ def find_labels(
     ambiguous, a label is empty, or there are fewer than two classes.
     """
     rows = np.arange(len(table)) if rows is None else rows
-    columns = find_columns(table, label_column, USUAL, "label_column")
+    columns = table.find_columns(label_column, USUAL, "label_column")
     if not columns:
-        others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
+        others = [name for name in table.rows.column_names if name not in table.columns_of(text_column)]
         several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
         raise table.ambiguous_column("label", "label_column", others, several if len(others) > 1 else "")
     values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MAX_DISTINCT)]

@@ -19,9 +19,11 @@ from natsort import natsorted
 from toolkit import demo
 from toolkit.config import TextSettings
 from toolkit.data.json_files import parse_json, read_json
-from toolkit.data.table import BATCH_ROWS, FileRows, Table, cast_batch, check_column_names, unify_schemas
+from toolkit.data.table import BATCH_ROWS, FileRows, Table
 from toolkit.data.text_files import (
     OPENERS,
+    cast_batch,
+    check_column_names,
     explain_encoding_errors,
     max_unpacked_bytes,
     open_text,
@@ -29,11 +31,12 @@ from toolkit.data.text_files import (
     read_plain,
     split_lines,
     too_large,
+    unify_schemas,
 )
 from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import cached_digest, cached_folder, digest_of_file, digest_of_files, digest_of_text
 from toolkit.utils.files import cache_folder, refuse_link_out
-from toolkit.utils.hub import check_reachable
 from toolkit.utils.memory import limit_memory
 
 if TYPE_CHECKING:  # a process whose tokens are cached does not import them

@@ -1,30 +1,29 @@
-"""A table of rows: its columns, its cells and its texts, a batch of rows at a time."""
+"""A table of rows: its columns, its cells and its texts, a batch of rows at a time; selected rows and their targets."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError, did_you_mean, listing
 
 if TYPE_CHECKING:  # a process whose tokens are cached needs neither the library nor the rows
     import datasets
-    import pyarrow
 
 BATCH_ROWS = 2048
+_MAX_GROUPS = 20
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
 _FLATTEN = "fields within objects are not read: make columns of them first, as pandas.json_normalize does"
-_MAX_COLUMNS = 10_000
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -111,83 +110,77 @@ class Table:
         except pyarrow.ArrowInvalid as error:
             raise UserError(f"{self.name}: column {name!r} holds bytes that are not UTF-8: name another") from error
 
+    def columns_of(self, column: str) -> list[str]:
+        """`title,text` -> both, unless a column has that very name."""
+        if column in self.rows.column_names:
+            return [column]
+        return [part for name in column.split(",") if (part := name.strip())]
+
+    def find_columns(self, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
+        """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or
+        none. Raises UserError when one is missing."""
+        columns = self.rows.column_names
+        if value is None:
+            lowered = {column.lower().strip(): column for column in reversed(columns)}
+            return tuple(lowered[name] for name in usual if name in lowered)[:1]
+        for name in (names := self.columns_of(value)):
+            if name not in columns:
+                hint = f" ({_FLATTEN})" if name.partition(".")[0] in columns else ""
+                raise UserError(
+                    f"{self.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
+                    f"{listing(columns)}; name one with --{setting}{hint}"
+                )
+        return tuple(names)
+
+    def text_column(self, name: str | None, excluded: Iterable[str | None] = ()) -> str:
+        """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the
+        only text column that is not `excluded`. Raises UserError where none or several are possible."""
+        columns = self.find_columns(name, USUAL_TEXT, "text_column")
+        if not columns:
+            others = [other for other in self.rows.column_names if other not in excluded]
+            columns = tuple(name for name in others if self._contains_text(name))
+            if len(columns) != 1:
+                header = " (or all with --column_names, where the first line is no header)"
+                raise self.ambiguous_column("text", "text_column", columns or others, header)
+            delimiters = r"[;|,]" if ".tsv" in self.name else r"[;|\t]"
+            if len(self.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
+                raise UserError(
+                    f"{self.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or "
+                    "--column_names text where the first line is no header, or name it with --text_column"
+                )
+        return ",".join(columns)
+
+    def _contains_text(self, column: str) -> bool:
+        """Not numbers (strings in CSV) and not lists."""
+        if getattr(self.rows.features[column], "dtype", None) not in ("string", "large_string"):
+            return False
+        return not all(_NUMBER.fullmatch(str(cell or "")) for cell in self.rows[:100][column])
+
+    def pair_column(self, name: str | None, column: str) -> str | None:
+        """The column of second texts that the setting names. Raises UserError when it is missing, or the first's."""
+        if name is not None and name in self.columns_of(column):
+            raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
+        return ",".join(self.find_columns(name, (), "text_pair")) or None
+
+    def text_blocks(
+        self, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
+    ) -> Iterator[list[list[str]]]:
+        """The texts of all rows, or of `rows`, a batch at a time: a list for each of `columns`. A column `a,b` stands
+        for several of the table, joined by the separator. Raises UserError for a missing column."""
+        parts = [self.columns_of(column) for column in columns]
+        for name in set(itertools.chain(*parts)) & set(self.rows.column_names):
+            if not hasattr(self.rows.features[name], "dtype"):
+                raise UserError(
+                    f"{self.name}: column {name!r} holds lists or objects, not texts: name another column ({_FLATTEN})"
+                )
+        for _, cells in self.cells([name for part in parts for name in part], rows):
+            each = iter(cells)
+            yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+
     def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
         """The error where it is unclear which column is the text, the label, ..."""
         remedy = f"Name one of {listing(names)} with --{setting}" if names else "There is no other than the text"
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")
-
-
-def columns_of(table: Table, column: str) -> list[str]:
-    """`title,text` -> both, unless a column has that very name."""
-    if column in table.rows.column_names:
-        return [column]
-    return [part for name in column.split(",") if (part := name.strip())]
-
-
-def find_columns(table: Table, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
-    """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or none.
-    Raises UserError when one is missing."""
-    columns = table.rows.column_names
-    if value is None:
-        lowered = {column.lower().strip(): column for column in reversed(columns)}
-        return tuple(lowered[name] for name in usual if name in lowered)[:1]
-    for name in (names := columns_of(table, value)):
-        if name not in columns:
-            hint = f" ({_FLATTEN})" if name.partition(".")[0] in columns else ""
-            raise UserError(
-                f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}{hint}"
-            )
-    return tuple(names)
-
-
-def text_column(table: Table, name: str | None, excluded: Iterable[str | None] = ()) -> str:
-    """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the only
-    text column that is not `excluded`. Raises UserError where none or several are possible."""
-    columns = find_columns(table, name, USUAL_TEXT, "text_column")
-    if not columns:
-        others = [other for other in table.rows.column_names if other not in excluded]
-        columns = tuple(name for name in others if _contains_text(table, name))
-        if len(columns) != 1:
-            header = " (or all with --column_names, where the first line is no header)"
-            raise table.ambiguous_column("text", "text_column", columns or others, header)
-        delimiters = r"[;|,]" if ".tsv" in table.name else r"[;|\t]"
-        if len(table.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
-            raise UserError(
-                f"{table.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or --column_names "
-                "text where the first line is no header, or name it with --text_column"
-            )
-    return ",".join(columns)
-
-
-def _contains_text(table: Table, column: str) -> bool:
-    """Not numbers (strings in CSV) and not lists."""
-    if getattr(table.rows.features[column], "dtype", None) not in ("string", "large_string"):
-        return False
-    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
-
-
-def pair_column(table: Table, name: str | None, column: str) -> str | None:
-    """The column of second texts that the setting names. Raises UserError when it is missing or the first text's."""
-    if name is not None and name in columns_of(table, column):
-        raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
-    return ",".join(find_columns(table, name, (), "text_pair")) or None
-
-
-def text_blocks(
-    table: Table, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
-) -> Iterator[list[list[str]]]:
-    """The texts of all rows, or of `rows`, a batch at a time: a list for each of `columns`. A column `a,b` stands for
-    several of the table, joined by the separator. Raises UserError for a missing column."""
-    parts = [columns_of(table, column) for column in columns]
-    for name in set(itertools.chain(*parts)) & set(table.rows.column_names):
-        if not hasattr(table.rows.features[name], "dtype"):
-            raise UserError(
-                f"{table.name}: column {name!r} holds lists or objects, not texts: name another column ({_FLATTEN})"
-            )
-    for _, cells in table.cells([name for part in parts for name in part], rows):
-        each = iter(cells)
-        yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
 
 def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
@@ -196,43 +189,121 @@ def _join_texts(cells: list[list[Any]], separator: str) -> list[str]:
     return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
 
 
-def in_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    return iter(lambda: list(itertools.islice(iterator, BATCH_ROWS)), [])
+@dataclass(frozen=True)
+class Targets:
+    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
+
+    column_setting: ClassVar[str | None]
+    """The setting that names their column; None where they need only the text."""
+    usual_columns: ClassVar[tuple[str, ...]]
+    """Common names of that column."""
+    split_class: ClassVar[type[Split]] = Split
+    """The class that a prepared split is loaded as."""
+
+    @classmethod
+    def check(cls, settings: Any, tokenizer: Any) -> None:
+        """Raises UserError for a tokenizer that cannot encode them."""
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        """The settings that prepared data depend on. JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
+        """Setting -> column of further texts; rows where one is empty are not used."""
+        return {}
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
+        """Infers the targets from these rows of the training table. Raises UserError where they are ambiguous."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, loaded: dict[str, Any]) -> Targets:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in loaded.items()})
+
+    def facts(self) -> dict[str, Any]:
+        """What must be equal in a checkpoint and the run that resumes from it. JSON."""
+        raise NotImplementedError
+
+    def source(self) -> dict[str, Any]:
+        """Where the file has them, for the run's config.json. JSON."""
+        return {}
+
+    def describe(self) -> str:
+        """A line for the user."""
+        raise NotImplementedError
+
+    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """(samples, ...): the targets of those rows; zeros if `save` computes them. Raises UserError naming a row."""
+        return np.zeros(len(rows), np.int64)
+
+    def all_missing(self, table: Table) -> bool:
+        """Whether the column is there but empty, as in the test splits of many hub data sets."""
+        return False
+
+    def trial(self, split: Any) -> tuple[Any, Any] | None:
+        """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
+
+    def strata(self, encoded: np.ndarray) -> np.ndarray | None:
+        """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
+
+    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
+        """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
+        Returns notes."""
+        np.save(folder / "labels.npy", rows.targets)
+        return []
 
 
-def check_column_names(path: Path, names: Sequence[str]) -> None:
-    """Raises UserError for too many columns, duplicate names, and names that cannot be encoded."""
-    if len(names) > _MAX_COLUMNS:
-        raise UserError(
-            f"{path} has {len(names)} columns, and at most {_MAX_COLUMNS} are read: keep those with the texts and the "
-            "labels"
+@dataclass(frozen=True)
+class Rows:
+    """Selected rows of a table."""
+
+    table: Table
+    columns: tuple[str, ...]
+    """The text column, or several as `title,text`; and the column of second texts, where there is one."""
+    separator: str
+    """Between the texts of several columns."""
+    numbers: np.ndarray
+    """(samples,) int64, row numbers in the table, from 0, ascending."""
+    hashes: np.ndarray
+    """(samples,) int64 of the texts, valid in this process."""
+    targets: np.ndarray
+    """(samples, ...), as `Targets.encode` gives them; empty before they are encoded."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def texts(self) -> Iterator[tuple[list[str], list[str] | None]]:
+        """Batches of (texts, second texts or None)."""
+        for texts, *pairs in self.table.text_blocks(self.columns, self.separator, self.numbers):
+            yield texts, pairs[0] if pairs else None
+
+    def encode_targets(self, targets: Targets) -> Rows:
+        """Raises UserError naming a row without a label."""
+        return replace(self, targets=targets.encode(self.table, self.numbers))
+
+    def take(self, places: np.ndarray) -> Rows:
+        return replace(
+            self,
+            numbers=self.numbers[places],
+            hashes=self.hashes[places],
+            targets=self.targets[places] if len(self.targets) else self.targets,
         )
-    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{path} has more than one column {listing(map(repr, duplicates))}: rename them")
-    odd = [
-        name for name in names if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
-    ]
-    if odd:
-        raise UserError(
-            f"{path}: the column name {odd[0][:40]!r} is no text: is the file damaged, or of another --encoding?"
-        )
 
-
-def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Schema:
-    """The columns of both, of types that hold both. Raises pyarrow's errors where there is none."""
-    import pyarrow
-
-    return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")
-
-
-def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
-    """The batch with the columns and types of the schema; nulls in missing columns."""
-    import pyarrow
-
-    if batch.schema == schema:
-        return batch
-    present = set(batch.schema.names)
-    nulls = partial(pyarrow.nulls, batch.num_rows)
-    columns = [batch[field.name].cast(field.type) if field.name in present else nulls(field.type) for field in schema]
-    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+    def group_cells(self, inputs: Sequence[str]) -> Iterator[dict[str, str]]:
+        """{column: cell} of each row, of the columns with 2 to 20 distinct values, by which metrics are grouped
+        in reports. `inputs`: columns that the model reads or learns, which are left out."""
+        table, limit = self.table.rows.with_format(None), min(_MAX_GROUPS, len(self) // 2)
+        names = [name for name in table.column_names if name not in inputs]
+        names = [name for name in names if len({str(cell) for cell in table[:1000][name]}) <= limit]  # quick, for texts
+        values: dict[str, set[str]] = {name: set() for name in names}
+        for _, cells in self.table.cells(names, self.numbers):
+            for name, column in zip(names, cells, strict=True):
+                if len(values[name]) <= limit:
+                    values[name].update(map(str, column))
+        names = [name for name in names if 1 < len(values[name]) <= limit]
+        for _, cells in self.table.cells(names, self.numbers):
+            yield from (dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True))

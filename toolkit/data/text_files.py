@@ -18,14 +18,15 @@ import operator
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.data.table import BATCH_ROWS, check_column_names, in_batches
-from toolkit.errors import UserError
-from toolkit.utils.units import size_text
+from toolkit.data.table import BATCH_ROWS
+from toolkit.errors import UserError, listing, size_text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,8 +38,9 @@ MAX_CELL = 1 << 26
 """Characters of one cell, and of one line: bounds the memory that a quote without an end takes."""
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _CHUNK_BYTES = 1 << 20
+_MAX_COLUMNS = 10_000
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 def max_unpacked_bytes(*paths: Path) -> int:
@@ -128,25 +130,23 @@ def _encoding_fault(path: Path, encoding: str) -> str:
     not ASCII does decode: then the file is damaged."""
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
     replacing = codecs.getincrementaldecoder(encoding)("replace")
-    bytes_read = line = bad = foreign = 0
+    bytes_read = lines_read = bad = foreign = 0
     start_bytes, fault = b"", ""
     with io.BufferedReader(_Unpacked(path), _CHUNK_BYTES) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            start_bytes = start_bytes or chunk[:4]
-            final, bytes_read = not file.peek(1), bytes_read + len(chunk)
+        while line := file.readline(_CHUNK_BYTES):
+            start_bytes = start_bytes or line[:4]
+            final, bytes_read = not file.peek(1), bytes_read + len(line)
             for name, decoder in list(decoders.items()):
                 try:
-                    decoder.decode(chunk, final)
+                    decoder.decode(line, final)
                 except UnicodeError as error:
                     del decoders[name]
                     if name == encoding:
-                        decoded, start = getattr(error, "object", chunk), getattr(error, "start", 0)
-                        place = bytes_read - len(decoded) + start
-                        number = line + chunk.count(b"\n", 0, max(0, place - bytes_read + len(chunk))) + 1
-                        where = f"{path}, line {number}, byte {place + 1} of the file"
-                        fault = f"{where}: not {encoding} (0x{decoded[start]:02x})"
-            line += chunk.count(b"\n")
-            text = replacing.decode(chunk, final)
+                        decoded, start = getattr(error, "object", line), getattr(error, "start", 0)
+                        where = f"line {lines_read + 1}, byte {bytes_read - len(decoded) + start + 1} of the file"
+                        fault = f"{path}, {where}: not {encoding} (0x{decoded[start]:02x})"
+            lines_read += line.endswith(b"\n")
+            text = replacing.decode(line, final)
             bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
     if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
         return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
@@ -165,10 +165,6 @@ def explain_encoding_errors(path: Path, encoding: str) -> Iterator[None]:
         yield
     except UnicodeError as error:
         raise UserError(_encoding_fault(path, encoding)) from error
-
-
-def column_names(settings: TextSettings) -> list[str]:
-    return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
 
 
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
@@ -191,8 +187,8 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     delimiter = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
-    delimiter = delimiter or _DELIMITERS[kind]
-    header = names = column_names(settings)
+    delimiter = delimiter or DELIMITERS[kind]
+    header = names = settings.header
     what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
         if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
@@ -317,3 +313,45 @@ def _refuse_quoted_rows(
                 f"up to line {starts[place] + heights[place] - 1}: where double quotes are part of the texts, pass "
                 "--quoting none; else double it"
             )
+
+
+def in_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    return iter(lambda: list(itertools.islice(iterator, BATCH_ROWS)), [])
+
+
+def check_column_names(path: Path, names: Sequence[str]) -> None:
+    """Raises UserError for too many columns, duplicate names, and names that cannot be encoded."""
+    if len(names) > _MAX_COLUMNS:
+        raise UserError(
+            f"{path} has {len(names)} columns, and at most {_MAX_COLUMNS} are read: keep those with the texts and the "
+            "labels"
+        )
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{path} has more than one column {listing(map(repr, duplicates))}: rename them")
+    odd = [
+        name for name in names if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
+    ]
+    if odd:
+        raise UserError(
+            f"{path}: the column name {odd[0][:40]!r} is no text: is the file damaged, or of another --encoding?"
+        )
+
+
+def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Schema:
+    """The columns of both, of types that hold both. Raises pyarrow's errors where there is none."""
+    import pyarrow
+
+    return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")
+
+
+def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    """The batch with the columns and types of the schema; nulls in missing columns."""
+    import pyarrow
+
+    if batch.schema == schema:
+        return batch
+    present = set(batch.schema.names)
+    nulls = partial(pyarrow.nulls, batch.num_rows)
+    columns = [batch[field.name].cast(field.type) if field.name in present else nulls(field.type) for field in schema]
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)

@@ -24,12 +24,14 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopRequested, stop_requested
 from toolkit.utils import memory
 from toolkit.utils.files import as_json
-from toolkit.utils.progress import PartOfProgress, Progress
+from toolkit.utils.progress import Progress
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
 """(outputs, labels) of all samples -> metrics by name, as in transformers' Trainer: logits (N, C) and labels (N,) or
 (N, C); for titles, two lists of texts. It runs on the main process only."""
 Lines = Callable[[], Iterator[dict[str, Any]]]
+ReportProgress = Callable[[int, float], object]
+"""Called on the main process after each batch: (samples that are done, share of the work); by default a bar."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def batches_of(
     tokenizer: Any,
     per_device: int,
     max_tokens: int | None = None,
-    bar: Progress | PartOfProgress | None = None,
+    report: ReportProgress | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Yields this rank's batches of a whole split, the longest texts first.
 
@@ -109,7 +111,8 @@ def batches_of(
     rank, world = accelerator.process_index, accelerator.num_processes
     batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
     ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0)  # samples, tokens
-    bar = (bar or Progress(split.name, len(split))) if accelerator.is_main_process else None
+    bar = Progress(split.name, len(split))
+    report = report or bar.update
     collations = [partial(collate, indices) for indices in batches]
     for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
         batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
@@ -117,11 +120,10 @@ def batches_of(
         yield batch
         if accelerator.device.type == "cpu":
             memory.manage_freed_memory()
-        if bar:
+        if accelerator.is_main_process:
             samples, tokens = ends[place].tolist()
-            bar.update(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
-    if bar:
-        bar.close()
+            report(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
+    bar.close()
     launch.explain_failures()
 
 
@@ -186,12 +188,12 @@ def predict(
     tokenizer: Any,
     per_device_batch_size: int,
     max_tokens: int | None = None,
-    bar: Progress | PartOfProgress | None = None,
+    report: ReportProgress | None = None,
 ) -> np.ndarray | None:
     """(N, C) float32 logits of a whole split on the main process, None on the others; a collective."""
     model.eval()
     outputs = Outputs(accelerator, split)
-    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
+    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, report):
         logits = model(**batch.inputs).logits.float()  # (B, C)
         outputs.add(accelerator.gather_for_metrics(batch.padded(logits)))
     return next(iter(outputs.in_order()), None)

@@ -18,16 +18,16 @@ from toolkit.config.sections import default_tokens_per_batch
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
-from toolkit.data.table import Table, columns_of, find_columns, pair_column, text_blocks, text_column
+from toolkit.data.table import Table
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, answers_for
+from toolkit.evaluation.outputs import ReportProgress
 from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
 from toolkit.models.exported import ExportedClassifier
 from toolkit.pretrained import load_config
 from toolkit.utils.cache import digest_of_text, remove
-from toolkit.utils.progress import PartOfProgress
 
 COLUMNS = "training_columns"
 """The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of the training file,
@@ -70,7 +70,7 @@ def choose_columns(
     texts one that is neither `label` nor usual for labels. Raises UserError where one is missing or unclear."""
     run = training_run(name)["data"]
     trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
-    parts = columns_of(table, trained)
+    parts = table.columns_of(trained)
     existing = [part for part in parts if part in table.rows.column_names]
     if not text and len(existing) == len(parts):
         text = trained or None
@@ -79,8 +79,8 @@ def choose_columns(
             f"{table.name}: the model was trained on the columns {trained}, and this file has only "
             f"{listing(existing)}: pass --text_column {','.join(existing)} where it is to read no more"
         )
-    column = text_column(table, text, [*find_columns(table, label, USUAL, "label_column"), pair])
-    return column, pair_column(table, pair, column)
+    column = table.text_column(text, [*table.find_columns(label, USUAL, "label_column"), pair])
+    return column, table.pair_column(pair, column)
 
 
 def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
@@ -89,7 +89,7 @@ def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -
     run = training_run(name)["data"]
     names = run.get("label_columns", [])
     trained = ",".join(names) if set(names) <= set(table.rows.column_names) else None
-    columns = find_columns(table, column or trained or None, USUAL, "label_column")
+    columns = table.find_columns(column or trained or None, USUAL, "label_column")
     if not columns:
         return None
     labels = labels.in_columns(table, columns)
@@ -134,7 +134,7 @@ class SavedModel:
         return f"{fingerprint(self.tokenizer)} {self.tokenizer.model_input_names}"
 
     def read_texts(self, table: Table, column: str) -> list[str]:
-        return [text for (texts,) in text_blocks(table, [column], separator_of(self.tokenizer)) for text in texts]
+        return [text for (texts,) in table.text_blocks([column], separator_of(self.tokenizer)) for text in texts]
 
     def tokenize(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
         """`facts` identify these texts in the cache, so that several processes share the tokenizing."""
@@ -145,11 +145,11 @@ class SavedModel:
             self._shared.add(split.folder.parent)
         return split
 
-    def compute_outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
+    def compute_outputs(self, split: Split, report: ReportProgress | None = None) -> Any:
         """The outputs for a whole split on the main process, None on the others; a collective. It removes the split's
         tokens from the cache."""
         with autocast(self.accelerator):
-            outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
+            outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, report)
         folder = split.folder.parent
         if folder in self._shared and self.accelerator.is_local_main_process:
             remove(folder)  # every process has mapped its files by now

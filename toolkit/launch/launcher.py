@@ -34,8 +34,8 @@ from toolkit.launch.exit_state import RESUME_HINT
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, LAUNCHER_PID, report_interrupt, restore_sigint
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
+from toolkit.utils.files import read_yaml
 from toolkit.utils.log import logger
-from toolkit.utils.plain_yaml import read_yaml
 
 # Time for a checkpoint after a stop signal.
 _SHUTDOWN_SECONDS = 600

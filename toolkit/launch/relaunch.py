@@ -24,9 +24,8 @@ from toolkit.launch import environment
 from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.nodes import TWO_NODE_FILES, find_nodes
 from toolkit.utils.extras import require_extra
-from toolkit.utils.files import templates
+from toolkit.utils.files import read_yaml, templates
 from toolkit.utils.log import logger
-from toolkit.utils.plain_yaml import read_yaml
 
 _LAUNCH = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
            "max_restarts")  # fmt: skip

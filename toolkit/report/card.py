@@ -14,8 +14,7 @@ from toolkit import __version__, demo
 from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
-from toolkit.report.files import read_lines, write_atomically
-from toolkit.report.record import METRICS, Record, architecture, is_local, without_folders
+from toolkit.report.files import METRICS, Record, architecture, is_local, read_lines, without_folders, write_atomically
 from toolkit.report.templates import render
 from toolkit.utils.features import features, first
 

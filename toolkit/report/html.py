@@ -9,19 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+import pandas as pd
 
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
-from toolkit.report.files import write_atomically
-from toolkit.report.record import Record, last_evaluation, run_config
-from toolkit.report.slices import worst_slices
+from toolkit.report.files import Record, last_evaluation, run_config, write_atomically
 from toolkit.report.templates import render, render_blocks
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.features import features, first
@@ -30,6 +29,7 @@ from toolkit.utils.log import logger
 
 _MAX_MATRIX_CLASSES, _MAX_PAIRS, _MAX_MISTAKES = 40, 30, 20
 MAX_CHARACTERS = 300
+MIN_ROWS, _MAX_SLICES = 10, 15  # of groups of rows with more errors than average
 
 
 @dataclass(slots=True)
@@ -209,3 +209,28 @@ def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
     max_pairs = _MAX_PAIRS if not has_matrix else 10 if labels.size > 8 else 0
     matrix = {"counts": counts if has_matrix else {}, "totals": totals}
     return {"names": labels.names, "pairs": pairs[:max_pairs], "num_pairs": len(pairs), **matrix}
+
+
+class Slice(NamedTuple):
+    """The rows that have one value in a column."""
+
+    name: str
+    value: str
+    rows: int
+    wrong: float
+    """Error rate, 0 to 1."""
+    deviations: float
+    """Standard deviations (binomial) above the error rate of all rows."""
+
+
+def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list[Slice]:
+    """The slices whose error rate is more than two standard deviations above that of all rows, the worst first.
+    `wrong`: (N,) bool; `groups`: column -> each row's value."""
+    share, slices = float(wrong.mean()) if len(wrong) else 0.0, []
+    for name, values in groups.items() if 0 < share < 1 else ():
+        for value, rows, slice_share in pd.Series(wrong).groupby(list(values)).agg(["size", "mean"]).itertuples():
+            if MIN_ROWS <= rows < len(wrong):
+                deviations = (slice_share - share) / math.sqrt(share * (1 - share) / rows)
+                slices.append(Slice(name, value, rows, slice_share, deviations))
+    slices.sort(key=lambda slice: -slice.deviations)
+    return [slice for slice in slices if slice.deviations > 2][:_MAX_SLICES]

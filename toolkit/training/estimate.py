@@ -26,11 +26,10 @@ from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.models.layers import outer_layers
 from toolkit.utils.compat import require
 from toolkit.utils.memory import container_memory
-from toolkit.utils.units import size_text
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")

@@ -22,7 +22,6 @@ from toolkit.utils.log import logger
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_CHUNK_BYTES = 1 << 20
 FILES = "files.json"
 """In each cached folder, written last: its source, and the size and checksum of every file."""
 _LOG_SECONDS = 300.0
@@ -129,11 +128,8 @@ def _remove_drafts(folder: Path) -> None:
 
 def digest_of_file(path: Path) -> str:
     """XXH3-128 of the file's bytes, as hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def cached_digest(path: Path) -> str:

@@ -90,7 +90,7 @@ class Feature:
         return ()
 
     def targets(self, settings: Any) -> Any:
-        """The subclass of `toolkit.data.rows.Targets` that these settings train on, or None."""
+        """The subclass of `toolkit.data.table.Targets` that these settings train on, or None."""
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
         """Facts to add to the cache key of prepared data (JSON: files, tokenizer, settings); all processes call it."""

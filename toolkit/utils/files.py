@@ -1,5 +1,5 @@
-"""Atomic writes of files and folders (draft, flush, rename), checks of JSON files and of a model's folder. Imports no
-torch."""
+"""Atomic writes of files and folders (draft, flush, rename), strict reading of YAML and JSON, checks of a model's
+folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from toolkit.errors import UserError, first_line
 
@@ -290,3 +292,32 @@ def templates() -> Path:
     repository in a clone."""
     in_wheel = Path(__file__).resolve().parent.parent / "templates"
     return in_wheel if in_wheel.is_dir() else in_wheel.parent.parent
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Rejects duplicate keys, of which YAML silently drops the first, and aliases, which can expand a small file to
+    gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if duplicates := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{duplicates[0]} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises UserError for a file that cannot be read or is not valid."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line} is not valid YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error

@@ -32,21 +32,12 @@ class Progress:
             f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
         )
 
+    def update_part(self, before: int, size: int, _: int, part: float) -> None:
+        """`update` for a part of `size` rows, after `before` others."""
+        rows = before + part * size
+        self.update(round(rows), rows / self.total)
+
     def close(self) -> None:
         """Removes the line from a terminal."""
         if self.shown and self.terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-class PartOfProgress:
-    """Reports the progress of a part of `size` rows, after `before` others, as that of the whole."""
-
-    def __init__(self, whole: Progress, before: int, size: int) -> None:
-        self.whole, self.before, self.size = whole, before, size
-
-    def update(self, done: int, part: float) -> None:
-        rows = self.before + part * self.size
-        self.whole.update(round(rows), rows / self.whole.total)
-
-    def close(self) -> None:
-        """Does nothing: the whole continues."""

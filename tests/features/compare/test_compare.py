@@ -17,7 +17,7 @@ from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.features.compare.command import charts
 from toolkit.features.compare.command import run as run_command
-from toolkit.report import bootstrap
+from toolkit.report import comparison as statistics
 from toolkit.report.comparison import as_text, compare, tables
 
 NAMES = ("neg", "pos", "没有")
@@ -164,29 +164,29 @@ def test_rows_without_an_answer_count_as_in_the_evaluation(tmp_path: Path) -> No
     assert compare([folder])[0]["runs"][0]["metrics"]["accuracy"]["value"] == pytest.approx(accuracy)
 
 
-def values_of(scores: bootstrap.Scores) -> dict[str, float]:
-    return {name: numbers["value"] for name, numbers in bootstrap.intervals(scores).items()}
+def values_of(scores: statistics.Scores) -> dict[str, float]:
+    return {name: numbers["value"] for name, numbers in statistics.intervals(scores).items()}
 
 
 def test_scores_of_each_kind_of_prediction() -> None:
     several = [{"label": ["neg"], "prediction": ["neg", "pos"]}, {"label": [], "prediction": []}] * 50
     truth = np.array([[1, 0, 0], [0, 0, 0]] * 50)
     guess = np.array([[1, 1, 0], [0, 0, 0]] * 50)
-    values = values_of(bootstrap.scores_of(several, "multi_label_classification", NAMES))
+    values = values_of(statistics.scores_of(several, "multi_label_classification", NAMES))
     f1 = {f"f1_{kind}": sk.f1_score(truth, guess, average=kind, zero_division=0) for kind in ("macro", "micro")}
     assert values == pytest.approx(f1 | {"accuracy": sk.accuracy_score(truth, guess)})
     unanswered = [{"label": "neg", "prediction": None}, {"label": "neg", "prediction": "neg"}]
-    values = values_of(bootstrap.scores_of(unanswered, LABELS.problem_type, NAMES))
+    values = values_of(statistics.scores_of(unanswered, LABELS.problem_type, NAMES))
     assert values == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 3 / 3})
-    numbers = bootstrap.scores_of([{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}], "regression", ("a", "b"))
-    assert bootstrap.intervals(numbers) == {  # of a single row
+    numbers = statistics.scores_of([{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}], "regression", ("a", "b"))
+    assert statistics.intervals(numbers) == {  # of a single row
         "mae": {"value": 1.5, "low": 1.5, "high": 1.5}, "mse": {"value": 2.5, "low": 2.5, "high": 2.5}
     }  # fmt: skip
     texts = [{"scores": {"x": right}, "weight": count} for right, count in ((0.25, 8), (0.0, 0), (1.0, 2))]
-    values = values_of(bootstrap.scores_of(texts, "masked_language_modeling", ()))
+    values = values_of(statistics.scores_of(texts, "masked_language_modeling", ()))
     assert values == pytest.approx({"x": 0.4})  # 4 of 10 tokens
-    titles = bootstrap.scores_of([{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ())
-    assert bootstrap.intervals(titles) == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
+    titles = statistics.scores_of([{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ())
+    assert statistics.intervals(titles) == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
 
 
 def test_the_permutation_test_agrees_with_mcnemars() -> None:
@@ -194,15 +194,15 @@ def test_the_permutation_test_agrees_with_mcnemars() -> None:
     right = np.array([[line["label"] == line["prediction"] for line in each] for each in lines])
     only = [int((right[0] & ~right[1]).sum()), int((right[1] & ~right[0]).sum())]
     expected = binomtest(only[0], sum(only)).pvalue
-    p = bootstrap.p_values(*(bootstrap.scores_of(each, LABELS.problem_type, NAMES) for each in lines))
+    p = statistics.p_values(*(statistics.scores_of(each, LABELS.problem_type, NAMES) for each in lines))
     assert 0.02 < expected < 0.9
     assert p["accuracy"] == pytest.approx(expected, abs=0.04)
     zeros, single, triple = (
-        bootstrap.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
+        statistics.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
         for values in ([0.0] * 3, [1.0, 0.0, 0.0], [1.0, 2.0, 3.0])
     )
-    assert bootstrap.p_values(triple, zeros) == {"x": 2 / 2**3}  # 2 of the 8 ways to swap give as large a difference
-    assert bootstrap.p_values(single, zeros) == bootstrap.p_values(zeros, zeros) == {"x": 1}
+    assert statistics.p_values(triple, zeros) == {"x": 2 / 2**3}  # 2 of the 8 ways to swap give as large a difference
+    assert statistics.p_values(single, zeros) == statistics.p_values(zeros, zeros) == {"x": 1}
 
 
 def test_a_metric_of_the_recipe_sorts_the_runs_and_a_nan_comes_last(tmp_path: Path) -> None:

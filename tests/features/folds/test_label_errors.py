@@ -5,7 +5,7 @@ import numpy as np
 from toolkit.data.labels import Labels
 from toolkit.features.folds.label_errors import Suspect, balanced_skill, find_suspects
 from toolkit.features.folds.page import _analysis
-from toolkit.report.slices import worst_slices
+from toolkit.report.html import worst_slices
 
 
 def rows_of(suspects: list[Suspect]) -> list[int]:

@@ -28,9 +28,8 @@ from toolkit.checkpoint.folder import first_with, step_number
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, model_checksum
 from toolkit.demo import model_path
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, listing, size_text
 from toolkit.utils.files import explain_write_errors, replace_folder
-from toolkit.utils.units import size_text
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # The names that conversions write: --overwrite removes nothing else.

@@ -19,7 +19,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.report.bootstrap import class_scores, intervals
+from toolkit.report.comparison import class_scores, intervals
 from toolkit.report.files import dumps, write_atomically
 
 FILE = "baselines.json"

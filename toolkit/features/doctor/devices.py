@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import printable
+from toolkit.errors import printable, size_text
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch.precision import missing_kernels
-from toolkit.utils.units import size_text
 
 _MAX_BYTES_IN_USE = 1 << 30
 _QUERY = ("--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")

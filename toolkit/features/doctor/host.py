@@ -15,12 +15,11 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from toolkit.errors import printable
+from toolkit.errors import printable, size_text
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.relaunch import clean_environment
-from toolkit.utils.units import size_text
 from toolkit.utils.versions import ALL_PACKAGES, versions
 
 OURS = "finetune-toolkit"

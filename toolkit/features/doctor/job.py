@@ -14,7 +14,7 @@ from toolkit import config
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.launch import relaunch
 from toolkit.launch.nodes import Nodes, find_nodes
-from toolkit.utils.plain_yaml import read_yaml
+from toolkit.utils.files import read_yaml
 
 _LONGEST_TIMEOUT = 600.0
 _FILES = ("train_file", "validation_file", "test_file", "label_names_file", "label_corrections")

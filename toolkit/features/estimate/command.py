@@ -12,7 +12,7 @@ import torch
 
 from toolkit.config import LongTaskSettings, TaskSettings, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.launch.precision import AUTO, auto_precision, faster_precision, measure_cached
 from toolkit.models.classifier import load_classifier
 from toolkit.models.to_bigbird import long_model
@@ -28,7 +28,6 @@ from toolkit.training.estimate import (
 )
 from toolkit.utils.features import first, hooks
 from toolkit.utils.files import templates
-from toolkit.utils.units import size_text
 
 
 def run(settings: Any, processes: int) -> None:

@@ -22,9 +22,8 @@ from toolkit.evaluation.outputs import ids_fault
 from toolkit.features.folds.duplicates import SIMILAR, near_duplicates
 from toolkit.features.folds.label_errors import Suspect, balanced_skill, find_suspects
 from toolkit.features.folds.split import PART, fold_folder, fold_numbers, text_digest, unfinished
-from toolkit.report.files import dumps, read_lines, write_atomically
-from toolkit.report.record import Record
-from toolkit.report.slices import MIN_ROWS, worst_slices
+from toolkit.report.files import Record, dumps, read_lines, write_atomically
+from toolkit.report.html import MIN_ROWS, worst_slices
 from toolkit.report.templates import render
 
 ERRORS = "label_errors.jsonl"

@@ -18,7 +18,8 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.data.labels import MULTI, Labels
-from toolkit.data.rows import Rows, Targets, data_seed, limit_rows
+from toolkit.data.prepare import data_seed, limit_rows
+from toolkit.data.table import Rows, Targets
 from toolkit.data.tokens import join_pair
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.saved_model import training_run
@@ -69,9 +70,8 @@ def select_rows(
         notes.append(note)
     if "fold" not in facts:
         return {"train": rows}, notes
-    seed = data_seed(settings)
-    rows, limit_notes = limit_rows(rows, "train", settings.data.max_train_samples, seed)
-    parts, note = split_fold(rows, targets, facts["folds"], facts["fold"], seed)
+    rows, limit_notes = limit_rows(rows, "train", settings)
+    parts, note = split_fold(rows, targets, facts["folds"], facts["fold"], data_seed(settings))
     return parts, [*notes, *limit_notes, note]
 
 

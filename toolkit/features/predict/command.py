@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
 from toolkit.data.table import USUAL_TEXT, Table
-from toolkit.data.text_files import spreadsheet_encoding
+from toolkit.data.text_files import DELIMITERS, spreadsheet_encoding
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import Answers, ClassAnswers
@@ -33,10 +34,10 @@ from toolkit.evaluation.saved_model import (
     training_quoting,
     training_run,
 )
-from toolkit.features.predict.parts import SEPARATORS, Parts
+from toolkit.features.predict.parts import Parts
 from toolkit.pretrained import layer_of, model_digest
 from toolkit.utils.log import logger
-from toolkit.utils.progress import PartOfProgress, Progress
+from toolkit.utils.progress import Progress
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 """A window ends at either limit: enough texts to sort by length, and little work to repeat after a kill."""
@@ -73,7 +74,7 @@ def predict_file(options: Any) -> None:
              "encoding": options.encoding}  # fmt: skip
     launch.require_equal(accelerator, "the file, the model and the options", facts)
     encoding = settings.encoding
-    if format_of(output) in SEPARATORS:
+    if format_of(output) in DELIMITERS:
         encoding = spreadsheet_encoding(options.file, encoding)
     parts = Parts(output, encoding, settings.quoting == "none" and same_format, facts)
     if _is_already_joined(options, accelerator, parts):
@@ -191,7 +192,7 @@ class _Prediction:
             written: Future[Any] = writer.submit(int)
             while (window := following.result()) is not None:
                 following = reader.submit(next, windows, None)
-                outputs = saved.compute_outputs(window.split, PartOfProgress(bar, rows, window.rows.num_rows))
+                outputs = saved.compute_outputs(window.split, partial(bar.update_part, rows, window.rows.num_rows))
                 rows, computed = rows + window.rows.num_rows, computed + len(window.split)
                 empty += window.empty
                 if self.accelerator.is_main_process:
@@ -274,7 +275,7 @@ def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -
     no_classes = not isinstance(answers, ClassAnswers) or answers.labels.problem_type == "regression"
     if no_classes and probabilities.startswith("top"):
         raise UserError(f"--probabilities {probabilities}: the model has no classes: leave it out")
-    lines, flat = list(answers.answers(outputs)), format_of(output) in SEPARATORS
+    lines, flat = list(answers.answers(outputs)), format_of(output) in DELIMITERS
     predictions = [line["prediction"] for line in lines]
     columns: dict[str, list[Any]] = {"prediction": predictions}
     if not isinstance(answers, ClassAnswers):

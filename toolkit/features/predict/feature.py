@@ -80,8 +80,8 @@ class PredictFeature(Feature):
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
         if data is None or data.targets.column_setting is None:  # no run, or pretraining: nothing to predict
             return ()
-        from toolkit.report.record import architecture
-        from toolkit.report.summary import runnable_command
+        from toolkit.report.files import architecture
+        from toolkit.report.log import runnable_command
 
         if not architecture(folder / "model"):
             return ()

@@ -14,13 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from toolkit.data.read import format_of
-from toolkit.data.table import cast_batch, unify_schemas
-from toolkit.data.text_files import OPENERS
+from toolkit.data.text_files import DELIMITERS, OPENERS, cast_batch, unify_schemas
 from toolkit.errors import UserError, listing
 from toolkit.report.files import dumps
 from toolkit.utils.files import explain_write_errors, replace_file
 
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _NAME = re.compile(r"part-(\d+)-(\d+)")
 
 
@@ -131,14 +129,14 @@ class Parts:
             [cell.decode(errors="backslashreplace") if isinstance(cell, bytes) else cell for cell in cells]
             for cells in columns.values()
         ), strict=True)  # fmt: skip
-        if self.kind not in SEPARATORS:
+        if self.kind not in DELIMITERS:
             yield from (f"{dumps(dict(zip(columns, row, strict=True)))}\n" for row in rows)
             return
         written: list[str] = []
         sink: Any = SimpleNamespace(write=written.append)
         # csv quotes a cell with a lone \r, which readers take for the end of a row, only if lines end in \r, too
         writer = csv.writer(
-            sink, delimiter=SEPARATORS[self.kind], lineterminator="\r\n", quoting=self.quoting,
+            sink, delimiter=DELIMITERS[self.kind], lineterminator="\r\n", quoting=self.quoting,
             quotechar=None if self.quoting == csv.QUOTE_NONE else '"',
         )  # fmt: skip
         for row in itertools.chain([list(columns)] * header, rows):

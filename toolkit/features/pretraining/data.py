@@ -20,8 +20,7 @@ import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
-from toolkit.data.rows import Rows, Targets
-from toolkit.data.table import Table
+from toolkit.data.table import Rows, Table, Targets
 from toolkit.data.tokens import Split, append_to_npy
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs

@@ -138,7 +138,7 @@ class Sweep:
     ) -> None:
         """Runs the recipe with these settings, unless `folder` holds the finished run; moves the run of another command
         aside. A stop signal, or an error of `while_running`, stops the run with a checkpoint. Raises UserError."""
-        from toolkit.report.record import run_config
+        from toolkit.report.files import run_config
 
         self.runs.append(folder)
         log, record = (folder.with_name(f"{folder.name}.{ending}") for ending in ("log", "command"))
@@ -282,7 +282,7 @@ def _name(trial: Any) -> str:
 
 def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
     """(--metric_for_best_model and its sign, step -> its value so far, negated where lower is better)."""
-    from toolkit.report.record import Record
+    from toolkit.report.files import Record
 
     if not (folder / "eval.jsonl").exists():
         return None, {}

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
-from toolkit.data.rows import Rows, Targets
-from toolkit.data.table import Table, columns_of, find_columns
+from toolkit.data.table import Rows, Table, Targets
 from toolkit.data.tokens import Split, TextBlock, encode_blocks, read_lines, save_texts, save_tokens
 from toolkit.errors import UserError
 
@@ -85,8 +84,8 @@ class Titles(Targets):
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Titles:
-        columns = find_columns(table, settings.data.title_column, USUAL, "title_column")
-        texts = columns_of(table, text_column)
+        columns = table.find_columns(settings.data.title_column, USUAL, "title_column")
+        texts = table.columns_of(text_column)
         if len(columns) != 1:
             others = [name for name in table.rows.column_names if name not in texts]
             raise table.ambiguous_column("title", "title_column", others)

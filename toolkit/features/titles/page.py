@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.report.files import Record
 from toolkit.report.html import truncate
-from toolkit.report.record import Record
 
 _EXAMPLES = 8
 """Titles of each kind."""
