@@ -18,7 +18,8 @@ from torch.distributed import HashStore
 
 from tests.launch.ranks import Group, codes, errors, run_group
 from tests.runs import Finished
-from toolkit.launch.failure_detector import Failure, FailureDetector, count_collectives
+from toolkit.launch import collectives
+from toolkit.launch.failure_detector import Failure, FailureDetector
 from toolkit.launch.interrupted import EXIT_CODE_FILE
 from toolkit.launch.rendezvous import Peer
 
@@ -260,7 +261,7 @@ def test_ranks_that_all_wait_are_named_before_the_run_ends(slow: dict[str, Group
 @several_processes
 def test_an_error_of_nccl_ends_the_run_unless_a_rank_has_died() -> None:
     """The main thread waits; an error of CUDA is raised there, so NCCL's watchdog need not abort the process for it."""
-    code = "failure_detector._MAX_REPORT_SECONDS = 4.0\nfailure_detector.nccl_error = lambda: 'COMM_ERROR'"
+    code = "failure_detector._MAX_REPORT_SECONDS = 4.0\nfailure_detector.collectives.nccl_error = lambda: 'COMM_ERROR'"
     body = f"print(os.environ['TORCH_NCCL_RETHROW_CUDA_ERRORS'], flush=True)\n{WAIT}"
     for killed, message in ((False, f"COMM_ERROR on rank 1 on {HOST}"), (True, f"rank 0 on {HOST} exited")):
         with Group(WAIT, body, before={1: code}) as started:
@@ -331,7 +332,7 @@ def test_collectives_of_objects_count_on_another_backend_than_tensors(no_launche
     world, nccl = dist.group.WORLD, dist.ProcessGroup.BackendType.NCCL
     world._register_backend(torch.device("cuda"), nccl, dist.new_group()._get_backend(torch.device("cpu")))
     world._set_default_backend(nccl)
-    before = count_collectives()
+    before = collectives.count()
     dist.broadcast_object_list([1])
     assert world._get_sequence_number_for_group() == 0
-    assert count_collectives() > before
+    assert collectives.count() > before

@@ -17,7 +17,7 @@ from functools import partial
 from typing import NoReturn
 
 from toolkit.errors import UserError, system_error_line
-from toolkit.launch import failure_detector, interrupted
+from toolkit.launch import collectives, failure_detector, interrupted
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.exit_state import exit_state, stop_launcher
 from toolkit.launch.interrupted import INTERRUPTED, write_exit_code
@@ -211,7 +211,7 @@ def _exit_with_others() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
         write_exit_code(exit_state.exit_code)
         stop_launcher(exit_state.exit_code)
-    if failure_detector.backends() or exit_state.exit_code:  # Python takes seconds to unload what was imported
+    if collectives.backends() or exit_state.exit_code:  # Python takes seconds to unload what was imported
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from toolkit.errors import UserError
-from toolkit.launch import network
+from toolkit.launch import collectives, network
 from toolkit.launch.environment import attempt, max_restarts, timeout_seconds
 from toolkit.launch.exit_state import RESUME_HINT, close_resources, stop_launcher
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, write_exit_code
@@ -318,7 +318,7 @@ class FailureDetector:
     def _exchange_heartbeats(self) -> None:
         if self._store.check(["failure"]):
             self._handle(Failure(**read(self._store, "failure")))
-        heartbeat = [self._polls, count_collectives(), waits_in_collective(), main_thread_position()]
+        heartbeat = [self._polls, collectives.count(), collectives.waits(), main_thread_position()]
         self._store.set(f"heartbeat {self.me.rank}", json.dumps(heartbeat))
         for rank, progress in self._progress.items():
             if self._store.check([f"heartbeat {rank}"]):
@@ -353,7 +353,7 @@ class FailureDetector:
             each = sorted({progress.position: rank for rank, progress in self._progress.items()}.values())
             line = f"no rank begins a collective: {self._describe(each, idle)}; if they wait for each other, call each"
             logger.warning(f"{line} collective on all ranks, not after `if accelerator.is_main_process`")
-        if not (error := nccl_error()):
+        if not (error := collectives.nccl_error()):
             self._intact = now
         elif now - self._intact > _MAX_REPORT_SECONDS:
             where = f"rank {self.me.rank} on {self.me.host}; see the output there"
@@ -407,40 +407,6 @@ def exit_now(code: int, line: str, permanent: bool, announce: Callable[[], objec
     if permanent:
         stop_launcher(code)
     os._exit(code)
-
-
-def count_collectives() -> int:
-    """How many collectives this process has begun, over all groups of all ranks."""
-    with contextlib.suppress(RuntimeError):  # a group is being created or destroyed
-        return sum(int(backend._get_sequence_number_for_group()) for backend in backends())
-    return 0
-
-
-def nccl_error() -> str:
-    """TIMEOUT or COMM_ERROR after one, in which the main thread waits forever; otherwise empty."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # gloo has none: it raises its errors
-        return next((name for each in backends() if (name := each.get_error().name) != "SUCCESS"), "")
-    return ""
-
-
-def backends() -> set[Any]:
-    """Of all groups of all ranks: with FSDP2 on GPUs tensors have NCCL, and objects gloo."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no groups; one is being created or destroyed
-        world = distributed.get_world_size()
-        groups = [group for group in list(distributed.distributed_c10d._world.pg_map) if group.size() == world]
-        return {group._get_backend(device) for group in groups for device in group._device_types}
-    return set()
-
-
-def waits_in_collective() -> bool:
-    """Whether NCCL has not finished a collective that this process has begun. gloo's record is not in order."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", lambda _: "{}")
-    with contextlib.suppress(RuntimeError, ValueError, LookupError):  # torch may change its private record
-        groups = json.loads(dump(False)).get("pg_status") or {}  # False: without its 2000 collectives, which take 0.2 s
-        states = [(group["last_enqueued_collective"], group["last_completed_collective"]) for group in groups.values()]
-        return any(int(begun) > int(completed) for begun, completed in states)
-    return False
 
 
 def main_thread_position() -> str:
