@@ -244,6 +244,13 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "weights in 16 bits after prepare": (
         "single", "metric", "    objective = toolkit.make", "    model.bfloat16()\n    objective = toolkit.make",
         ("bert.embeddings", "16 bits")),
+    **{f"weights set after prepare under {way}": (
+        way, "metric", "    objective = toolkit.make",
+        "    torch.nn.init.zeros_(toolkit.unwrapped(model).classifier.weight)\n    objective = toolkit.make",
+        ("classifier.weight", "before `prepare`")) for way in ("zero2 x2", "zero3 x2")},
+    "gradients clipped with fp16's loss scale": (
+        "single", "metric", CLIP, f"        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)\n{CLIP}",
+        ("step 1", "loss scale")),
     "an Accelerator that does not see the others": (
         "ddp x2", "metric", "toolkit.start_accelerator(settings)", "__import__('accelerate').Accelerator()",
         ("1 of 2", "toolkit.start_accelerator")),

@@ -94,6 +94,8 @@ class Run:
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
         resumed = resume_newest(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
+        if resumed:
+            self._steps.checks.remember_weights(model)
         self._write_config(resumed)
         done, settings = self._steps.done, self.facts["settings"]
         start_trackers(self.accelerator, self.settings.training, self.folder.path, self.recipe, settings, done)

@@ -1,4 +1,4 @@
-"""toolkit/training/checks.py and loop_checks.py: parameters. Optimizers: tests/training/test_optimizer_trial.py."""
+"""toolkit/training/checks.py, loop_checks.py, shard_checks.py. Optimizers: tests/training/test_optimizer_trial.py."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +13,9 @@ from tests.faults import refusal
 from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
-from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters, refuse_shards
+from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
 from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
+from toolkit.training.shard_checks import refuse_shards
 
 SETTINGS = TrainingSettings()
 

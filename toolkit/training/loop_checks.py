@@ -4,9 +4,7 @@ first steps."""
 from __future__ import annotations
 
 import contextlib
-import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,22 +13,21 @@ from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.checkpoint.live import reshard
 from toolkit.errors import UserError, listing
 from toolkit.training import checks
-from toolkit.training.checks import HOW_TO_FREEZE, LOSS_PARAMETERS, not_in_loss, not_in_model, prepared
+from toolkit.training.checks import HOW_TO_FREEZE, not_in_loss, not_in_model, prepared
+from toolkit.training.shard_checks import (
+    REMEDY_IN_OPTIMIZER,
+    RefuseChanges,
+    RefuseLocalNumbers,
+    refuse_shards,
+    refuse_stale_parameters,
+)
 from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_leaves, unwrapped
-
-REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
-REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
-_GRAD: Any = torch.Tensor.grad
-_DATA: Any = torch.Tensor.data
-_TO_NUMBERS = {"item", "tolist", "__float__", "__int__", "__bool__"}
-_NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}
 
 
 class LoopChecks:
@@ -54,6 +51,10 @@ class LoopChecks:
         """The learning rates with which DeepSpeed has stepped."""
         self._accumulates: torch.nn.Module | None = None
         """The model, where each micro-batch adds to its parameters' `grad`."""
+        self._weights: dict[str, tuple[int, float]] = {}
+        """Of the weights that DeepSpeed has copied."""
+        self._gradients: dict[str, tuple[int, float]] = {}
+        """Of the first step's gradients with fp16's loss scale."""
         self._unchecked: torch.nn.Module | None = None
         """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
@@ -78,12 +79,19 @@ class LoopChecks:
             self._rates = self._learning_rates()
             if self._model is not None and accelerator.sync_gradients:
                 self.watch_weights(self._model)
+                if accelerator.scaler is not None:
+                    self._gradients = _checksums(_gradients_of(unwrapped(self._model)))
 
         def unscale_once(optimizer: Any = None) -> None:
             if not self._unscaled:
                 if self.stepped:
                     raise UserError(f"step {self._step}: call `accelerator.clip_grad_norm_` before `optimizer.step()`")
                 self._refuse_backwards(self._micro_batches)
+                if self._gradients and self._gradients != _checksums(_gradients_of(unwrapped(self._model))):
+                    raise UserError(
+                        f"step {self._step}: gradients were changed before fp16's loss scale was removed: call "
+                        "`accelerator.clip_grad_norm_` first, or pass --mixed_precision bf16"
+                    )
                 self._unscaled = True
                 unscale(optimizer)
 
@@ -128,6 +136,13 @@ class LoopChecks:
         half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
         if self._first is None and not half and (fault := checks.low_precision_fault(unwrapped(model))):
             raise UserError(fault)
+        if self._first is None and self._weights:
+            weights = _checksums(unwrapped(model).named_parameters())
+            if changed := [name for name, checksum in self._weights.items() if weights.get(name) != checksum]:
+                raise UserError(
+                    f"{listing(changed, 4)}: DeepSpeed trains copies of the weights that `prepare` got: change weights "
+                    "before `prepare`, or launch with ddp"
+                )
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
@@ -149,14 +164,19 @@ class LoopChecks:
             raise UserError(f"step {number} begins with old gradients: call `optimizer.zero_grad()` in each step")
         self._accumulates = model if accumulates else None
 
+    def remember_weights(self, model: torch.nn.Module) -> None:
+        """DeepSpeed has copied them, or a checkpoint has set both: until the first step they must not change."""
+        if self.accelerator.state.deepspeed_plugin:
+            self._weights = _checksums(unwrapped(model).named_parameters())
+
     def watch_weights(self, model: torch.nn.Module) -> None:
         """In the first step and until the second, refuses what DeepSpeed's copies and FSDP2's shards make wrong."""
         if self._first == self._step and self.accelerator.is_fsdp2:
-            self._after_backward.enter_context(_RefuseLocalNumbers())
-            self._after_backward.callback(register_optimizer_step_pre_hook(_refuse_stale_parameters).remove)
+            self._after_backward.enter_context(RefuseLocalNumbers())
+            self._after_backward.callback(register_optimizer_step_pre_hook(refuse_stale_parameters).remove)
         elif self._first == self._step and self.accelerator.state.deepspeed_plugin:
             self._after_backward.enter_context(refuse_shards(model, REMEDY_IN_OPTIMIZER))
-            self._after_backward.enter_context(_RefuseChanges(model))
+            self._after_backward.enter_context(RefuseChanges(model))
 
     @contextlib.contextmanager
     def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
@@ -207,7 +227,7 @@ class LoopChecks:
     def end_step(self, number: int, micro_batches: int) -> None:
         """Before the metrics of a step with `micro_batches` are gathered."""
         self._after_backward.close()
-        self._model = None
+        self._model, self._gradients = None, {}
         if number != self._step:  # none of them was computed
             self._step, self._means = number, 0
         self._refuse_means(micro_batches)
@@ -261,6 +281,21 @@ def refuse_changes(model: Any, first: bool = False) -> None:
         raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
 
 
+def _gradients_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, each.grad) for name, each in model.named_parameters() if each.grad is not None)
+
+
+def _checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, float]]:
+    """(changes that torch has counted, checksum of this process's part) of each. A parameter of ZeRO-3 may be empty:
+    then only the first shows a change."""
+    checksums: dict[str, tuple[int, float]] = {}
+    for name, each in tensors:
+        part = getattr(each, "ds_tensor", each).detach()
+        part = part.to_local() if isinstance(part, DTensor) else part
+        checksums[name] = each._version, torch.hash_tensor(part).view(torch.int64).item() if part.numel() else 0
+    return checksums
+
+
 def refuse_different_weights(model: torch.nn.Module) -> None:
     """Raises UserError where processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
     weights = {
@@ -294,127 +329,3 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool =
     used = {names[id(leaf)] for leaf in leaves}
     if uses_all and (unused := [name for name in trained if name not in used]):
         raise UserError(not_in_loss(unused))
-
-
-@contextlib.contextmanager
-def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]:
-    """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
-    UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
-    fail on its shape."""
-    parameters = unwrapped(model).named_parameters()
-    names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
-    if not names:
-        yield
-        return
-    mode = _RefuseShards(names, remedy)
-    before, after = model.register_forward_pre_hook, model.register_forward_hook
-    with mode, before(mode.suspend), after(mode.resume, always_call=True):
-        yield
-
-
-def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
-    """Makes `model.state_dict()` in a recipe, with `torch.save` or `save_pretrained`, raise UserError where it has only
-    shards."""
-    plugin = accelerator.state.deepspeed_plugin
-    if accelerator.is_fsdp2 or (plugin and plugin.zero_stage == 3):
-        for part in unwrapped(model).modules():
-            part.register_state_dict_pre_hook(_refuse_state_dict)
-
-
-def _refuse_state_dict(*_: Any) -> None:
-    if not _called_by_strategy():
-        raise UserError(
-            "model.state_dict() and save_pretrained() have only shards of weights: call "
-            "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
-        )
-
-
-class _RefuseShards(TorchFunctionMode):
-    def __init__(self, names: dict[int, str], remedy: str) -> None:
-        super().__init__()
-        self.names, self.remedy = names, remedy
-
-    def suspend(self, *_: Any) -> None:
-        self.__exit__(None, None, None)
-
-    def resume(self, *_: Any) -> None:
-        self.__enter__()
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parameters = (each for each in tree_leaves((args, kwargs)) if id(each) in self.names)
-        sharded = [each for each in parameters if isinstance(each, DTensor) or each.ds_status.name == "NOT_AVAILABLE"]
-        if not sharded or _called_by_strategy():
-            return function(*args, **(kwargs or {}))
-        try:
-            if not isinstance(result := function(*args, **(kwargs or {})), torch.Tensor):
-                return result  # its device, say
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            pass
-        raise UserError(
-            f"{listing([self.names[id(each)] for each in sharded], 4)}: sharded parameters are available only in the "
-            f"forward of their module: {self.remedy}"
-        )
-
-
-def _refuse_stale_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """FSDP2 replaces the model's parameters, in the optimizer that is prepared with it."""
-    if any(not isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
-        name = type(optimizer).__name__
-        raise UserError(f"{name} has parameters that FSDP2 has replaced: create a second optimizer after `prepare`")
-
-
-class _RefuseLocalNumbers(TorchFunctionMode):
-    """Refuses `item`, `float` and the like of a DTensor whose value is not that of all processes, such as a norm."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        placements = getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
-        if not all(each.is_replicate() for each in placements) and not _called_by_strategy():
-            raise UserError(
-                f"{function.__name__}() of a DTensor is that of one process: use `.full_tensor()` in all first"
-            )
-        return function(*args, **(kwargs or {}))
-
-
-class _RefuseChanges(TorchFunctionMode):
-    """Refuses the recipe's changes of weights and uses of `grad` under DeepSpeed, which computes both from its own
-    copies: a change of a weight is overwritten in the next step, and `grad` is None."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        trained = [(name, each) for name, each in unwrapped(model).named_parameters() if each.requires_grad]
-        self.names = {id(each): name for name, each in trained}
-        self.weights = {each.untyped_storage().data_ptr(): name for name, each in trained if each.numel()}
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, called, fault = "", function.__name__, ""
-        if function in (_GRAD.__get__, _GRAD.__set__):
-            name = self.names.get(id(args[0]), "")
-            fault = (
-                "grad is empty: DeepSpeed has stepped when `accelerator.backward` returns, with gradients clipped at "
-                "--max_grad_norm, whose norm is the result of `accelerator.clip_grad_norm_`. To change gradients"
-            )
-        elif (
-            function == _DATA.__set__
-            or called == "__setitem__"
-            or (called[-1] == "_" != called[-2] and called not in _NO_CHANGE)
-        ):
-            tensors = filter(torch.is_tensor, tree_leaves(args[:1]))
-            names = (self.weights.get(each.untyped_storage().data_ptr()) for each in tensors)
-            name = next(filter(None, names), "")
-            fault = "DeepSpeed overwrites weights that the loop changes with its own copies. To change them"
-        if not name or _called_by_strategy():
-            return function(*args, **(kwargs or {}))
-        raise UserError(f"{name}: {fault}, {REMEDY_IN_OPTIMIZER}")
-
-
-def _called_by_strategy() -> bool:
-    """Whether DeepSpeed, Accelerate, FSDP2 or this package is the caller, and not the recipe."""
-    frame: Any = sys._getframe(2)
-    while frame:
-        inner = re.search(r"/(torch|deepspeed|accelerate)/(distributed/)?", frame.f_code.co_filename)
-        if inner and (inner[1] != "torch" or inner[2]):
-            return True
-        if not inner and frame.f_globals is not globals():  # not another of these modes
-            return str(frame.f_globals.get("__name__")).startswith("toolkit.")
-        frame = frame.f_back
-    return False

@@ -30,8 +30,9 @@ from toolkit.pretrained import attention_dropout, encoder_config
 from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
-from toolkit.training.loop_checks import refuse_changes, refuse_different_weights, refuse_state_dict
+from toolkit.training.loop_checks import refuse_changes, refuse_different_weights
 from toolkit.training.optimizer import make_scheduler
+from toolkit.training.shard_checks import refuse_state_dict
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
 from toolkit.utils.compat import require
@@ -82,6 +83,7 @@ def prepare(
     refuse_other_gradients(accelerator)
     refuse_state_dict(accelerator, model)
     refuse_changes(model)  # remembers the parameters
+    steps.checks.remember_weights(model)
     if accelerator.state.deepspeed_plugin:
         exit_state.free = partial(_free, accelerator.deepspeed_engine_wrapped.engine)
     if (settings.warmup_steps or 0) >= (total := steps.schedule.total_steps):

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -233,8 +232,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Device memory where the device counts it, otherwise the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return memory.peak_resident_bytes()
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -70,6 +70,18 @@ def _quoted(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if _MESSAGES.search(line)), first_line(error))[:200]
 
 
+def peak_resident_bytes() -> int:
+    """This process's largest resident size (proc(5)); where that is unknown, getrusage's, which on Linux begins at the
+    size of the process that started this one."""
+    with contextlib.suppress(OSError):
+        if line := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")):
+            return 1024 * int(line[1])
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def manage_freed_memory() -> None:
     """Call it after each step or batch on a CPU: the process keeps freed memory until its peak is a large share of the
     machine's memory; from then on glibc returns it as usual. Only with glibc that no variable configures.
@@ -80,9 +92,7 @@ def manage_freed_memory() -> None:
     """
     if _glibc() is None:
         return
-    import resource
-
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = peak_resident_bytes()
     if peak < _KEEP_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         _set(keep=True)
         _trim(int(math.log(peak, 1.03)))

@@ -1,0 +1,150 @@
+"""What an edited recipe must not do with sharded parameters (ZeRO-3, FSDP2) and with weights that DeepSpeed copies."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit.errors import UserError, listing
+from toolkit.training.checks import LOSS_PARAMETERS
+from toolkit.utils.modules import unwrapped
+
+REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
+REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_TO_NUMBERS = {"item", "tolist", "__float__", "__int__", "__bool__"}
+_NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}
+
+
+@contextlib.contextmanager
+def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]:
+    """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
+    UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
+    fail on its shape."""
+    parameters = unwrapped(model).named_parameters()
+    names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
+    if not names:
+        yield
+        return
+    mode = _RefuseShards(names, remedy)
+    before, after = model.register_forward_pre_hook, model.register_forward_hook
+    with mode, before(mode.suspend), after(mode.resume, always_call=True):
+        yield
+
+
+def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
+    """Makes `model.state_dict()` in a recipe, with `torch.save` or `save_pretrained`, raise UserError where it has only
+    shards."""
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.is_fsdp2 or (plugin and plugin.zero_stage == 3):
+        for part in unwrapped(model).modules():
+            part.register_state_dict_pre_hook(_refuse_state_dict)
+
+
+def _refuse_state_dict(*_: Any) -> None:
+    if not _called_by_strategy():
+        raise UserError(
+            "model.state_dict() and save_pretrained() have only shards of weights: call "
+            "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
+        )
+
+
+class _RefuseShards(TorchFunctionMode):
+    def __init__(self, names: dict[int, str], remedy: str) -> None:
+        super().__init__()
+        self.names, self.remedy = names, remedy
+
+    def suspend(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
+
+    def resume(self, *_: Any) -> None:
+        self.__enter__()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parameters = (each for each in tree_leaves((args, kwargs)) if id(each) in self.names)
+        sharded = [each for each in parameters if isinstance(each, DTensor) or each.ds_status.name == "NOT_AVAILABLE"]
+        if not sharded or _called_by_strategy():
+            return function(*args, **(kwargs or {}))
+        try:
+            if not isinstance(result := function(*args, **(kwargs or {})), torch.Tensor):
+                return result  # its device, say
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            pass
+        raise UserError(
+            f"{listing([self.names[id(each)] for each in sharded], 4)}: sharded parameters are available only in the "
+            f"forward of their module: {self.remedy}"
+        )
+
+
+def refuse_stale_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """FSDP2 replaces the model's parameters, in the optimizer that is prepared with it."""
+    if any(not isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+        name = type(optimizer).__name__
+        raise UserError(f"{name} has parameters that FSDP2 has replaced: create a second optimizer after `prepare`")
+
+
+class RefuseLocalNumbers(TorchFunctionMode):
+    """Refuses `item`, `float` and the like of a DTensor whose value is not that of all processes, such as a norm."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        placements = getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
+        if not all(each.is_replicate() for each in placements) and not _called_by_strategy():
+            raise UserError(
+                f"{function.__name__}() of a DTensor is that of one process: use `.full_tensor()` in all first"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+class RefuseChanges(TorchFunctionMode):
+    """Refuses the recipe's changes of weights and uses of `grad` under DeepSpeed, which computes both from its own
+    copies: a change of a weight is overwritten in the next step, and `grad` is None."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        trained = [(name, each) for name, each in unwrapped(model).named_parameters() if each.requires_grad]
+        self.names = {id(each): name for name, each in trained}
+        self.weights = {each.untyped_storage().data_ptr(): name for name, each in trained if each.numel()}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, called, fault = "", function.__name__, ""
+        if function in (_GRAD.__get__, _GRAD.__set__):
+            name = self.names.get(id(args[0]), "")
+            fault = (
+                "grad is empty: DeepSpeed has stepped when `accelerator.backward` returns, with gradients clipped at "
+                "--max_grad_norm, whose norm is the result of `accelerator.clip_grad_norm_`. To change gradients"
+            )
+        elif (
+            function == _DATA.__set__
+            or called == "__setitem__"
+            or (called[-1] == "_" != called[-2] and called not in _NO_CHANGE)
+        ):
+            tensors = filter(torch.is_tensor, tree_leaves(args[:1]))
+            names = (self.weights.get(each.untyped_storage().data_ptr()) for each in tensors)
+            name = next(filter(None, names), "")
+            fault = "DeepSpeed overwrites weights that the loop changes with its own copies. To change them"
+        if not name or _called_by_strategy():
+            return function(*args, **(kwargs or {}))
+        raise UserError(f"{name}: {fault}, {REMEDY_IN_OPTIMIZER}")
+
+
+def _called_by_strategy() -> bool:
+    """Whether DeepSpeed, Accelerate, FSDP2 or this package is the caller, and not the recipe."""
+    frame: Any = sys._getframe(2)
+    while frame:
+        name = str(frame.f_globals.get("__name__"))
+        package = name.partition(".")[0]
+        if package in ("deepspeed", "accelerate") or name.startswith("torch.distributed."):
+            return True
+        if package != "torch" and name != __name__:  # another of these modes
+            return package == "toolkit"
+        frame = frame.f_back
+    return False
