@@ -229,25 +229,3 @@ def test_freed_memory_is_kept_up_to_a_limit() -> None:
     command = [sys.executable, "-c", _FAULTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert [int(faults) < 100 for faults in done] == [True, False, False, False], done
-
-
-_HOLES = """
-import torch
-from toolkit.utils import memory
-memory.machine_memory = lambda: 2**40
-resident = lambda: int(open("/proc/self/statm").read().split()[1]) / 256
-memory.manage_freed_memory()
-blocks = [(torch.ones(2**18), torch.ones(2**12)) for _ in range(256)]
-small, full = [each for _, each in blocks], resident()
-del blocks
-memory.manage_freed_memory()
-print(full - resident() > 200)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_holes_of_a_new_peak_are_returned() -> None:
-    """256 holes of 1 MiB."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", _HOLES], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"

@@ -72,7 +72,6 @@ def make_accelerator(
     if on_cpu:
         _report_unseen_gpus(place)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # not 1024 shapes of 0.25 MiB: few recur
     deepspeed = _use_deepspeed(place)
     device_type = "cpu" if on_cpu else str(torch.accelerator.current_accelerator())
     ranks = rendezvous.join_ranks(place, sys.argv[0], timeout_seconds("rendezvous_timeout"), device=device_type)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import os
 import re
 import sys
@@ -26,7 +25,6 @@ _MESSAGES = re.compile(
 )
 _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
-_KEEP = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
 _DEFAULTS = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 """The values that glibc adapts to once a program has freed large blocks."""
 _KEEP_BELOW = 0.4
@@ -87,28 +85,26 @@ def manage_freed_memory() -> None:
     machine's memory; from then on glibc returns it as usual. Only with glibc that no variable configures.
 
     By default glibc maps each tensor of more than 32 MiB anew, unless it fits into a hole of the heap, and the kernel
-    clears its pages: half the time of a step at 512 tokens. Holes are returned when the peak has grown: a larger batch
-    does not fit into them.
+    clears its pages: half the time of a training step at 512 tokens.
     """
     if _glibc() is None:
         return
-    peak = peak_resident_bytes()
-    if peak < _KEEP_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        _set(keep=True)
-        _trim(int(math.log(peak, 1.03)))
-    elif _set.cache_info().currsize:
-        _set(keep=False)
-        _trim(0)
+    if peak_resident_bytes() < _KEEP_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        _keep()
+    elif _keep.cache_info().currsize:
+        _return()
 
 
-@functools.cache  # once each: after a return the process does not keep memory again
-def _set(keep: bool) -> None:
-    for name, value in (_KEEP if keep else _DEFAULTS).items():
+@functools.cache  # once: after `_return` the process does not keep memory again
+def _keep() -> None:
+    _glibc().mallopt(_M_MMAP_MAX, 0)
+    _glibc().mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+@functools.cache  # once: each trim makes the next step clear its pages again
+def _return() -> None:
+    for name, value in _DEFAULTS.items():
         _glibc().mallopt(name, value)
-
-
-@functools.cache  # once for each level of the peak: the next step makes the kernel clear the pages again
-def _trim(level: int) -> None:
     _glibc().malloc_trim(0)
 
 
