@@ -50,8 +50,14 @@ def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
             part.register_state_dict_pre_hook(_refuse_state_dict)
 
 
-def _refuse_state_dict(*_: Any) -> None:
-    if not _called_by_strategy():
+def _is_sharded(parameter: Any) -> bool:
+    """Under FSDP2 always, under ZeRO-3 unless it is gathered (small ones, and within `GatheredParameters`)."""
+    status = getattr(parameter, "ds_status", None)
+    return isinstance(parameter, DTensor) or (status is not None and status.name == "NOT_AVAILABLE")
+
+
+def _refuse_state_dict(part: torch.nn.Module, *_: Any) -> None:
+    if any(map(_is_sharded, part.parameters(recurse=False))) and not _called_by_strategy():
         raise UserError(
             "model.state_dict() and save_pretrained() have only shards of weights: call "
             "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
@@ -70,8 +76,7 @@ class _RefuseShards(TorchFunctionMode):
         self.__enter__()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parameters = (each for each in tree_leaves((args, kwargs)) if id(each) in self.names)
-        sharded = [each for each in parameters if isinstance(each, DTensor) or each.ds_status.name == "NOT_AVAILABLE"]
+        sharded = [each for each in tree_leaves((args, kwargs)) if id(each) in self.names and _is_sharded(each)]
         if not sharded or _called_by_strategy():
             return function(*args, **(kwargs or {}))
         try:
