@@ -231,7 +231,10 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "zero2 x2", "metric", CLIP, f"        optimizer.param_groups[0]['lr'] = 0.1\n{CLIP}",
         ("step 1", "learning rates before")),
     "a second optimizer made before FSDP2": (
-        "fsdp2 x2", "metric", CLIP, f"        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1).step()\n{CLIP}",
+        "fsdp2 x2", "metric", "    model, optimizer, scheduler, steps = toolkit.prepare(",
+        "    other, clip = torch.optim.SGD(model.parameters(), 0.1), accelerator.clip_grad_norm_\n"
+        "    accelerator.clip_grad_norm_ = lambda *values: (other.step(), clip(*values))[1]\n"
+        "    model, optimizer, scheduler, steps = toolkit.prepare(",
         ("SGD", "after `prepare`")),
     "an evaluation with dropout": ("single", "metric", "        model.eval()\n", "", ("model.eval()",)),
     **{f"weights saved by hand under {way}": (

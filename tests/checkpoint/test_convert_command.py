@@ -75,10 +75,12 @@ def test_no_torch_and_little_memory(tmp_path: Path) -> None:
 def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(run, out)
-    (out / "mine.txt").write_text("mine")
-    refusal(convert, run, out, match=r"already exists: .*--overwrite")
-    refusal(convert, run, out, overwrite=True, match=r"contains mine.txt, which no conversion writes")
-    (out / "mine.txt").unlink()
+    for name in ("mine.txt", "model-v1/config.json"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+        refusal(convert, run, out, match=r"already exists: .*--overwrite")
+        refusal(convert, run, out, overwrite=True, match=f"contains {name}, which no conversion writes")
+        (out / name).unlink()
     convert(run, out, overwrite=True, dtype="bf16")
     assert names_in(out) == ["model.safetensors"]
     assert read_folder(out)["b.bias"].dtype == torch.bfloat16

@@ -37,7 +37,9 @@ def test_buffers_of_a_checkpointed_layer_are_saved() -> None:
     assert len([*persistent_buffers(model)]) == len(model.state_dict()) - 2
 
 
-@pytest.mark.parametrize("make", [Own, lambda seed: nn.Linear(2 + seed, 3)])
+@pytest.mark.parametrize(  # the last: LoRA, and not peft's
+    "make", [Own, lambda seed: nn.Linear(2 + seed, 3), lambda seed: nn.ModuleDict({"lora_A": nn.Linear(2 + seed, 3)})]
+)
 def test_there_and_back(tmp_path: Path, make: Any) -> None:
     accelerator, model = Accelerator(cpu=True), make(1)
     for _ in range(2):  # the second replaces the first

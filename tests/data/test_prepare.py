@@ -90,6 +90,8 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
     assert any("4 rows with an empty text or label are left out" in note for note in data.notes)
+    lists = [{"text": text, "label": label} for text, label in (("a", "['x']"), ("b", ""), ("c", "['x', 'y']"))]
+    assert len(prepared(lists, validation_file=lists, drop_empty_text=True).train) == 3  # an empty cell: no class
     refusal(prepared, [EMPTY[1], EMPTY[3]], drop_empty_text=True, says=["every text in column 'text'", "--text_column"])
 
 

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import TORCH_DTYPES, live_state, reshard, tied_names
-from toolkit.checkpoint.lora import AdapterConfig, in_adapter, in_merged_model, merged_name, saved_name
+from toolkit.checkpoint.lora import AdapterConfig, in_adapter, in_merged_model, live_name, merged_name, saved_name
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import copy_elements
 from toolkit.checkpoint.tensor_index import TensorIndex
@@ -107,7 +107,8 @@ def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> 
     if hasattr(module, "save_pretrained"):
         declared = getattr(module, "all_tied_weights_keys", {})
         for other, name in tied_names(module).items():
-            if not {other, name} & {*declared, *declared.values()}:  # by a recipe: transformers would refuse it
+            by_recipe = not {other, name} & {*declared, *declared.values()}
+            if by_recipe and other in state:  # transformers would refuse it
                 state[other] = state[other].clone()
         # by the model's names: transformers would write those of an older format (GTE, NomicBERT)
         with _skip_unwrapping():
@@ -243,7 +244,10 @@ def _tensors_for(model: torch.nn.Module, folder: Path) -> dict[str, TensorIndex]
     expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected -= {*tied_names(model).values()}  # saved under one of their names
     has_lora = lora_config(model) is not None
-    names = {saved_name(name): name for name in model.state_dict() if has_lora and in_adapter(name)}
+    if has_lora:
+        names = {saved_name(name): name for name in model.state_dict() if in_adapter(name)}
+    else:  # a model may have LoRA layers that are not peft's
+        names = {live_name(name): name for name in model.state_dict()}
     stored = open_checkpoint(folder.with_name(ADAPTER_FOLDER) if has_lora else folder).weights
     tensors = {names.get(name, name): tensor for name, tensor in stored.items()}
     if missing := sorted(expected - tensors.keys()):

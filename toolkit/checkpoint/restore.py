@@ -28,7 +28,9 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     Raises UserError, before anything is changed, when the checkpoint does not fit the model or the optimizer.
     """
     # by the model's first names of tied parameters
-    first = {reader.tied.get(name, name): name for name, _ in state.module.named_parameters()}
+    first: dict[str, str] = {}
+    for name, _ in state.module.named_parameters():
+        first.setdefault(reader.tied.get(name, name), name)
     reader = reader.renamed({name: first.get(name, name) for name in reader.names()})
     _check_model(state, reader)
     _check_optimizer(state, reader)

@@ -394,8 +394,10 @@ def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemT
 
 
 def _has_cells(table: Table, column: str) -> bool:
-    """Whether it holds neither lists nor the ids of a `ClassLabel`, of which -1 is missing."""
-    return hasattr(table.rows.features[column], "dtype") and _class_feature(table, column) is None
+    """Whether it holds neither lists, also as text, nor the ids of a `ClassLabel`, of which -1 is missing."""
+    if not hasattr(table.rows.features[column], "dtype") or _class_feature(table, column) is not None:
+        return False
+    return all(_parsed_list(cell) is None for cell in table.rows[:100][column])
 
 
 def _is_missing(value: Any) -> bool:

@@ -383,9 +383,9 @@ def start(rendezvous: Rendezvous | None, timeout: int) -> None:
     global current
     if current is not None or rendezvous is None or len(rendezvous.peers) == 1:
         return
+    # or NCCL's watchdog aborts this process for an error of CUDA before the main thread has raised and reported it
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     if all(peer.failure_detector == "on" for peer in rendezvous.peers):
-        # or NCCL's watchdog aborts this process for an error of CUDA before the main thread has raised and reported it
-        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         current = FailureDetector(rendezvous)
         current.start(timeout)
 

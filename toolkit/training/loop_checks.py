@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ class LoopChecks:
         step = optimizer.step
         self._learning_rates = lambda: [group["lr"] for group in optimizer.param_groups]
 
-        def checked_step(*arguments: Any, **options: Any) -> Any:
+        def checked_step(_: Any, *arguments: Any, **options: Any) -> Any:
             if self.accelerator.sync_gradients:
                 if self.accelerator.state.deepspeed_plugin and self._rates != self._learning_rates():
                     raise UserError(
@@ -127,7 +128,7 @@ class LoopChecks:
                 self.stepped = True
             return step(*arguments, **options)
 
-        optimizer.step = checked_step
+        optimizer.step = MethodType(checked_step, optimizer)  # a scheduler of torch takes its __func__
 
     def begin_step(self, number: int, model: torch.nn.Module, accumulates: bool) -> None:
         """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
@@ -298,9 +299,9 @@ def _checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[i
 
 def refuse_different_weights(model: torch.nn.Module) -> None:
     """Raises UserError where processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
-    weights = {
-        name: each.detach().flatten()[:4].tolist() for name, each in model.named_parameters() if not each.is_meta
-    }
+    trained = ((name, each.detach()) for name, each in model.named_parameters() if each.requires_grad)
+    # as bytes, in which nan equals nan
+    weights = {name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in trained if not each.is_meta}
     ranks = gather_object([weights])
     if names := [name for name in weights if any(rank.get(name, weights[name]) != weights[name] for rank in ranks)]:
         raise UserError(f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed")

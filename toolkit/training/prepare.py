@@ -32,7 +32,7 @@ from toolkit.training.estimate import fit_batch_size
 from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
 from toolkit.training.loop_checks import refuse_changes, refuse_different_weights
 from toolkit.training.optimizer import make_scheduler
-from toolkit.training.shard_checks import refuse_state_dict
+from toolkit.training.shard_checks import REPLACED, refuse_state_dict
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
 from toolkit.utils.compat import require
@@ -75,6 +75,8 @@ def prepare(
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
     if accelerator.is_fsdp2:
         refuse_different_weights(model)
+        for parameter in model.parameters():
+            setattr(parameter, REPLACED, True)
     launch.explain_failures(memory.explain_without_batch)
     with explain_config_errors():
         model, optimizer = accelerator.prepare(model, optimizer)

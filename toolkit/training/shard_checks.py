@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from toolkit.errors import UserError, listing
 from toolkit.training.checks import LOSS_PARAMETERS
 from toolkit.utils.modules import unwrapped
 
+REPLACED = "_toolkit_replaced"
+"""Attribute of the parameters that FSDP2 replaces."""
 REMEDY_IN_FORWARD = f"compute with them there ({LOSS_PARAMETERS})"
 REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay), or launch with ddp"
 _GRAD: Any = torch.Tensor.grad
@@ -56,12 +59,24 @@ def _is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, DTensor) or (status is not None and status.name == "NOT_AVAILABLE")
 
 
+# modules that gather weights, not those that start a recipe; and peft's functions that use only the names
+_GATHERS = re.compile(
+    r"(deepspeed|accelerate|torch\.distributed)\.(?!launch|commands|elastic|run$|utils\.launch)|toolkit\.checkpoint\."
+)
+_USE_NAMES = {"adapter_state_dict", "adapter_state_dict_load_map"}
+
+
 def _refuse_state_dict(part: torch.nn.Module, *_: Any) -> None:
-    if any(map(_is_sharded, part.parameters(recurse=False))) and not _called_by_strategy():
-        raise UserError(
-            "model.state_dict() and save_pretrained() have only shards of weights: call "
-            "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
-        )
+    frame: Any = sys._getframe(1) if any(map(_is_sharded, part.parameters(recurse=False))) else None
+    while frame:
+        if _GATHERS.match(str(frame.f_globals.get("__name__"))) or frame.f_code.co_name in _USE_NAMES:
+            return
+        frame = frame.f_back
+        if frame is None:
+            raise UserError(
+                "model.state_dict() and save_pretrained() have only shards of weights: call "
+                "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
+            )
 
 
 class _RefuseShards(TorchFunctionMode):
@@ -92,7 +107,7 @@ class _RefuseShards(TorchFunctionMode):
 
 def refuse_stale_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """FSDP2 replaces the model's parameters, in the optimizer that is prepared with it."""
-    if any(not isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]):
+    if any(hasattr(each, REPLACED) for group in optimizer.param_groups for each in group["params"]):
         name = type(optimizer).__name__
         raise UserError(f"{name} has parameters that FSDP2 has replaced: create a second optimizer after `prepare`")
 

@@ -34,10 +34,10 @@ from toolkit.utils.files import explain_write_errors, replace_folder
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # The names that conversions write: --overwrite removes nothing else.
 _WRITTEN = re.compile(
-    r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
-    r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|(.*spiece|spm)\.model|sentencepiece.*"
-    r"|chat_template.*|modules\.json|(config_)?sentence_[\w-]+\.json|(pre)?processor_config\.json"
-    r"|\d_\w+/[\w.-]+\.(json|safetensors|bin)"
+    r"(pytorch_)?model[^/]*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
+    r"|decisions\.json|[^/]*token[^/]*\.(json|model)|vocab\.(txt|json)|merges\.txt|([^/]*spiece|spm)\.model"
+    r"|(sentencepiece|chat_template)[^/]*|modules\.json|(config_)?sentence_[\w-]+\.json|(pre)?processor_config\.json"
+    r"|\d_[A-Z][^/]*/(config\.json|model\.safetensors|pytorch_model\.bin)"
 )
 # Of torch.compile, FSDP, activation checkpointing and Lightning's strategies.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
@@ -150,11 +150,12 @@ def _check_output(settings: ConvertSettings) -> None:
 
 def _check_removable(folder: Path, out: Path) -> None:
     """Raises UserError when a folder has files that no conversion writes. `out`: its name, for the message."""
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
-    foreign = sorted(name for name, path in paths.items() if not (_WRITTEN.fullmatch(name) and path.is_file()))
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
+    files = {name: path for name, path in paths.items() if path.is_symlink() or not path.is_dir()}
+    foreign = sorted(name for name, path in files.items() if not (_WRITTEN.fullmatch(name) and path.is_file()))
     if foreign:
-        files = f"{out} contains {listing(foreign, 3)}, which no conversion writes and --overwrite would remove"
-        raise UserError(f"{files}: name another folder, or move them away")
+        content = f"{out} contains {listing(foreign, 3)}, which no conversion writes and --overwrite would remove"
+        raise UserError(f"{content}: name another folder, or move them away")
 
 
 def _dry_run(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:

@@ -24,7 +24,7 @@ _COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*", DECISIONS,
     "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
-    "[0-9]_*/*.json", "[0-9]_*/*.safetensors", "[0-9]_*/*.bin",  # of sentence-transformers, as 1_Pooling/config.json
+    *(f"[0-9]_[A-Z]*/{name}" for name in ("config.json", "model.safetensors", "pytorch_model.bin")),  # 1_Pooling, say
 )  # fmt: skip
 
 # Model types whose layers all have the same parameters -> transformers' attribute for the encoder below a head.
