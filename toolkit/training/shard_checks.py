@@ -67,16 +67,23 @@ _USE_NAMES = {"adapter_state_dict", "adapter_state_dict_load_map"}
 
 
 def _refuse_state_dict(part: torch.nn.Module, *_: Any) -> None:
-    frame: Any = sys._getframe(1) if any(map(_is_sharded, part.parameters(recurse=False))) else None
+    if any(map(_is_sharded, part.parameters(recurse=False))) and not any(map(_gathers, _callers())):
+        raise UserError(
+            "model.state_dict() and save_pretrained() have only shards of weights: call "
+            "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
+        )
+
+
+def _gathers(frame: Any) -> bool:
+    return _GATHERS.match(str(frame.f_globals.get("__name__"))) is not None or frame.f_code.co_name in _USE_NAMES
+
+
+def _callers() -> Iterator[Any]:
+    """The frames of the caller's callers, innermost first."""
+    frame: Any = sys._getframe(2)
     while frame:
-        if _GATHERS.match(str(frame.f_globals.get("__name__"))) or frame.f_code.co_name in _USE_NAMES:
-            return
+        yield frame
         frame = frame.f_back
-        if frame is None:
-            raise UserError(
-                "model.state_dict() and save_pretrained() have only shards of weights: call "
-                "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
-            )
 
 
 class _RefuseShards(TorchFunctionMode):
@@ -158,13 +165,11 @@ class RefuseChanges(TorchFunctionMode):
 
 def _called_by_strategy() -> bool:
     """Whether DeepSpeed, Accelerate, FSDP2 or this package is the caller, and not the recipe."""
-    frame: Any = sys._getframe(2)
-    while frame:
+    for frame in _callers():
         name = str(frame.f_globals.get("__name__"))
         package = name.partition(".")[0]
         if package in ("deepspeed", "accelerate") or name.startswith("torch.distributed."):
             return True
         if package != "torch" and name != __name__:  # another of these modes
             return package == "toolkit"
-        frame = frame.f_back
     return False
