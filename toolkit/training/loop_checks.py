@@ -134,16 +134,8 @@ class LoopChecks:
         """`accumulates`: whether each micro-batch adds to the parameters' `grad`."""
         self._after_backward.close()
         refuse_changes(model, first=self._first is None)
-        half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
-        if self._first is None and not half and (fault := checks.low_precision_fault(unwrapped(model))):
-            raise UserError(fault)
-        if self._first is None and self._weights:
-            weights = _checksums(unwrapped(model).named_parameters())
-            if changed := [name for name, checksum in self._weights.items() if weights.get(name) != checksum]:
-                raise UserError(
-                    f"{listing(changed, 4)}: DeepSpeed trains copies of the weights that `prepare` got: change weights "
-                    "before `prepare`, or launch with ddp"
-                )
+        if self._first is None:
+            self._check_weights(unwrapped(model))
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
@@ -168,7 +160,19 @@ class LoopChecks:
     def remember_weights(self, model: torch.nn.Module) -> None:
         """DeepSpeed has copied them, or a checkpoint has set both: until the first step they must not change."""
         if self.accelerator.state.deepspeed_plugin:
-            self._weights = _checksums(unwrapped(model).named_parameters())
+            self._weights = _checksums(_trained(unwrapped(model)))
+
+    def _check_weights(self, model: torch.nn.Module) -> None:
+        """Before the first step."""
+        half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
+        if not half and (fault := checks.low_precision_fault(model)):
+            raise UserError(fault)
+        weights = _checksums(_trained(model)) if self._weights else {}
+        if changed := [name for name, checksum in self._weights.items() if weights.get(name) != checksum]:
+            raise UserError(
+                f"{listing(changed, 4)}: DeepSpeed trains copies of the weights that `prepare` got: change weights "
+                "before `prepare`, or launch with ddp"
+            )
 
     def watch_weights(self, model: torch.nn.Module) -> None:
         """In the first step and until the second, refuses what DeepSpeed's copies and FSDP2's shards make wrong."""
@@ -282,6 +286,10 @@ def refuse_changes(model: Any, first: bool = False) -> None:
         raise UserError(f"requires_grad has changed since `prepare`: {listing(changed, 4)}. {HOW_TO_FREEZE}")
 
 
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+
+
 def _gradients_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, each.grad) for name, each in model.named_parameters() if each.grad is not None)
 
@@ -299,9 +307,8 @@ def _checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[i
 
 def refuse_different_weights(model: torch.nn.Module) -> None:
     """Raises UserError where processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
-    trained = ((name, each.detach()) for name, each in model.named_parameters() if each.requires_grad)
-    # as bytes, in which nan equals nan
-    weights = {name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in trained if not each.is_meta}
+    parameters = ((name, each.detach()) for name, each in model.named_parameters() if not each.is_meta)
+    weights = {name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in parameters}  # nan equals nan
     ranks = gather_object([weights])
     if names := [name for name in weights if any(rank.get(name, weights[name]) != weights[name] for rank in ranks)]:
         raise UserError(f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed")
