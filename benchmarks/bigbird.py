@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import math
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 
 import processes
 import torch
+from machine import processor
 from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBirdModel
 from transformers.utils import logging
 
@@ -178,9 +178,7 @@ def _status(name: str) -> int:
 
 
 def conditions(options: argparse.Namespace) -> str:
-    where = (
-        torch.cuda.get_device_name() if options.device == "cuda" else f"{os.cpu_count()} cores ({platform.machine()})"
-    )
+    where = torch.cuda.get_device_name() if options.device == "cuda" else processor()
     load = f", load average {os.getloadavg()[0]:.1f} when it began" if options.device == "cpu" else ""
     dtype = "bfloat16" if options.device == "cuda" else "float32"
     return (f"On {where}{load}; torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}; hidden 768, "

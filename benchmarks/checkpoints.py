@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = {
@@ -47,7 +48,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     if options.write:
         note = (
-            f"A BERT of 22.7 million parameters, {STEPS // EVERY} saves, {os.cpu_count()} CPU cores without a GPU, a "
+            f"A BERT of 22.7 million parameters, {STEPS // EVERY} saves, {processor()}, no GPU, a "
             "virtual disk. The median of the seconds is divided by the median of as many copies of the last checkpoint."
         )
         results = ROOT / "benchmarks" / "results" / "checkpoints.md"

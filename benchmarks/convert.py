@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -20,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "convert.md"
@@ -227,7 +228,7 @@ def report(timings: dict[str, list[tuple[float, int]]], options: argparse.Namesp
         f"## ZeRO-{options.stage}, {options.world} processes, {weights / 1e9:.1f} GB of fp32 weights"
         f"{', cold' if options.cold else ''}\n\n"
         f"A checkpoint of {whole / 1e9:.1f} GB, its files {state}, {options.repeats} repeats in turns, on "
-        f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()}) with a virtual disk. Each is a whole "
+        f"{processor()} with a virtual disk. Each is a whole "
         "process, imports included. `toolkit convert` checks the checksum of every tensor that it copies. Only the "
         f"ways with `sync` wait for the disk.\n\n{table}\n"
     )

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from machine import processor
 
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Collator, GlobalBatches, micro_batches
@@ -222,10 +223,10 @@ def main() -> None:
             subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]
         )
         print(predicted, flush=True)
-    cores, load = os.cpu_count(), os.getloadavg()[0]
+    load = os.getloadavg()[0]
     text = [
         "# Preparing data", "",
-        f"`python benchmarks/data.py` on {cores} cores ({platform.processor() or platform.machine()}) that other work "
+        f"`python benchmarks/data.py` on {processor()}, that other work "
         f"shares: load {load:.1f} at the end. MiniLM's tokenizer, at most 128 tokens; a tenth of the rows is held "
         "back. Rows a second leave out what the same command takes again, when tokens are there.", "", *prepared, "",
         "After the cache is made: mapping it and planning the first epoch, what a step of 32 texts takes of the data, "

@@ -58,10 +58,12 @@ def main() -> None:
                          f"{statistics.mean(scores):.1f} | {each} |")  # fmt: skip
     print(table := "\n".join(lines))
     if options.write:
-        from every_page import cpu
+        from machine import processor
 
         about = __doc__.split("\n\n")[2].replace("\n", " ")
-        made = f"Made by `benchmarks/decoder.py`, {date.today()}, {cpu()}, in the precision that the recipe chose."
+        made = (
+            f"Made by `benchmarks/decoder.py`, {date.today()}, {processor()}, in the precision that the recipe chose."
+        )
         title = "# An encoder and a small decoder after the same time"
         PAGE.write_text(f"{title}\n\n{made} {about.strip()}\n\n{table}\n")
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = ["--data_seed", "1", "--report_to", "none", "--learning_rate", "1e-4", "--warmup_ratio", "0.1",
@@ -45,9 +46,8 @@ def main() -> None:
     if options.write:
         note = (
             f"2 500 of the English film reviews of `demo:rotten-tomatoes`, judged on 853 others, "
-            f"`demo:minilm` (6 layers), {options.seeds} seeds of each student and their mean, {os.cpu_count()} CPU "
-            "cores, bf16. Made by "
-            "`benchmarks/distillation.py`: 2 epochs each, `--distillation_alpha 0.9`."
+            f"`demo:minilm` (6 layers), {options.seeds} seeds of each student and their mean, {processor()}, in "
+            "the recipe's precision. Made by `benchmarks/distillation.py`: 2 epochs each, `--distillation_alpha 0.9`."
         )
         results = ROOT / "benchmarks" / "results" / "distillation.md"
         results.write_text(f"# Distillation: 6 layers into 3\n\n{note}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import time
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,19 +101,13 @@ def make(page: str) -> bool:
     if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs/images"):
         commit += "-dirty"  # this program writes results and images itself
     minutes = (time.monotonic() - started) / 60
-    index(page, f"| {page} | {commit} | {date.today()} | {cpu()} | {load:.1f} | {minutes:.1f} |")
+    machine = f"{processor()}, torch {version('torch')}"
+    index(page, f"| {page} | {commit} | {date.today()} | {machine} | {load:.1f} | {minutes:.1f} |")
     return True
 
 
 def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def cpu() -> str:
-    """`2 x AMD EPYC, torch 2.13.0+cpu`."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}, torch {version('torch')}"
 
 
 def index(page: str, row: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,7 +89,7 @@ def main() -> None:
         "",
         f"- {options.samples} texts of {options.dataset}; {len(wrong)} of them ({options.share:.0%}) got another label",
         f"- MiniLM (6 layers, 22 million parameters), {options.folds} folds, {options.epochs:g} epochs, "
-        f"{os.cpu_count()} CPU cores, {seconds:.0f} s" + (" (folds of an earlier call)" if seconds < 5 else ""),
+        f"{processor()}, {seconds:.0f} s" + (" (folds of an earlier call)" if seconds < 5 else ""),
         f"- out of fold the models agree with {np.mean(clean):.1%} of the labels that were not touched, and contradict "
         f"{np.mean(caught):.1%} of those that were",
         "",

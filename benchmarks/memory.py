@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = {"single": 1, "ddp": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}
@@ -50,8 +50,8 @@ def main() -> None:
     if options.write:
         import torch
 
-        note = (f"`python benchmarks/memory.py`: 128 tokens, float32, {os.cpu_count()} CPU cores "
-                f"({platform.machine()}), torch {torch.__version__}, no GPU.")  # fmt: skip
+        note = (f"`python benchmarks/memory.py`: 128 tokens, float32, {processor()}, "
+                f"torch {torch.__version__}, no GPU.")  # fmt: skip
         results = ROOT / "benchmarks" / "results" / "memory.md"
         results.write_text(f"# Memory: the estimate and real runs\n\n{note}\n\n" + "\n".join(lines) + "\n", "utf-8")
 

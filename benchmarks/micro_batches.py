@@ -9,7 +9,6 @@ of its own, which keeps freed memory as training does (docs/scaling.md); sizes t
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import time
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "micro_batches.md"
@@ -56,7 +57,7 @@ def main() -> None:
             lines.append(f"| {what} | {length} | {size} | {texts / seconds:.1f} | {peak:,.0f} |")
             print(lines[-1], flush=True)
     if options.write:
-        note = f"`python benchmarks/micro_batches.py --write`: {os.cpu_count()} CPU cores, {date.today()}."
+        note = f"`python benchmarks/micro_batches.py --write`: {processor()}, {date.today()}."
         PAGE.write_text("\n".join(["# Micro-batches on a CPU", "", note, "", *head, *lines]) + "\n", encoding="utf-8")
 
 

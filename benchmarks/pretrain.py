@@ -33,6 +33,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 WARM = 4
 # max_length -> (data set, global batch size)
@@ -293,8 +295,8 @@ def main() -> None:
             )
     print("\n".join(lines))
     if options.write:
-        note = (f"`demo:m3e-small` with a new head, {options.steps} steps, {options.rounds} rounds, {os.cpu_count()} "
-                f"CPU cores, {'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
+        note = (f"`demo:m3e-small` with a new head, {options.steps} steps, {options.rounds} rounds, {processor()}, "
+                f"{'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
                 "which says what is compared.")  # fmt: skip
         path = ROOT / "benchmarks" / "results" / "pretrain.md"
         path.write_text(f"# Continued pretraining beside transformers.Trainer\n\n{note}\n\n" + "\n".join(lines) + "\n")

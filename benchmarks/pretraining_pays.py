@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -26,6 +25,8 @@ import sys
 import time
 from datetime import date
 from pathlib import Path
+
+from machine import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = 1536  # tokens; sparse attention begins above 704
@@ -130,9 +131,8 @@ def long_models(folder: Path, minutes: float, until: float) -> tuple[str, str, t
 
 
 def duration(out: Path, minutes: float) -> str:
-    steps, count = len((out / "metrics.jsonl").read_text().splitlines()), len(os.sched_getaffinity(0))
-    cores = f"{count} CPU core{'s' * (count > 1)}"
-    return f"{steps:,} steps of 32 texts ({minutes:g} minutes of {cores} by the speed of a trial)"
+    steps = len((out / "metrics.jsonl").read_text().splitlines())
+    return f"{steps:,} steps of 32 texts ({minutes:g} minutes of {processor()} by the speed of a trial)"
 
 
 def perplexities(out: Path) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -22,6 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from machine import processor  # noqa: E402
 
 from tests.hosts import ADDRESSES, TwoHosts  # noqa: E402
 
@@ -64,7 +65,7 @@ def main() -> None:
                     lines.append(row(way, ranks, batches, size, result))
                     print(lines[-1], flush=True)
     if options.write:
-        note = (f"`python benchmarks/ranks.py`: two network namespaces with {os.cpu_count()} CPU cores between them, "
+        note = (f"`python benchmarks/ranks.py`: two network namespaces share {processor()}, "
                 f"gloo, {size / 1e6:.2f} MB of fp32 weights.")  # fmt: skip
         results = ROOT / "benchmarks" / "results" / "ranks.md"
         results.write_text(f"# Two hosts, up to sixteen ranks\n\n{note}\n\n" + "\n".join(lines) + "\n", "utf-8")

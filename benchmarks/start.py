@@ -35,6 +35,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, ROWS_FILE, TRACE = 240, "reviews.csv", "TOOLKIT_START_TRACE"
 IMPORTS = "import torch, accelerate, transformers, datasets"
@@ -281,12 +283,6 @@ def row(cells: Sequence[str]) -> str:
 
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.machine())
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from machine import processor
+
 # Nothing heavy is imported here: Linux lets a child's ru_maxrss start at its parent's resident size.
 
 CONTESTANTS = ("ours", "tuned", "plain")
@@ -415,7 +417,7 @@ def report(tables: list[str], rounds: int, load: str) -> str:
             "",
             "## Conditions",
             "",
-            f"- {processor()}, Python {platform.python_version()}, {libraries}",
+            f"- {hardware()}, Python {platform.python_version()}, {libraries}",
             f"- {rounds} rounds; load average before: {load}",
             f"- `python benchmarks/trainer.py {' '.join(sys.argv[1:])}`, {date.today()}",
             "",
@@ -433,17 +435,11 @@ def tables(results: dict[str, dict[str, Any]], samples: int, length: int) -> lis
     ]
 
 
-def processor() -> str:
+def hardware() -> str:
     """The CPU and its cores, and the GPU where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = models[0].split(":", 1)[1].strip() if models else model
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return ", ".join(filter(None, [model, f"{cores} cores", gpu.stdout.strip()]))
+    return ", ".join(filter(None, [processor(), gpu.stdout.strip()]))
 
 
 def main() -> None:

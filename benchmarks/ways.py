@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import processor
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [
     "python recipes/cls.py",
@@ -44,7 +46,7 @@ def main() -> None:
         results = ROOT / "benchmarks" / "results" / "ways.md"
         results.parent.mkdir(exist_ok=True)
         table = "\n".join(lines)
-        note = f"Each with `{' '.join(STEPS)}`, on {os.cpu_count()} CPU cores without a GPU."
+        note = f"Each with `{' '.join(STEPS)}`, on {processor()}, no GPU."
         results.write_text(f"# Ways to start, as typed\n\n{note}\n\n{table}\n", encoding="utf-8")
 
 
