@@ -105,7 +105,7 @@ def introduction(name: str) -> list[str]:
     libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate"))
     command = f"`python benchmarks/gpu.py {' '.join(sys.argv[1:])}`, {date.today()}"
     return [f"# On {name}", "", (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace(
-        "-           ", "  "), "", f"{trainer.processor()}, {libraries}; {command}"]  # fmt: skip
+        "-           ", "  "), "", f"{trainer.hardware()}, {libraries}; {command}"]  # fmt: skip
 
 
 # ---- the parts of the page

@@ -135,7 +135,7 @@ def main() -> None:
     page += [(__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("  ", " ")]
     for case in cases():
         page += table(case, options.rounds)
-    page += ["", f"Medians (smallest to largest). {trainer.processor()}, {libraries}; load average before: {load}; "
+    page += ["", f"Medians (smallest to largest). {trainer.hardware()}, {libraries}; load average before: {load}; "
              f"`python benchmarks/padding_free.py {' '.join(sys.argv[1:])}`, {date.today()}", ""]  # fmt: skip
     if options.write:
         path = Path(__file__).parent / "results" / "padding_free.md"

@@ -225,7 +225,7 @@ def report(measured: list[dict[str, Any]]) -> str:
     about = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ")
     used = ", ".join(f"{name} {version(name)}" for name in libraries)
     amx = "with" if torch.cpu.get_capabilities().get("amx_int8") else "without"
-    made = f"{trainer.processor()}, {amx} AMX, {used}, {date.today()}. Medians over rounds; ratios within a round."
+    made = f"{trainer.hardware()}, {amx} AMX, {used}, {date.today()}. Medians over rounds; ratios within a round."
     lines = ["# Labelling texts on a CPU", "", about, "", made]
     head = ["", "rows/s", "first, s", "peak MB", "CPU time: torch fp32 / this", "torch bf16 / this", "same answers"]
     for model, texts, rows in dict.fromkeys((each["model"], each["texts"], each["rows"]) for each in measured):
