@@ -63,7 +63,10 @@ def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")}
 
 
-class ExactlyOnceError(RuntimeError):
+GATHER = "call outputs.add(accelerator.gather_for_metrics(batch.padded(...))) once for each batch, in all processes"
+
+
+class ExactlyOnceError(UserError):
     """A sample was predicted never or more than once, so every metric would be wrong."""
 
 
@@ -136,7 +139,9 @@ class Outputs:
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
-        ranks where one of them has got a stop signal."""
+        ranks where one of them has got a stop signal, and UserError for outputs without ids."""
+        if isinstance(gathered, torch.Tensor) or gathered[0].shape[1:] != (2,) or gathered[0].is_floating_point():
+            raise UserError(f"{self.split.name}: outputs without the ids of their samples: {GATHER}")
         ids, signals = gathered[0].cpu().numpy().T
         if signals.any():
             raise StopRequested(int(signals.max()))
@@ -149,10 +154,11 @@ class Outputs:
         Raises, on every rank, ExactlyOnceError where a sample is missing or duplicated, and UserError where an output
         is not finite.
         """
-        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
+        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [np.array([], np.int64)]
         fault: tuple[type[Exception], str] | None = None
         if self.accelerator.is_main_process:
-            faults = {ExactlyOnceError: ids_fault(columns[0], self.split.rows), UserError: _finite_fault(columns)}
+            wrong_ids, infinite = ids_fault(columns[0], self.split.rows), _finite_fault(columns)
+            faults = {ExactlyOnceError: wrong_ids and f"{wrong_ids}: {GATHER}", UserError: infinite}
             fault = next((each for each in faults.items() if each[1]), None)
         if fault := broadcast_object_list([fault])[0]:
             raise fault[0](f"{self.split.name}: {fault[1]}")

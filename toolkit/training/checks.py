@@ -22,6 +22,8 @@ HOW_TO_FREEZE = (
     "Freeze parameters before creating the optimizer (--freeze_layers N), and pass it all others; to unfreeze layers "
     "one by one, pass --unfreeze_every N"
 )
+TOKENS = "_toolkit_tokens"
+"""Attribute of a tokenizer: its size when it read the data."""
 # optimizers in C++ and CUDA, made for shards of parameters
 _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
 
@@ -109,6 +111,23 @@ keys a model would never be freed under ZeRO, where its parameters lead back to 
 def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
     """(name, requires_grad) of each parameter before `accelerator.prepare`; the parameters after it."""
     return vars(unwrapped(model)).get(_PREPARED) or ([], [])
+
+
+def refuse_early_prepare(accelerator: Any) -> None:
+    """Makes `accelerator.prepare` raise UserError for a model that `align_strategy` has not seen, as the first, and for
+    one that is prepared."""
+    prepare, aligned = accelerator.prepare, False
+
+    def checked(*objects: Any, **options: Any) -> Any:
+        nonlocal aligned
+        for each in objects:
+            if isinstance(each, torch.nn.Module):
+                aligned = aligned or bool(prepared(each)[0])
+                if not aligned or hasattr(each, "_is_accelerate_prepared"):
+                    raise UserError("leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks")
+        return prepare(*objects, **options)
+
+    accelerator.prepare = checked
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:

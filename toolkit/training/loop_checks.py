@@ -198,6 +198,8 @@ class LoopChecks:
         """Of a micro-batch (B,), in `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
+        if not losses.requires_grad:
+            raise UserError("step.mean() got losses without gradients: leave out `torch.no_grad()` and `.detach()`")
         self._refuse_means(self._micro_batches - 1)
         model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
         # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step
