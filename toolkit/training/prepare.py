@@ -70,7 +70,7 @@ def prepare(
     """
     if (read := getattr(tokenizer, TOKENS, None)) is not None and read != len(tokenizer):
         raise UserError(
-            f"{len(tokenizer) - read} tokens were added to the tokenizer after `load_data`, and no text has them: save it "
+            f"{len(tokenizer) - read} tokens were added to the tokenizer after `load_data`: no text has them: save it "
             "with its resized model to a folder, and pass --model_name_or_path FOLDER"
         )
     collator_of(train, tokenizer, accelerator.device).prepare_model(accelerator, model)
