@@ -253,6 +253,19 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "batch.padded(logits, losses)", ("never predicted: ids", "accelerator.gather_for_metrics(")),
     "outputs without ids": (
         "single", "metric", "batch.padded(logits, losses)", "(logits, losses)", ("batch.padded(",)),
+    "outputs without ids that would hang": (
+        "ddp x2", "metric", "batch.padded(logits, losses)", "(logits, losses)", ("not padded", "batch.padded(")),
+    "two steps in one": (
+        "single", "metric", "        optimizer.step()\n", "        optimizer.step()\n" * 2, ("step 1", "once")),
+    "hooks of accumulated gradients": (
+        "single", "metric", OPTIMIZER,
+        f"    model.classifier.weight.register_post_accumulate_grad_hook(lambda each: None)\n{OPTIMIZER}",
+        ("classifier.weight", "optimizer")),
+    **{f"a compiled {name}": (
+        "single", "metric", OPTIMIZER, f"    {change}\n{OPTIMIZER}", ("--torch_compile true",))
+       for name, change in {
+        "part": "model.bert.encoder = torch.compile(model.bert.encoder)",
+        "forward": "model.forward = torch.compile(model.forward)"}.items()},
     "tokens that no text has": (
         "single", "metric", OPTIMIZER, f"    tokenizer.add_tokens(['zzzz'])\n{OPTIMIZER}", ("1 tokens", "FOLDER")),
     "a loss without gradients": (

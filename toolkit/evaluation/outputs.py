@@ -6,6 +6,7 @@ metric is computed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +71,26 @@ class ExactlyOnceError(UserError):
     """A sample was predicted never or more than once, so every metric would be wrong."""
 
 
+@contextlib.contextmanager
+def _refuse_unpadded(accelerator: Accelerator, size: int) -> Iterator[list[EvaluationBatch]]:
+    """Within this context gathering outputs of the batch in the current list that are not padded to `size` raises
+    UserError: other processes may have other sizes, with which the collective hangs."""
+    gather, current = accelerator.gather_for_metrics, list[EvaluationBatch]()
+
+    def checked_gather(outputs: Any, *more: Any, **options: Any) -> Any:
+        several = outputs if isinstance(outputs, tuple) else ()  # one tensor may be a sum
+        lengths = {len(each) for each in several if torch.is_tensor(each) and each.dim()}
+        if lengths and lengths == {len(batch.ids) for batch in current} - {size} and accelerator.num_processes > 1:
+            raise UserError(f"gather_for_metrics got outputs that are not padded: {GATHER}")
+        return gather(outputs, *more, **options)
+
+    vars(accelerator)["gather_for_metrics"] = checked_gather
+    try:
+        yield current
+    finally:
+        vars(accelerator)["gather_for_metrics"] = gather
+
+
 @dataclass(frozen=True)
 class EvaluationBatch(Batch):
     """A batch whose outputs are to be gathered."""
@@ -117,15 +138,17 @@ def batches_of(
     bar = Progress(split.name, len(split))
     report = report or bar.update
     collations = [partial(collate, indices) for indices in batches]
-    for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
-        batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
-        launch.explain_failures(partial(memory.explain, batch, None))
-        yield batch
-        if accelerator.device.type == "cpu":
-            memory.manage_freed_memory()
-        if accelerator.is_main_process:
-            samples, tokens = ends[place].tolist()
-            report(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
+    with _refuse_unpadded(accelerator, per_device) as current:
+        for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
+            batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
+            launch.explain_failures(partial(memory.explain, batch, None))
+            current[:] = [batch]
+            yield batch
+            if accelerator.device.type == "cpu":
+                memory.manage_freed_memory()
+            if accelerator.is_main_process:
+                samples, tokens = ends[place].tolist()
+                report(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
     bar.close()
     launch.explain_failures()
 

@@ -75,6 +75,9 @@ def check_parameters(
         faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
     if accelerator.is_fsdp2 and (hooked := [name for name, each in items if each._backward_hooks]):
         faults.add(f"FSDP2 drops the hooks of parameters ({listing(hooked, 4)}): launch with ddp or ZeRO-2")
+    if accumulated := [name for name, each in items if each._post_accumulate_grad_hooks]:
+        what = "hooks after each micro-batch, not each step"
+        faults.add(f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer")
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
@@ -131,8 +134,14 @@ def refuse_early_prepare(accelerator: Any) -> None:
 
 
 def refuse_compiled(model: torch.nn.Module) -> None:
-    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
-        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
+    """Raises UserError for a model, or a part of it, that a recipe has compiled."""
+    parts, module = (vars(part) for part in model.modules()), unwrapped(model)
+    forwards = any(hasattr(part.get("forward"), "_torchdynamo_orig_callable") for part in parts)
+    if forwards or module._compiled_call_impl or any("_orig_mod." in name for name, _ in model.named_parameters()):
+        raise UserError(
+            "torch.compile renames the model's weights, and a whole compiled forward can hang in shards of weights: "
+            "leave it out, and pass --torch_compile true"
+        )
 
 
 def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, settings: TrainingSettings) -> None:

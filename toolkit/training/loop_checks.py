@@ -120,6 +120,8 @@ class LoopChecks:
 
         def checked_step(_: Any, *arguments: Any, **options: Any) -> Any:
             if self.accelerator.sync_gradients:
+                if self.stepped:
+                    raise UserError(f"step {self._step}: call `optimizer.step()` once in each step")
                 if self.accelerator.state.deepspeed_plugin and self._rates != self._learning_rates():
                     raise UserError(
                         f"step {self._step}: DeepSpeed has stepped when `accelerator.backward` returns: change "

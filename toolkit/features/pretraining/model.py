@@ -94,10 +94,6 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
         losses = [compute(decoder, *part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
         return torch.cat(losses).view(*hidden.shape[:2], 2)
 
-    def check_output_layer(_: Any, __: Any, output: Any) -> None:
-        if masked.positions is not None and output.logits.shape[-1] != 2:
-            raise UserError("the output layer was replaced after `load_masked_model`: add tokens by --init_new_tokens")
-
     model.register_forward_pre_hook(store_targets, with_kwargs=True)
     model.base_model.register_forward_hook(select_masked)
     decoder.forward = MethodType(decode, decoder)  # bound: that of a copy of the model reads the copy's weights
@@ -109,7 +105,6 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     model.train(training)
     if probe.shape != (1, 1, 2) or not torch.allclose(probe[0, 0, :1], expected, atol=1e-3):
         raise UserError(f"{type(model).__name__} has a masked-language head of another kind: take another encoder")
-    model.register_forward_hook(check_output_layer)
 
 
 def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
