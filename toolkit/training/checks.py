@@ -117,17 +117,14 @@ def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
 
 
 def refuse_early_prepare(accelerator: Any) -> None:
-    """Makes `accelerator.prepare` raise UserError for a model that `align_strategy` has not seen, as the first, and for
-    one that is prepared."""
-    prepare, aligned = accelerator.prepare, False
+    """Makes `accelerator.prepare` raise UserError for a prepared model, and before `align_strategy` has seen one."""
+    prepare, aligned = accelerator.prepare, list[bool]()
 
     def checked(*objects: Any, **options: Any) -> Any:
-        nonlocal aligned
-        for each in objects:
-            if isinstance(each, torch.nn.Module):
-                aligned = aligned or bool(prepared(each)[0])
-                if not aligned or hasattr(each, "_is_accelerate_prepared"):
-                    raise UserError("leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks")
+        for before, after in (prepared(each) for each in objects if isinstance(each, torch.nn.Module)):
+            if after or not (before or aligned):
+                raise UserError("leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks")
+            aligned.append(True)
         return prepare(*objects, **options)
 
     accelerator.prepare = checked
