@@ -34,7 +34,8 @@ _CONNECTION_ERRORS = re.compile(
 )
 _MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
     "'DistributedDataParallel' object has no attribute|in state_dict: \"module\\.": "use `toolkit.unwrapped(model)`",
-    "mixed torch.Tensor and DTensor": "FSDP2 has shards: change them in your optimizer's `step`, or launch with ddp",
+    "mixed torch.Tensor and DTensor": "FSDP2 has shards: call the model that `prepare` returned, and change weights or "
+    "gradients in your optimizer's `step`, or launch with ddp",
 }
 _STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
 

@@ -106,12 +106,18 @@ class LoopChecks:
                     )
             return gather(tensor)
 
-        vars(accelerator).update(backward=checked_backward, unscale_gradients=unscale_once, gather=checked_gather)
+        def refuse_accumulate(*_: Any) -> None:
+            raise UserError(f"step {self._step}: leave out `accelerator.accumulate`: `step.micro_batches` accumulates")
+
+        before = backward, unscale, gather, accelerator.accumulate
+        checked = checked_backward, unscale_once, checked_gather, refuse_accumulate
+        names = "backward", "unscale_gradients", "gather", "accumulate"
+        vars(accelerator).update(zip(names, checked, strict=True))
         try:
             yield
         finally:
             self._after_backward.close()
-            vars(accelerator).update(backward=backward, unscale_gradients=unscale, gather=gather)
+            vars(accelerator).update(zip(names, before, strict=True))
 
     def watch_optimizer(self, optimizer: Any) -> None:
         """Checks calls of `optimizer.step`, from now on."""
@@ -247,8 +253,6 @@ class LoopChecks:
                 f"step {self._step}: fp16's gradients were clipped before their scale was removed, or not at all: call "
                 "`accelerator.clip_grad_norm_`, which removes it"
             )
-        if not self.accelerator.sync_gradients:
-            raise UserError(f"step {self._step}: gradients were not synchronised: leave out `accelerator.accumulate`")
 
     def _refuse_means(self, expected: int) -> None:
         if self._means != expected:
