@@ -240,6 +240,38 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     **{f"weights saved by hand under {way}": (
         f"{way} x2", "metric", AFTER, f"        toolkit.unwrapped(model).state_dict()\n{AFTER}",
         ("accelerator.get_state_dict",)) for way in ("zero3", "fsdp2")},
+    "two copies of the model": (
+        "fsdp2 x2", "metric", AFTER, f"        __import__('copy').deepcopy(model)\n{AFTER}", ("--ema_decay",)),
+    **{f"a model that is prepared twice under {way}": (
+        f"{way} x2", "metric", OPTIMIZER, f"    model = accelerator.prepare(model)\n{OPTIMIZER}", ("toolkit.prepare",))
+       for way in ("ddp", "zero3")},
+    "weights loaded after a step": (
+        "zero2 x2", "metric", AFTER, f"{AFTER}\n        part = toolkit.unwrapped(model).classifier\n"
+        "        part.load_state_dict(part.state_dict())", ("toolkit.prepare", "ddp")),
+    "outputs that are not gathered": (
+        "ddp x2", "metric", "accelerator.gather_for_metrics(batch.padded(logits, losses))",
+        "batch.padded(logits, losses)", ("never predicted: ids", "accelerator.gather_for_metrics(")),
+    "outputs without ids": (
+        "single", "metric", "batch.padded(logits, losses)", "(logits, losses)", ("batch.padded(",)),
+    "outputs without ids that would hang": (
+        "ddp x2", "metric", "batch.padded(logits, losses)", "(logits, losses)", ("not padded", "batch.padded(")),
+    "two steps in one": (
+        "single", "metric", "        optimizer.step()\n", "        optimizer.step()\n" * 2, ("step 1", "once")),
+    "hooks of accumulated gradients": (
+        "single", "metric", OPTIMIZER,
+        f"    model.classifier.weight.register_post_accumulate_grad_hook(lambda each: None)\n{OPTIMIZER}",
+        ("classifier.weight", "optimizer")),
+    **{f"a compiled {name}": (
+        "single", "metric", OPTIMIZER, f"    {change}\n{OPTIMIZER}", ("--torch_compile true",))
+       for name, change in {
+        "part": "model.bert.encoder = torch.compile(model.bert.encoder)",
+        "forward": "model.forward = torch.compile(model.forward)"}.items()},
+    "tokens that no text has": (
+        "single", "metric", OPTIMIZER, f"    tokenizer.add_tokens(['zzzz'])\n{OPTIMIZER}", ("1 tokens", "FOLDER")),
+    "a loss without gradients": (
+        "ddp x2", "metric", LOSS, "step.mean(objective(batch, logits).detach())", ("detach()",)),
+    "an attribute of a wrapped model": (
+        "ddp x2", "metric", AFTER, f"        model.classifier\n{AFTER}", ("classifier", "toolkit.unwrapped(model)")),
     "weights of another seed in each process": (
         "fsdp2 x2", "metric", OPTIMIZER,
         f"    torch.nn.init.constant_(model.classifier.weight, accelerator.process_index)\n{OPTIMIZER}",
@@ -366,19 +398,25 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    logged = {"requires_grad": 2, "dropout": 2, "micro-batches": 1, "after a step": 1}
+    logged = {"requires_grad": 2, "dropout": 2, "outputs": 2, "micro-batches": 1, "after a step": 1}
     steps = max((logged[part] for part in logged if part in name), default=0)
     assert len(lines_of(metrics) if metrics.exists() else []) == steps
 
 
-def test_a_loop_that_ends_early_is_logged_and_evaluated(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
-    leave = f"{AFTER}\n        if step.number == 2:\n            break"
+def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    leave = f"{AFTER}\n        if step.number == 4:\n            break"
     (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, leave), encoding="utf-8")
-    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
-    run_jobs(tmp_path, [], [["own_early", *files, *COMMON, "--logging_steps", 9]])
-    assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-    assert [line["step"] for line in lines_of(tmp_path / "run" / "eval.jsonl")] == [2]
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--checkpoint_every", 9]
+    jobs = {"first": ["--eval_every", 9, "--logging_steps", 9], "second": ["--eval_every", 3]}
+    run_jobs(tmp_path, [], [["own_early", *files, *COMMON, *more, "--output_dir", tmp_path / name]
+                            for name, more in jobs.items()])  # fmt: skip
+    for name, evaluations in {"first": [4], "second": [3, 4]}.items():
+        run = tmp_path / name
+        assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
+        steps = [line["step"] for line in lines_of(run / "eval.jsonl")]
+        assert steps == evaluations or steps == [*evaluations, 3]  # the best at the end, if that is not the last
+        assert (run / "checkpoints" / "last").resolve().name == "step-00000004"
+        assert (run / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.multiprocess

@@ -77,6 +77,8 @@ class Run:
         """Whether a stop signal ended the training, with a checkpoint."""
         self._last: tuple[int, Evaluation] | None = None
         """The last evaluation, and the step of its weights."""
+        self._gathered: StepMetrics | None = None
+        """Of the last step of this process, where they are gathered."""
         self._started = time.monotonic()
 
     def resume(
@@ -157,7 +159,7 @@ class Run:
             raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
         if self._average and updated:
             self._average.update(updates)
-        self._gathered: StepMetrics | None = None
+        self._gathered = None
         self._log_steps(self._steps.finish(step, grad_norm))
 
     def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
@@ -222,9 +224,12 @@ class Run:
         resume."""
         if self.stopped:
             return
-        self._log_steps(self._steps.flush())  # where the loop was left between two gathers
-        if not self.best.step:  # the loop was left before the first evaluation
+        self._log_steps(self._steps.flush())
+        evaluated = self._last[0] if self._last else self.best.step
+        if not self.best.step or (self._gathered and evaluated != self._steps.done):  # the recipe has left the loop
             self._evaluate(evaluate, self._steps.done)
+            if self._gathered:
+                self.checkpoints.save_if_due(self._gathered, last=True)
         logged = self._last[1] if self._last else None
         if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)

@@ -15,7 +15,7 @@ from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
 from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
-from toolkit.training.shard_checks import refuse_shards, refuse_state_dict
+from toolkit.training.shard_checks import refuse_copies, refuse_shards
 
 SETTINGS = TrainingSettings()
 
@@ -163,7 +163,7 @@ def test_sharded_parameters_cannot_be_used_outside_forward(use: Any) -> None:
 
 def test_a_state_dict_of_shards_is_refused_and_a_gathered_one_is_not() -> None:
     model = Sharded()
-    refuse_state_dict(accelerator_with({}, stage=3), model)
+    refuse_copies(accelerator_with({}, stage=3), model)
     refusal(model.state_dict, says=["accelerator.get_state_dict"])
     model.scale.ds_status.name = "AVAILABLE"  # type: ignore[attr-defined]  # within `deepspeed.zero.GatheredParameters`
     assert model.state_dict().keys() == {"scale", "whole"}

@@ -106,10 +106,11 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(module, "save_pretrained"):
         declared = getattr(module, "all_tied_weights_keys", {})
+        copies: dict[str, torch.Tensor] = {}
         for other, name in tied_names(module).items():
-            by_recipe = not {other, name} & {*declared, *declared.values()}
-            if by_recipe and other in state:  # transformers would refuse it
-                state[other] = state[other].clone()
+            group = declared.get(other, other)
+            if group != declared.get(name, name) and other in state:  # tied by the recipe: transformers would refuse it
+                state[other] = copies.setdefault(group, state[other].clone())
         # by the model's names: transformers would write those of an older format (GTE, NomicBERT)
         with _skip_unwrapping():
             module.save_pretrained(folder, state_dict=state, save_original_format=False)

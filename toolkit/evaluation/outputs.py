@@ -6,6 +6,7 @@ metric is computed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,8 +64,31 @@ def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")}
 
 
-class ExactlyOnceError(RuntimeError):
+GATHER = "call outputs.add(accelerator.gather_for_metrics(batch.padded(...))) once for each batch, in all processes"
+
+
+class ExactlyOnceError(UserError):
     """A sample was predicted never or more than once, so every metric would be wrong."""
+
+
+@contextlib.contextmanager
+def _refuse_unpadded(accelerator: Accelerator, size: int) -> Iterator[list[EvaluationBatch]]:
+    """Within this context gathering outputs of the batch in the current list that are not padded to `size` raises
+    UserError: other processes may have other sizes, with which the collective hangs."""
+    gather, current = accelerator.gather_for_metrics, list[EvaluationBatch]()
+
+    def checked_gather(outputs: Any, *more: Any, **options: Any) -> Any:
+        several = outputs if isinstance(outputs, tuple) else ()  # one tensor may be a sum
+        lengths = {len(each) for each in several if torch.is_tensor(each) and each.dim()}
+        if lengths and lengths == {len(batch.ids) for batch in current} - {size} and accelerator.num_processes > 1:
+            raise UserError(f"gather_for_metrics got outputs that are not padded: {GATHER}")
+        return gather(outputs, *more, **options)
+
+    vars(accelerator)["gather_for_metrics"] = checked_gather
+    try:
+        yield current
+    finally:
+        vars(accelerator)["gather_for_metrics"] = gather
 
 
 @dataclass(frozen=True)
@@ -114,15 +138,17 @@ def batches_of(
     bar = Progress(split.name, len(split))
     report = report or bar.update
     collations = [partial(collate, indices) for indices in batches]
-    for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
-        batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
-        launch.explain_failures(partial(memory.explain, batch, None))
-        yield batch
-        if accelerator.device.type == "cpu":
-            memory.manage_freed_memory()
-        if accelerator.is_main_process:
-            samples, tokens = ends[place].tolist()
-            report(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
+    with _refuse_unpadded(accelerator, per_device) as current:
+        for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
+            batch = EvaluationBatch(**vars(prefetcher.batch(collation, following)), gathered_size=per_device)
+            launch.explain_failures(partial(memory.explain, batch, None))
+            current[:] = [batch]
+            yield batch
+            if accelerator.device.type == "cpu":
+                memory.manage_freed_memory()
+            if accelerator.is_main_process:
+                samples, tokens = ends[place].tolist()
+                report(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
     bar.close()
     launch.explain_failures()
 
@@ -136,7 +162,9 @@ class Outputs:
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
-        ranks where one of them has got a stop signal."""
+        ranks where one of them has got a stop signal, and UserError for outputs without ids."""
+        if isinstance(gathered, torch.Tensor) or gathered[0].shape[1:] != (2,) or gathered[0].is_floating_point():
+            raise UserError(f"{self.split.name}: outputs without the ids of their samples: {GATHER}")
         ids, signals = gathered[0].cpu().numpy().T
         if signals.any():
             raise StopRequested(int(signals.max()))
@@ -149,10 +177,11 @@ class Outputs:
         Raises, on every rank, ExactlyOnceError where a sample is missing or duplicated, and UserError where an output
         is not finite.
         """
-        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
+        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [np.array([], np.int64)]
         fault: tuple[type[Exception], str] | None = None
         if self.accelerator.is_main_process:
-            faults = {ExactlyOnceError: ids_fault(columns[0], self.split.rows), UserError: _finite_fault(columns)}
+            wrong_ids, infinite = ids_fault(columns[0], self.split.rows), _finite_fault(columns)
+            faults = {ExactlyOnceError: wrong_ids and f"{wrong_ids}: {GATHER}", UserError: infinite}
             fault = next((each for each in faults.items() if each[1]), None)
         if fault := broadcast_object_list([fault])[0]:
             raise fault[0](f"{self.split.name}: {fault[1]}")

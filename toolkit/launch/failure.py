@@ -32,6 +32,11 @@ _CONNECTION_ERRORS = re.compile(
     "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
     "|timed out waiting"
 )
+_MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
+    "'DistributedDataParallel' object has no attribute|in state_dict: \"module\\.": "use `toolkit.unwrapped(model)`",
+    "mixed torch.Tensor and DTensor": "FSDP2 has shards: call the model that `prepare` returned, and change weights or "
+    "gradients in your optimizer's `step`, or launch with ddp",
+}
 _STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
 
 
@@ -138,6 +143,9 @@ def _describe(error: Exception) -> str:
         return _STDOUT_CLOSED
     if line := system_error_line(error):
         return f"error: {line}"
+    for pattern, remedy in _MISUSES.items():
+        if re.search(pattern, str(error)):
+            return f"error: {' '.join(str(error).split())[:200]}: {remedy}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if _is_connection_error(error):
         return f"{trace}\nerror: lost the connection to another process, which exited or was killed ({first[:200]})"

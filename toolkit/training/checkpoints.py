@@ -75,14 +75,14 @@ class Checkpoints:
     def _remote_ranks(self) -> dict[int, int]:
         return remote_ranks(self.accelerator, self.path)
 
-    def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False) -> dict[str, Any]:
+    def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False, last: bool = False) -> dict[str, Any]:
         """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal; the last step
         of a resumed run always. Returns the entries for the step's line in metrics.jsonl. `evaluation_due`: this step's
-        evaluation was skipped; a resumed run begins with it."""
+        evaluation was skipped; a resumed run begins with it. `last`: the recipe has left the loop after this step."""
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
-        last = step == self.steps.schedule.total_steps or self.best.patience_exhausted
+        last = last or step == self.steps.schedule.total_steps or self.best.patience_exhausted
         due = last or step == self.best.step or step % every == 0 if every else last and self.continues
         if not self.steps.stop_signal and not due:
             return {}

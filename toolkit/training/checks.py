@@ -22,6 +22,8 @@ HOW_TO_FREEZE = (
     "Freeze parameters before creating the optimizer (--freeze_layers N), and pass it all others; to unfreeze layers "
     "one by one, pass --unfreeze_every N"
 )
+TOKENS = "_toolkit_tokens"
+"""Attribute of a tokenizer: its size when it read the data."""
 # optimizers in C++ and CUDA, made for shards of parameters
 _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
 
@@ -73,6 +75,9 @@ def check_parameters(
         faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
     if accelerator.is_fsdp2 and (hooked := [name for name, each in items if each._backward_hooks]):
         faults.add(f"FSDP2 drops the hooks of parameters ({listing(hooked, 4)}): launch with ddp or ZeRO-2")
+    if accumulated := [name for name, each in items if each._post_accumulate_grad_hooks]:
+        what = "hooks after each micro-batch, not each step"
+        faults.add(f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer")
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
@@ -111,9 +116,29 @@ def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
     return vars(unwrapped(model)).get(_PREPARED) or ([], [])
 
 
+def refuse_early_prepare(accelerator: Any) -> None:
+    """Makes `accelerator.prepare` raise UserError for a prepared model, and before `align_strategy` has seen one."""
+    prepare, aligned = accelerator.prepare, list[bool]()
+
+    def checked(*objects: Any, **options: Any) -> Any:
+        for before, after in (prepared(each) for each in objects if isinstance(each, torch.nn.Module)):
+            if after or not (before or aligned):
+                raise UserError("leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks")
+            aligned.append(True)
+        return prepare(*objects, **options)
+
+    accelerator.prepare = checked
+
+
 def refuse_compiled(model: torch.nn.Module) -> None:
-    if any(name.startswith("_orig_mod.") for name, _ in model.named_parameters()):
-        raise UserError("torch.compile(model) renames the model's weights: leave it out, and pass --torch_compile true")
+    """Raises UserError for a model, or a part of it, that a recipe has compiled."""
+    parts, module = (vars(part) for part in model.modules()), unwrapped(model)
+    forwards = any(hasattr(part.get("forward"), "_torchdynamo_orig_callable") for part in parts)
+    if forwards or module._compiled_call_impl or any("_orig_mod." in name for name, _ in model.named_parameters()):
+        raise UserError(
+            "torch.compile renames the model's weights, and a whole compiled forward can hang in shards of weights: "
+            "leave it out, and pass --torch_compile true"
+        )
 
 
 def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, settings: TrainingSettings) -> None:

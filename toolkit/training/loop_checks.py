@@ -106,12 +106,18 @@ class LoopChecks:
                     )
             return gather(tensor)
 
-        vars(accelerator).update(backward=checked_backward, unscale_gradients=unscale_once, gather=checked_gather)
+        def refuse_accumulate(*_: Any) -> None:
+            raise UserError(f"step {self._step}: leave out `accelerator.accumulate`: `step.micro_batches` accumulates")
+
+        before = backward, unscale, gather, accelerator.accumulate
+        checked = checked_backward, unscale_once, checked_gather, refuse_accumulate
+        names = "backward", "unscale_gradients", "gather", "accumulate"
+        vars(accelerator).update(zip(names, checked, strict=True))
         try:
             yield
         finally:
             self._after_backward.close()
-            vars(accelerator).update(backward=backward, unscale_gradients=unscale, gather=gather)
+            vars(accelerator).update(zip(names, before, strict=True))
 
     def watch_optimizer(self, optimizer: Any) -> None:
         """Checks calls of `optimizer.step`, from now on."""
@@ -120,6 +126,8 @@ class LoopChecks:
 
         def checked_step(_: Any, *arguments: Any, **options: Any) -> Any:
             if self.accelerator.sync_gradients:
+                if self.stepped:
+                    raise UserError(f"step {self._step}: call `optimizer.step()` once in each step")
                 if self.accelerator.state.deepspeed_plugin and self._rates != self._learning_rates():
                     raise UserError(
                         f"step {self._step}: DeepSpeed has stepped when `accelerator.backward` returns: change "
@@ -198,6 +206,8 @@ class LoopChecks:
         """Of a micro-batch (B,), in `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
+        if not losses.requires_grad:
+            raise UserError("step.mean() got losses without gradients: leave out `torch.no_grad()` and `.detach()`")
         self._refuse_means(self._micro_batches - 1)
         model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
         # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step
@@ -243,8 +253,6 @@ class LoopChecks:
                 f"step {self._step}: fp16's gradients were clipped before their scale was removed, or not at all: call "
                 "`accelerator.clip_grad_norm_`, which removes it"
             )
-        if not self.accelerator.sync_gradients:
-            raise UserError(f"step {self._step}: gradients were not synchronised: leave out `accelerator.accumulate`")
 
     def _refuse_means(self, expected: int) -> None:
         if self._means != expected:

@@ -27,12 +27,12 @@ from toolkit.errors import Faults, UserError
 from toolkit.launch.exit_state import exit_state
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout, encoder_config
-from toolkit.training.checks import check_parameters, optimizer_fault, refuse_compiled
+from toolkit.training.checks import TOKENS, check_parameters, optimizer_fault, refuse_compiled
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
 from toolkit.training.loop_checks import refuse_changes, refuse_different_weights
 from toolkit.training.optimizer import make_scheduler
-from toolkit.training.shard_checks import REPLACED, refuse_state_dict
+from toolkit.training.shard_checks import REPLACED, refuse_copies
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
 from toolkit.utils.compat import require
@@ -68,6 +68,11 @@ def prepare(
     is not prepared, since accelerate would step it once per process. Raises UserError for settings, a model or an
     optimizer that the strategy cannot train.
     """
+    if (read := getattr(tokenizer, TOKENS, None)) is not None and read != len(tokenizer):
+        raise UserError(
+            f"{len(tokenizer) - read} tokens were added to the tokenizer after `load_data`: no text has them: save it "
+            "with its resized model to a folder, and pass --model_name_or_path FOLDER"
+        )
     collator_of(train, tokenizer, accelerator.device).prepare_model(accelerator, model)
     settings = settings.limit_tokens(accelerator.device.type, int(train.lengths.max()))
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
@@ -83,7 +88,7 @@ def prepare(
     launch.explain_failures()
     coalesce_reductions(accelerator, settings)
     refuse_other_gradients(accelerator)
-    refuse_state_dict(accelerator, model)
+    refuse_copies(accelerator, model)
     refuse_changes(model)  # remembers the parameters
     steps.checks.remember_weights(model)
     if accelerator.state.deepspeed_plugin:

@@ -44,13 +44,16 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
         yield
 
 
-def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
-    """Makes `model.state_dict()` in a recipe, with `torch.save` or `save_pretrained`, raise UserError where it has only
-    shards."""
+def refuse_copies(accelerator: Accelerator, model: Any) -> None:
+    """Makes a recipe's `model.state_dict()` (with `torch.save` or `save_pretrained`, too), `model.load_state_dict` and
+    `copy.deepcopy(model)` raise UserError where the strategy has shards, or trains its own copies of weights."""
     plugin = accelerator.state.deepspeed_plugin
-    if accelerator.is_fsdp2 or (plugin and plugin.zero_stage == 3):
-        for part in unwrapped(model).modules():
-            part.register_state_dict_pre_hook(_refuse_state_dict)
+    if plugin or accelerator.is_fsdp2:
+        for part in {model, *unwrapped(model).modules()}:
+            part.register_load_state_dict_pre_hook(_refuse_loading)
+            if part is model or not plugin or plugin.zero_stage == 3:
+                part.register_state_dict_pre_hook(_refuse_state_dict)
+                vars(part)["__deepcopy__"] = _refuse_deepcopy
 
 
 def _is_sharded(parameter: Any) -> bool:
@@ -72,6 +75,21 @@ def _refuse_state_dict(part: torch.nn.Module, *_: Any) -> None:
             "model.state_dict() and save_pretrained() have only shards of weights: call "
             "`accelerator.get_state_dict(model)` in all processes, and save that (state_dict=...) in one"
         )
+
+
+def _refuse_loading(*_: Any) -> None:
+    if not any(map(_gathers, _callers())):
+        raise UserError(
+            "load_state_dict() after `prepare`: DeepSpeed and FSDP2 train their own copies or shards of weights: load "
+            "weights before `toolkit.prepare`, or launch with ddp (accelerate_configs/)"
+        )
+
+
+def _refuse_deepcopy(_: Any) -> Any:
+    raise UserError(
+        "copy.deepcopy() of a prepared model, of which DeepSpeed and FSDP2 have shards: copy it before "
+        "`toolkit.prepare` (a fixed teacher, moved to `accelerator.device`); for an average pass --ema_decay"
+    )
 
 
 def _gathers(frame: Any) -> bool:

@@ -164,11 +164,11 @@ class Step:
         parallel training averages gradients over processes, and accelerate (or DeepSpeed) over the declared
         accumulation: the factor cancels both, which leaves the division by the global loss denominator.
 
-        Raises RuntimeError outside `micro_batches`, UserError unless there is one loss per sample.
+        Raises UserError outside `micro_batches`, and unless there is one loss per sample.
         """
         batch, accelerator = self._batch, self.steps.accelerator
         if batch is None:
-            raise RuntimeError("call step.mean() inside `for batch in step.micro_batches(model)`")
+            raise UserError("call step.mean() inside `for batch in step.micro_batches(model)`")
         if losses.shape != batch.weights.shape:
             raise UserError(
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
@@ -219,6 +219,8 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
             "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
             "change there, in your own model class, or launch with ddp (accelerate_configs/)"
         )
+    if "backward through the graph a second time" in str(error):
+        return "the loss uses outputs of an earlier micro-batch: `.detach()` them"
     if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
         return (
             "a model was sharded when it was loaded, and not prepared: load it within `toolkit.whole_weights()` "

@@ -66,6 +66,8 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     training, ids = model.training, torch.full((1, 8), 3)
     with torch.no_grad(), cpu_attention(model):
         expected = loss_fn(model.eval()(input_ids=ids).logits[:, 2], ids[:, 2])
+    if expected.shape != (1,):
+        raise UserError(f"loss_fn returns shape {tuple(expected.shape)}: return one loss per token (reduction='none')")
 
     def store_targets(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
         masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)
