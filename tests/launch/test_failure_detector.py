@@ -67,7 +67,7 @@ def slow() -> Iterator[dict[str, Group]]:
         one = stack.enter_context(
             Group(
                 f"{REDUCE}\ndist.all_reduce(torch.ones(1))",
-                f"{REDUCE}\ndist.broadcast(torch.ones(1), 1)\n{READ}",
+                f"{REDUCE}\nwork = dist.broadcast(torch.ones(1), 1, async_op=True)\n{READ}",
                 env={"TOOLKIT_DDP_TIMEOUT": "6"},
             )
         )

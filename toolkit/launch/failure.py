@@ -142,7 +142,7 @@ def _describe(error: Exception) -> str:
     if _is_connection_error(error):
         if failure_detector.current is not None and (others := failure_detector.current.describe_others()):
             where = f"a collective failed at {collectives.position_of(error)}, and no rank has exited ({others})"
-            return f"error: {where}: {failure_detector.MISMATCH} ({first[:200]})"
+            return f"error: {where}: perhaps {failure_detector.MISMATCH} ({first[:200]})"
         return f"{trace}\nerror: lost the connection to another process, which exited or was killed ({first[:200]})"
     return trace
 

@@ -373,14 +373,13 @@ class FailureDetector:
         idle = now - max(progress.moved for _, progress in everyone)
         still = min(idle, now - max(progress.changed for _, progress in everyone))
         where, hint = "", f"; perhaps {MISMATCH}"
-        if len(waiting) == len(everyone):  # with other counts, too: each in a collective of its own
-            idle, where = still if late else idle, f"all ranks wait: {self._describe(waiting)}"
+        if len(waiting) == len(everyone) or (waiting and not late):  # with other counts, too: each in another one
+            what = "all ranks wait" if len(waiting) == len(everyone) else "no rank goes on"
+            idle, where = still, f"{what}: {self._describe(self._progress)}"
         elif late:
             apart = [rank for rank in waiting if rank not in late][:1]
             where, hint = f"the other ranks wait for {self._describe(late)}", ""
             where += f"; {self._describe(apart)}" if apart else ""
-        elif waiting:
-            idle, where = still, f"no rank goes on: {self._describe(self._progress)}"
         line = f"{where}, for {idle:.0f} s{hint}"
         logs = self.me.rank == 0 and self._logged != furthest
         if where and idle > timeout:
