@@ -39,10 +39,8 @@ if dist.get_rank() < 2:
     dist.all_reduce(torch.ones(1), group=part)
 wait_for_line()
 """
-# Each rank waits for the other in another group; gloo's record of collectives is in the place of NCCL's.
+# Each rank waits for the other in another group.
 DEADLOCK = f"""{JOIN}
-from torch._C import _distributed_c10d
-_distributed_c10d._dump_nccl_trace_json = _distributed_c10d._dump_fr_trace_json
 groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
 dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
 """
@@ -66,13 +64,20 @@ def slow() -> Iterator[dict[str, Group]]:
         idle = stack.enter_context(Group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
         partly = stack.enter_context(Group(PART, PART, PART, env=short))
         deadlock = stack.enter_context(Group(DEADLOCK, DEADLOCK, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
-        for started in (late, headless, idle, partly, deadlock):
+        one = stack.enter_context(
+            Group(
+                f"{REDUCE}\ndist.all_reduce(torch.ones(1))",
+                f"{REDUCE}\nwork = dist.broadcast(torch.ones(1), 1, async_op=True)\n{READ}",
+                env={"TOOLKIT_DDP_TIMEOUT": "6"},
+            )
+        )
+        for started in (late, headless, idle, partly, deadlock, one):
             started.await_line("here")
         headless.ranks[0].send_signal(signal.SIGSTOP)
         late.await_line("joined")
         late.ranks[2].send_signal(signal.SIGSTOP)
         late.release(0)
-        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly, "deadlock": deadlock}
+        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly, "deadlock": deadlock, "one only": one}
 
 
 def several_processes(test: Callable[..., None]) -> Callable[..., None]:
@@ -244,7 +249,7 @@ def test_late_ranks_are_named_with_their_position(slow: dict[str, Group]) -> Non
     assert "reads_slowly" in reading
     assert f" on {HOST} (it does not answer: process {stopped.pid} there is stopped" in silent
     assert "kill -9" in silent
-    assert "rank 0" not in line.partition("error:")[2]
+    assert re.search(rf"; rank 0 on {HOST} \(it waits in collective 1, at [^)]* all_reduce < rank0.py", line)
 
 
 @several_processes
@@ -256,6 +261,25 @@ def test_ranks_that_all_wait_are_named_before_the_run_ends(slow: dict[str, Group
             assert re.search(rf"rank {rank} on {HOST} \(it waits in collective 1, at [^)]* all_reduce <", line)
     assert len(lines_of(ended, range(2))) == 2
     assert len(errors(ended)) == 1
+
+
+@several_processes
+def test_a_collective_of_one_rank_only(slow: dict[str, Group]) -> None:
+    """Rank 1 has begun as many collectives, of another kind, and does something else."""
+    (line,) = errors(slow["one only"].end(SOON))
+    assert re.search(rf"rank 0 on {HOST} \(it waits in collective 2, at [^)]* all_reduce < rank0.py", line)
+    assert re.search(rf"rank 1 on {HOST} \(it is at [^)]*reads_slowly", line)
+
+
+@several_processes
+def test_collectives_that_do_not_fit_name_both_places() -> None:
+    """gloo aborts the process that gets more than it expects."""
+    ended = run_group(*(f"{JOIN}wait_for_line()\ndist.all_reduce(torch.ones({size}))" for size in (3000, 5000)))
+    assert codes(ended) == [-signal.SIGABRT, 1]
+    (line,) = errors(ended)
+    first, _, second = line.partition("; rank 1 ")
+    assert re.search(rf"rank 0 on {HOST} crashed \(Fatal Python error: Aborted\) at [^;]* all_reduce < rank0.py", first)
+    assert re.search(r"all_reduce < rank1.py:\d+ main", second)
 
 
 @several_processes

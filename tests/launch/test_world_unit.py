@@ -20,6 +20,7 @@ from tests.runs import fork
 from toolkit.launch import rendezvous, require_equal, world
 from toolkit.launch.environment import MARKER, Place, accelerate_arguments
 from toolkit.launch.world import _check_devices, _parse_launch, launch_info, verify_world
+from toolkit.utils import memory
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -179,7 +180,9 @@ def test_a_second_accelerator_is_sharded_too(accelerator: Accelerator, monkeypat
 @pytest.mark.parametrize(
     ("launcher", "limit", "per_task", "threads"),
     [("torchrun", None, "8", 2), ("torchrun", "max 100000", None, 2), ("torchrun", "350000 100000", None, 1),
-     ("srun", None, None, 2), ("srun", None, "8", 8), ("srun", None, "2", 2), ("srun", "350000 100000", "8", 4)],
+     ("torchrun", "450000.100000", None, 1),
+     ("torchrun", "-1.100000", None, 2), ("srun", None, None, 2), ("srun", None, "8", 8),
+     ("srun", None, "2", 2), ("srun", "350000 100000", "8", 4)],
 )  # fmt: skip
 def test_cores_per_process(
     launcher: str, limit: str | None, per_task: str | None, threads: int, no_launcher: None, tmp_path: Path,
@@ -187,8 +190,12 @@ def test_cores_per_process(
 ) -> None:  # fmt: skip
     """Four processes, of which Slurm has bound this one to 8 cores; in a container with a limit."""
     monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: range(8))
-    monkeypatch.setattr(world, "_CPU_LIMIT", tmp_path / "cpu.max")
-    if limit:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "cpu").mkdir()
+    if limit and "." in limit:  # version 1
+        for name, value in zip(("quota", "period"), limit.split("."), strict=True):
+            (tmp_path / "cpu" / f"cpu.cfs_{name}_us").write_text(f"{value}\n")
+    elif limit:
         (tmp_path / "cpu.max").write_text(f"{limit}\n")
     world.os.environ |= {"SLURM_CPUS_PER_TASK": per_task} if per_task else {}
     assert world._cores_per_process(Place(launcher, 0, 4, 0, 4)) == threads

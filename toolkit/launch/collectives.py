@@ -1,11 +1,21 @@
-"""What torch knows of collectives: how many this process has begun, whether it waits in one, and NCCL's errors."""
+"""What torch knows of collectives: how many this process has begun, whether it waits in one, and NCCL's errors; and
+where a main thread is."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+_MAX_FRAMES = 6
+_LIBRARY = re.compile("^(?!.*/toolkit/).*(/lib/python[0-9]|-packages/)|^<frozen|/toolkit/launch/failure.py$")
+_Call = tuple[str, int, str]  # file, line, function
 
 
 def count() -> int:
@@ -34,10 +44,45 @@ def backends() -> set[Any]:
 
 
 def waits() -> bool:
-    """Whether NCCL has not finished a collective that this process has begun. gloo's record is not in order."""
+    """Whether this process waits in a collective: its main thread is in one (gloo, whose record is not in order), or
+    NCCL has not finished one that it has begun."""
+    if re.search("/torch/distributed/|/deepspeed/", next((file for file, *_ in _main_thread_calls()), "")):
+        return True
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", lambda _: "{}")
     with contextlib.suppress(RuntimeError, ValueError, LookupError):  # torch may change its private record
         groups = json.loads(dump(False)).get("pg_status") or {}  # False: without its 2000 collectives, which take 0.2 s
         states = [(group["last_enqueued_collective"], group["last_completed_collective"]) for group in groups.values()]
         return any(int(begun) > int(completed) for begun, completed in states)
     return False
+
+
+def main_thread_position() -> str:
+    return _format(_main_thread_calls())
+
+
+def _main_thread_calls() -> list[_Call]:
+    """Innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
+
+
+def position_of(error: BaseException) -> str:
+    calls = traceback.walk_tb(error.__traceback__)
+    return _format([(each.f_code.co_filename, line, each.f_code.co_name) for each, line in calls][::-1])
+
+
+def describe_crash(dump: str) -> str:
+    """`crashed (Fatal Python error: Aborted) at cls.py:31 main`, from a dump of `faulthandler`: its last thread is the
+    main one. Empty without a dump."""
+    what, *_, main = dump.split("(most recent call first):") if "call first):" in dump else ("", "")
+    calls = re.findall(r'File "(.+)", line (\d+) in (.+)', main)
+    return f"crashed ({what.splitlines()[0]}) at {_format(calls)}" if what else ""
+
+
+def _format(calls: Sequence[_Call]) -> str:
+    """`distributed_c10d.py:70 all_reduce < cls.py:31 main`: of libraries the innermost call alone, and of a long stack
+    the script's line, too."""
+    ours = [call for call in calls[1:] if not _LIBRARY.search(call[0])]
+    script = [call for call in ours[_MAX_FRAMES - 1 :] if Path(call[0]).name == Path(sys.argv[0]).name]
+    shown = [*calls[:1], *ours[: _MAX_FRAMES - 1], *script[:1]]
+    return " < ".join(f"{Path(file).name}:{line} {name}" for file, line, name in shown) or "its end"

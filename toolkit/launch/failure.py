@@ -127,7 +127,7 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
     except Exception as error:
         if _is_connection_error(error):
             if failure_detector.current is not None:
-                failure_detector.current.wait_for_failure()
+                failure_detector.current.wait_for_failure(error)
             else:  # its launcher ends this process, if the other one was of this node
                 time.sleep(_PEER_REPORT_SECONDS)
         message = _describe(error)
@@ -148,6 +148,9 @@ def _describe(error: Exception) -> str:
             return f"error: {' '.join(str(error).split())[:200]}: {remedy}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if _is_connection_error(error):
+        if failure_detector.current is not None and (others := failure_detector.current.describe_others()):
+            where = f"a collective failed at {collectives.position_of(error)}, and no rank has exited ({others})"
+            return f"error: {where}: perhaps {failure_detector.MISMATCH} ({first[:200]})"
         return f"{trace}\nerror: lost the connection to another process, which exited or was killed ({first[:200]})"
     return trace
 
@@ -181,7 +184,8 @@ def exit_process(message: str, code: int, short: str = "", permanent: bool = Fal
     if detector is not None:
         detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], permanent)
     elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        time.sleep(_PEER_REPORT_SECONDS)  # usually all fail alike, and local rank 0 reports it
+        # usually all fail alike, and local rank 0 reports it, to other nodes too, which takes up to 35 s
+        time.sleep(_PEER_REPORT_SECONDS * (1 if place.is_local else 2))
     prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
     failure_detector.exit_now(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import selectors
@@ -21,11 +22,9 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Literal, NoReturn
 
 from toolkit.errors import UserError
@@ -53,7 +52,10 @@ _LINGER_SECONDS, _READ_SECONDS = 10.0, 3.0
 _MARGIN_SECONDS = 6.0
 _BARRIER_SECONDS = 600.0
 _DONE = b"d"
-_MAX_FRAMES = 6
+MISMATCH = (
+    "the ranks run different code: call each collective on all ranks, not after `if accelerator.is_main_process`, in "
+    "the same order and with equal shapes"
+)
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,16 @@ class _Progress:
     waits: bool = False  # in the last one
     position: str = "its start"
     alive: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)  # to another collective
+    changed: float = field(default_factory=time.monotonic)  # its position
 
     def update(self, polls: int, collectives: int, waits: bool, position: str) -> None:
         if polls != self.polls:
             self.alive = time.monotonic()
         if collectives != self.collectives:
             self.moved = time.monotonic()
+        if position != self.position:
+            self.changed = time.monotonic()
         self.polls, self.collectives, self.waits, self.position = polls, collectives, waits, position
 
 
@@ -101,7 +106,9 @@ class FailureDetector:
         self._polls, self._logged, self._peer_timeout, self._intact = 0, -1, 0, time.monotonic()
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
         self._progress = {rank: _Progress() for rank in watched}
+        self._crashes = dict.fromkeys(range(len(self.peers)), b"")
         self._done: set[int] = set()
+        self._position = ""  # of an error; otherwise the main thread's
         self._failed, self._all_done, self._exiting = threading.Event(), threading.Event(), threading.RLock()
         """`_exiting` is held by the thread that exits the process, and never released."""
 
@@ -114,6 +121,8 @@ class FailureDetector:
         for connection in self._connections.values():
             network.keep_alive(connection, timeout)
             os.register_at_fork(after_in_child=connection.close)  # or it stays open when this process dies
+        if not faulthandler.is_enabled():  # a crash (gloo aborts a rank whose peer sends more) says where it was
+            faulthandler.enable(self._connections[min(self._connections)])
         for watch in (self._watch_connections, self._watch_store):
             threading.Thread(target=watch, daemon=True, name="failure detector").start()
         atexit.register(self.mark_done)
@@ -174,8 +183,10 @@ class FailureDetector:
             while self._progress[0].polls < polls + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
                 pass
 
-    def wait_for_failure(self) -> None:
-        """Waits for another rank's failure, which ends this process, for longer than a node may not answer."""
+    def wait_for_failure(self, error: Exception) -> None:
+        """Waits for another rank's failure, which ends this process, for longer than a node may not answer. The others
+        learn where `error` was raised."""
+        self._position = collectives.position_of(error)
         self._exiting.acquire()
         self._failed.wait(self._peer_timeout + _MARGIN_SECONDS)
 
@@ -227,7 +238,7 @@ class FailureDetector:
         """Whether this process reports, for its node, the failure of another process."""
         culprit = self.peers[failure.rank]
         by_launcher = EXIT_CODE_FILE in os.environ and attempt() >= max_restarts()  # ours, unless it restarts
-        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and by_launcher)
+        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and by_launcher and not failure.message)
         if culprit.node == self.me.node and reports_itself:
             return False
         if failure.kind == "interrupted":
@@ -244,8 +255,9 @@ class FailureDetector:
             "failed": f"error: {who} failed: {failure.message}",
             "late": f"error: a collective {failure.message}",
             "lost": f"error: lost the connection to {machine}: it or the network is down ({failure.message})",
-            "gone": f"error: {who} exited without an error message: it was killed or crashed; see the output there",
-        }[failure.kind] + RESUME_HINT * (failure.kind in ("lost", "gone"))
+            "gone": f"error: {who} "
+            + (failure.message or "exited without an error message: it was killed or crashed; see the output there"),
+        }[failure.kind] + RESUME_HINT * (failure.kind == "lost" or (failure.kind == "gone" and not failure.message))
 
     def _write(self, failure: Failure) -> Failure:
         """Returns the run's failure: the first that was written, or this one if the store does not answer."""
@@ -286,12 +298,16 @@ class FailureDetector:
         """Reads from the connection; returns False when it is closed."""
         failure = Failure(rank, "gone")
         try:
-            if self._connections[rank].recv(64):
-                self._done.add(rank)
-                self.finished = self.finished or rank == 0
-                if rank == 0 or len(self._done) == len(self.peers) - 1:
-                    self._all_done.set()
+            if data := self._connections[rank].recv(1 << 16):
+                if data.startswith(_DONE):
+                    self._done.add(rank)
+                    self.finished = self.finished or rank == 0
+                    if rank == 0 or len(self._done) == len(self.peers) - 1:
+                        self._all_done.set()
+                else:
+                    self._crashes[rank] += data
                 return True
+            failure = Failure(rank, "gone", self._describe_crash(self._crashes[rank].decode(errors="replace")))
         except ConnectionResetError:
             pass
         except OSError as error:
@@ -299,6 +315,22 @@ class FailureDetector:
         if rank not in self._done and not self.finished and self.failure is None:
             self._declare(failure)
         return False
+
+    def _describe_crash(self, dump: str) -> str:
+        """From what `faulthandler` has written; empty without."""
+        if not (crash := collectives.describe_crash(dump)):
+            return ""
+        here = f"rank {self.me.rank} on {self.me.host} is at {self._position or collectives.main_thread_position()}"
+        return f"{crash}; {here}" + f"; perhaps {MISMATCH}" * ("Aborted" in crash)
+
+    def describe_others(self) -> str:
+        """Where the other ranks were at their last heartbeats; empty if rank 0, whose store has them, has exited."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            ranks = [peer.rank for peer in self.peers if peer != self.me]
+            keys = [f"heartbeat {rank}" for rank in ranks]
+            beats = [call_with_timeout(_STORE_SECONDS, partial(read, self._main_store, key)) for key in keys]
+            return "; ".join(f"rank {rank} is at {beat[-1]}" for rank, beat in zip(ranks, beats, strict=True))
+        return ""
 
     # --- ranks that are late: the store
 
@@ -309,7 +341,7 @@ class FailureDetector:
             try:
                 call_with_timeout(timeout, self._exchange_heartbeats)
             except TimeoutError:  # rank 0, whose process serves the store, is stopped
-                self._handle(Failure(0, "late", f"hangs: the other ranks wait for {self._describe([0], timeout)}"))
+                self._handle(Failure(0, "late", f"hangs: the other ranks wait for {self._describe([0])}"))
             except RuntimeError:  # the process that serves it has exited: the connection to rank 0 shows it
                 return
             self._check_progress(timeout)
@@ -318,7 +350,8 @@ class FailureDetector:
     def _exchange_heartbeats(self) -> None:
         if self._store.check(["failure"]):
             self._handle(Failure(**read(self._store, "failure")))
-        heartbeat = [self._polls, collectives.count(), collectives.waits(), main_thread_position()]
+        position = self._position or collectives.main_thread_position()
+        heartbeat = [self._polls, collectives.count(), collectives.waits(), position]
         self._store.set(f"heartbeat {self.me.rank}", json.dumps(heartbeat))
         for rank, progress in self._progress.items():
             if self._store.check([f"heartbeat {rank}"]):
@@ -331,36 +364,41 @@ class FailureDetector:
     def _check_progress(self, timeout: float) -> None:
         """Ends the run for ranks that are late, or all wait, for longer than `timeout`; before that logs them once per
         collective. Ends it some seconds after an error of NCCL, too, unless a rank that is gone has caused that."""
-        now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())
-        late = [
-            rank
-            for rank, progress in self._progress.items()
-            if progress.collectives < furthest or (now - progress.alive > _SILENCE_SECONDS and rank not in self._done)
-        ]
+        now, everyone = time.monotonic(), self._progress.items()
+        furthest = max(progress.collectives for _, progress in everyone)
+        silent = [r for r, each in everyone if now - each.alive > _SILENCE_SECONDS and r not in self._done]
+        late = [rank for rank, progress in everyone if progress.collectives < furthest or rank in silent]
+        waiting = [rank for rank, progress in everyone if progress.waits and rank not in silent]
         # no rank, waiting or late, has begun a collective for this long
-        idle = now - max(progress.moved for progress in self._progress.values())
-        what, ranks = "the other ranks wait for", late
-        if not late and all(progress.waits for progress in self._progress.values()):
-            what, ranks = "all ranks wait:", list(self._progress)
+        idle = now - max(progress.moved for _, progress in everyone)
+        still = min(idle, now - max(progress.changed for _, progress in everyone))
+        where, hint = "", f"; perhaps {MISMATCH}"
+        if len(waiting) == len(everyone) or (waiting and not late):  # with other counts, too: each in another one
+            what = "all ranks wait" if len(waiting) == len(everyone) else "no rank goes on"
+            idle, where = still, f"{what}: {self._describe(self._progress)}"
+        elif late:
+            apart = [rank for rank in waiting if rank not in late][:1]
+            where, hint = f"the other ranks wait for {self._describe(late)}", ""
+            where += f"; {self._describe(apart)}" if apart else ""
+        line = f"{where}, for {idle:.0f} s{hint}"
         logs = self.me.rank == 0 and self._logged != furthest
-        if ranks and idle > timeout:
-            self._declare(Failure(ranks[0], "late", f"hangs: {what} {self._describe(ranks, idle)}"))
-        elif logs and ranks and idle > min(_LOG_SECONDS, timeout / 2):
+        if where and idle > timeout:
+            self._declare(Failure((late or waiting)[0], "late", f"hangs: {line}"))
+        elif logs and where and idle > min(_LOG_SECONDS, timeout / 2):
             self._logged = furthest
-            logger.info(f"{what} {self._describe(ranks, idle)}")
-        elif logs and furthest and idle > timeout:  # of ranks in different collectives none is late
+            logger.info(line)
+        elif logs and furthest and not where and idle > timeout:  # of ranks in different collectives none is late
             self._logged = furthest
-            each = sorted({progress.position: rank for rank, progress in self._progress.items()}.values())
-            line = f"no rank begins a collective: {self._describe(each, idle)}; if they wait for each other, call each"
-            logger.warning(f"{line} collective on all ranks, not after `if accelerator.is_main_process`")
+            each = sorted({progress.position: rank for rank, progress in everyone}.values())
+            logger.warning(f"no rank begins a collective: {self._describe(each)}, for {idle:.0f} s{hint}")
         if not (error := collectives.nccl_error()):
             self._intact = now
         elif now - self._intact > _MAX_REPORT_SECONDS:
             where = f"rank {self.me.rank} on {self.me.host}; see the output there"
             self._declare(Failure(self.me.rank, "late", f"failed: NCCL reports {error} on {where}"))
 
-    def _describe(self, ranks: Sequence[int], seconds: float) -> str:
-        """`rank 1 on B (it is at read.py:70 read_file < ...), for 60 s`."""
+    def _describe(self, ranks: Iterable[int]) -> str:
+        """`rank 1 on B (it is at read.py:70 read_file < ...)`."""
         accounts = []
         for peer in (self.peers[rank] for rank in ranks):
             progress = self._progress[peer.rank]
@@ -371,7 +409,7 @@ class FailureDetector:
             elif time.monotonic() - progress.alive > 6 * _HEARTBEAT_SECONDS:
                 position = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
             accounts.append(f"rank {peer.rank} on {peer.host} ({position})")
-        return f"{', '.join(accounts)}, for {seconds:.0f} s"
+        return ", ".join(accounts)
 
 
 # A global: the main thread, signal handlers and `failure.exit_process` report failures through it.
@@ -407,12 +445,3 @@ def exit_now(code: int, line: str, permanent: bool, announce: Callable[[], objec
     if permanent:
         stop_launcher(code)
     os._exit(code)
-
-
-def main_thread_position() -> str:
-    """`prepare.py:70 _tokenize < cls.py:31 main`, innermost first; of a long stack the script's line, too."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = list(traceback.walk_stack(frame)) if frame else []
-    script = [each for each in frames[_MAX_FRAMES:] if each[0].f_globals.get("__name__") == "__main__"]
-    calls = traceback.StackSummary.extract(iter(frames[:_MAX_FRAMES] + script[:1]), lookup_lines=False)
-    return " < ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls) or "its end"

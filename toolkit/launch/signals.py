@@ -13,7 +13,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from toolkit.launch import failure_detector
+from toolkit.launch import collectives, failure_detector
 from toolkit.launch.environment import timeout_seconds
 from toolkit.launch.exit_state import exit_state
 from toolkit.launch.failure import exit_process
@@ -132,7 +132,7 @@ class StopSignals:
             if moving != seen or is_saving:
                 seen, since = moving, time.monotonic()
             elif time.monotonic() - since > limit:
-                name, position = signal.Signals(number).name, failure_detector.main_thread_position()
+                name, position = signal.Signals(number).name, collectives.main_thread_position()
                 text = f"{name}: stuck at {position} for {limit:.0f} s: exiting without a new checkpoint"
                 message = f"error: {text} (--stop_timeout SECONDS waits longer)"
                 exit_process(message, 128 + number, text, permanent=True)

@@ -34,13 +34,13 @@ from toolkit.utils import collector
 from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
+from toolkit.utils.memory import read_cgroup
 from toolkit.utils.versions import describe_differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
-_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of all cores ("max": no limit) per period
 # Added to --ddp_timeout for torch: the failure detector acts first, and names the ranks that did not join.
 _GROUP_GRACE_SECONDS = 60
 _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -380,7 +380,9 @@ def _set_threads(place: Place) -> None:
 
 def _cores_per_process(place: Place) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _CPU_LIMIT.read_text(encoding="ascii").partition(" ") if _CPU_LIMIT.is_file() else ("", "", "")
+    # of a container: microseconds of all cores per period, or no limit (max, -1)
+    limit = read_cgroup("cpu.max") or " ".join(read_cgroup(f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    quota, _, period = limit.partition(" ")
     if quota.isdigit():
         cores = min(cores, math.ceil(int(quota) / int(period)))
     per_task = os.environ.get("SLURM_CPUS_PER_TASK", "") if place.launcher == "srun" else ""

@@ -125,11 +125,15 @@ def machine_memory() -> int:
 
 
 def container_memory() -> list[str]:
-    """Contents of the files with a container's memory limit, use and statistics; empty where there are none."""
-    names = ("memory.max", "memory.current", "memory.stat")
-    if (_CGROUP / "memory").is_dir():  # version 1
-        names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
-    return [file.read_text(encoding="ascii").strip() if (file := _CGROUP / name).is_file() else "" for name in names]
+    """A container's memory limit, use and statistics; empty where there are none."""
+    names = (("max", "limit_in_bytes"), ("current", "usage_in_bytes"), ("stat", "stat"))
+    return [read_cgroup(f"memory.{second}", f"memory/memory.{first}") for second, first in names]
+
+
+def read_cgroup(*names: str) -> str:
+    """The first of these files of a container (version 2, then 1); empty where there is none."""
+    files = (_CGROUP / name for name in names)
+    return next((file.read_text(encoding="ascii").strip() for file in files if file.is_file()), "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
