@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_FRAMES = 6
-_LIBRARY = re.compile("^(?!.*/toolkit/).*(/lib/python[0-9]|-packages/)|^<frozen|/toolkit/launch/failure.py$")
+_LIBRARY = re.compile("^(?!.*-packages/toolkit/).*(/lib/python[0-9]|-packages/)|^<frozen|/toolkit/launch/failure.py$")
 _Call = tuple[str, int, str]  # file, line, function
 
 
