@@ -27,9 +27,8 @@ TRAINING_LOSS_SETTINGS = LOSS_SETTINGS | {
 }  # fmt: skip
 _FILE_SETTINGS = {"train_file", "validation_file", "test_file", "dataset_name", "label_names_file"}
 _NOT_SHOWN = NOT_OF_TRAINING - _FILE_SETTINGS - {"model_name_or_path"}
-_NOT_OF_JOB = (
-    NOT_OF_TRAINING | _FILE_SETTINGS | {"per_device_batch_size", "max_tokens_per_batch", "gradient_checkpointing"}
-)
+_NOT_OF_JOB = NOT_OF_TRAINING | _FILE_SETTINGS
+_NOT_OF_JOB |= {"per_device_batch_size", "max_tokens_per_batch", "gradient_checkpointing"}
 """Settings that do not change the loss of a step."""
 _SIGNIFICANT = 0.05
 _RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
