@@ -201,11 +201,9 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     if place.launcher in ("python", "torchrun", "accelerate") or place.world_size == 1:
         return place
     env.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
+        RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world_size),
-    )
+    )  # fmt: skip
     if place.launcher == "environment":
         return place  # MASTER_ADDR and MASTER_PORT were set by hand, too
     if place.is_local and place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500":

@@ -92,13 +92,10 @@ def set_global_ranks(env: MutableMapping[str, str]) -> None:
         return
     each = int(env["LOCAL_WORLD_SIZE"])
     env.update(
-        RANK=str(nodes.rank * each + int(env["LOCAL_RANK"])),
-        WORLD_SIZE=str(nodes.count * each),
-        GROUP_RANK=str(nodes.rank),
-        GROUP_WORLD_SIZE=str(nodes.count),
-        MASTER_ADDR=nodes.first,
+        RANK=str(nodes.rank * each + int(env["LOCAL_RANK"])), WORLD_SIZE=str(nodes.count * each),
+        GROUP_RANK=str(nodes.rank), GROUP_WORLD_SIZE=str(nodes.count), MASTER_ADDR=nodes.first,
         MASTER_PORT=str(nodes.port),
-    )
+    )  # fmt: skip
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 

@@ -87,12 +87,8 @@ class Muon(torch.optim.Optimizer):
 
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-    "lion": Lion,
-    "muon": Muon,
-    "sgd": torch.optim.SGD,
-}
+    "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "lion": Lion, "muon": Muon, "sgd": torch.optim.SGD,
+}  # fmt: skip
 
 
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:

@@ -32,12 +32,9 @@ def labels_of_file(labels: Labels, columns: dict[str, list[Any]], model: Any = "
 
 @pytest.mark.parametrize(
     ("cells", "expected"),
-    [
-        (["x", "x"], [[1, 0, 0], [1, 0, 0]]),
-        (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
-        (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]]),
-    ],
-)
+    [(["x", "x"], [[1, 0, 0], [1, 0, 0]]), (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
+     (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]])],
+)  # fmt: skip
 def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[list[int]]) -> None:
     assert labels_of_file(Labels(MULTI, ("x", "y", "z"), ()), {"label": cells}) == expected
 

@@ -27,13 +27,14 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.report.curves import DASHED, Chart, chart
 from toolkit.report.files import write_atomically
 from toolkit.utils.files import Kinds, as_json, is_number, read_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from toolkit.features.decisions.feature import DecisionSettings
 
 _SINGLE, _BINS = "single_label_classification", 15
 _TEMPERATURES = (0.05, 20.0)
