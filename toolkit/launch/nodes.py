@@ -70,11 +70,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def wrong_first_machine(address: str) -> str:
     """The error for a rank 0 that runs on another machine than the one the other ranks connect to."""
-    return (
-        f"{address}, which the other machines connect to, is not an address of this machine "
-        f"({', '.join(external_addresses())}): pass --machine_rank here if it is "
-        "another one, or --main_process_ip with an address of the first machine"
-    )
+    here = ", ".join(external_addresses())
+    remedy = "pass --machine_rank here if it is another one, or --main_process_ip with an address of the first machine"
+    return f"{address}, which the other machines connect to, is not an address of this machine ({here}): {remedy}"
 
 
 def doctor_command(first: str, *others: str | None) -> str:

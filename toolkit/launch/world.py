@@ -114,8 +114,8 @@ def make_accelerator(
     try:
         if sharded:
             _set_sharded_type(on_cpu, timeout)
-        options |= {"cpu": on_cpu and not deepspeed, "kwargs_handlers": handlers}
-        accelerator = Accelerator(mixed_precision=mixed_precision, **options)
+        ours = {"cpu": on_cpu and not deepspeed, "kwargs_handlers": handlers}
+        accelerator = Accelerator(mixed_precision=mixed_precision, **ours, **options)
     except ValueError as error:
         if "mixed precision" in str(error).replace("_", " "):
             raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no, or bf16") from error
@@ -138,8 +138,8 @@ def make_accelerator(
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     remedy = "Pass --mixed_precision fp16 (or no)" if setting == AUTO and not on_cpu else ""
-    chosen = {"mixed precision": accelerator.mixed_precision}
-    require_equal(accelerator, "--mixed_precision and the GPUs", chosen, remedy)
+    precisions = {"mixed precision": accelerator.mixed_precision}
+    require_equal(accelerator, "--mixed_precision and the GPUs", precisions, remedy)
     precision.choose_matmul_precision(accelerator)
     if line := precision.emulated(accelerator):
         log_on_main(accelerator, line)
@@ -216,11 +216,10 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     number, source = requested_processes(place)
     if number == joined == accelerator.num_processes:
         return
-    raise UserError(
-        f"{source} asks for {number} processes, and {joined} joined (this one counts "
-        f"{accelerator.num_processes}, on {socket.gethostname()}): nothing was read or trained. Start with "
-        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {number}`"
-    )
+    count = f"{joined} joined (this one counts {accelerator.num_processes}, on {socket.gethostname()})"
+    way = "`accelerate launch SCRIPT --config_file FILE` (file after the script)"
+    fault = f"{source} asks for {number} processes, and {count}: nothing was read or trained"
+    raise UserError(f"{fault}. Start with {way} or `torchrun --nproc_per_node {number}`")
 
 
 def requested_processes(place: Place) -> tuple[int, str]:

@@ -237,9 +237,9 @@ class Checkpoints:
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Raises UserError where a checkpoint cannot be written, after removing it unless only its links failed."""
-    remedy = "free some space (is the disk full?) or lower --keep_checkpoints, and run the same command again"
+    remedy = "Free some space (is the disk full?) or lower --keep_checkpoints, and run the same command again"
     try:
-        with explain_write_errors(folder, f"earlier checkpoints are untouched: {remedy}"):
+        with explain_write_errors(folder, f"earlier checkpoints are untouched. {remedy}"):
             yield
     except UserError:
         if not (folder / folders.MANIFEST).is_file():
