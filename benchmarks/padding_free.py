@@ -57,12 +57,12 @@ def title(case: dict[str, Any]) -> str:
 def work(case: dict[str, Any]) -> dict[str, float]:
     """Runs one contestant in this process."""
     from toolkit.config import TaskSettings, build
-    from toolkit.features.padding_free import model
+    from toolkit.features.padding_free import packed
 
     if case["who"] == "row, mask":
-        model._text_by_text = model._padded = attend_with_block_mask
+        packed._text_by_text = packed._padded = attend_with_block_mask
     elif case["who"] != "row":
-        model._is_loop_faster = lambda packed: case["who"] == "row, by text"
+        packed._is_loop_faster = lambda _: case["who"] == "row, by text"
     name, samples, steps = DATA[case["length"]]
     with tempfile.TemporaryDirectory() as folder:
         settings = build(TaskSettings, {

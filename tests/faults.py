@@ -22,13 +22,9 @@ Fault = Callable[..., None]
 
 
 def refusal(
-    act: Callable[..., Any],
-    *given: Any,
-    says: Sequence[str] = (),
-    match: str | None = None,
-    lines: int = 1,
+    act: Callable[..., Any], *given: Any, says: Sequence[str] = (), match: str | None = None, lines: int = 1,
     **named: Any,
-) -> str:
+) -> str:  # fmt: skip
     """The line of the UserError that this call ends with; each of `says` stands in it, and so does `match`."""
     with pytest.raises(UserError, match=match) as raised:
         act(*given, **named)

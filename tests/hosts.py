@@ -81,13 +81,9 @@ class TwoHosts:
             self.ip(host, "link", "set", INTERFACE, "up")
 
     def start(
-        self,
-        host: str,
-        command: Sequence[str | Path],
-        env: Mapping[str, str] | None = None,
-        binds: Mapping[str | Path, str | Path] | None = None,
-        fresh: bool | None = None,
-    ) -> Process:
+        self, host: str, command: Sequence[str | Path], env: Mapping[str, str] | None = None,
+        binds: Mapping[str | Path, str | Path] | None = None, fresh: bool | None = None,
+    ) -> Process:  # fmt: skip
         """Starts a program on a host. `binds`: path -> file to mount there, for this program only. `fresh`: never as a
         fork."""
         variables = {"TMPDIR": str(self._folder / host), **(env or {})}

@@ -103,13 +103,9 @@ class Process:
     """A process in a new session, with its output in files. Leaving the context kills the session."""
 
     def __init__(
-        self,
-        folder: Path,
-        pid: int,
-        poll: Callable[[], int | None],
-        stdin: int = -1,
+        self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1,
         readers: Sequence[threading.Thread] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pid, self.poll = pid, poll
         self._folder, self._stdin, self._readers = folder, stdin, readers
         self._lines_read = {"out": 0, "err": 0}
@@ -205,15 +201,10 @@ def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, c
 
 
 def fork(
-    words: Sequence[str | Path],
-    env: Mapping[str, str] | None = None,
-    largest_file: int | None = None,
-    stdin: bool = False,
-    imported: tuple[str, ...] = (),
-    early: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
+    words: Sequence[str | Path], env: Mapping[str, str] | None = None, largest_file: int | None = None,
+    stdin: bool = False, imported: tuple[str, ...] = (), early: Mapping[str, str] | None = None, cwd: Path = ROOT,
     inside: Mapping[str, Any] | None = None,
-) -> Process:
+) -> Process:  # fmt: skip
     """Starts `python WORDS` in a fork of tests/fork_server.py. Files cannot grow beyond `largest_file` bytes, as on a
     full disk. A server with only these modules `imported` forks faster. `early`: variables that are read on import.
     `inside`: arguments of the server's `enter`."""
@@ -257,12 +248,9 @@ def _fork_server(imported: tuple[str, ...], early: tuple[tuple[str, str], ...]) 
 
 
 def start(
-    command: Sequence[str | Path],
-    seconds: float = 240,
-    env: Mapping[str, str] | None = None,
-    fresh: bool = False,
+    command: Sequence[str | Path], seconds: float = 240, env: Mapping[str, str] | None = None, fresh: bool = False,
     cwd: Path = ROOT,
-) -> Finished:
+) -> Finished:  # fmt: skip
     """Runs a command. `toolkit` and launchers start in a fork, unless `fresh` or in another folder."""
     program, *words = map(str, command)
     with port_of(command):
@@ -277,13 +265,9 @@ def start(
 
 
 def recipe(
-    *arguments: str | Path,
-    script: str = "recipes/cls.py",
-    seconds: float = 240,
-    env: Mapping[str, str] | None = None,
-    pages: bool | Iterable[str] = False,
-    **options: Any,
-) -> Finished:
+    *arguments: str | Path, script: str = "recipes/cls.py", seconds: float = 240, env: Mapping[str, str] | None = None,
+    pages: bool | Iterable[str] = False, **options: Any,
+) -> Finished:  # fmt: skip
     """Runs `python SCRIPT ARGUMENTS` in a fork. Without `pages` (all, or those of runs of these names) report.html is
     empty, and no model card and no baselines.json are written."""
     variables = {**(env or {}), **({} if pages is True else {"TESTS_WITHOUT_PAGES": ",".join(pages or ())})}

@@ -142,17 +142,11 @@ def test_characters_that_nothing_can_be_written_with(yaml_file: Callable[..., st
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [
-        ("- a\n", "holds a list"),
-        ("seed: 1\nmax_length: 8\nseed: 2\n", "seed is given twice"),
-        ("hello", "holds a str"),
-        ("a: [\n", "not valid YAML"),
-        ("a: b: c\n", "not valid YAML"),
-        ("seed: 1\0\n", "not valid YAML"),
-        ("a: &x [1, 1]\nb: &y [*x, *x]\nc: [*y, *y]\n", "aliases (*x) are not allowed"),
-        ("a: " + 10_000 * "[", "not valid YAML"),
-    ],
-)
+    [("- a\n", "holds a list"), ("seed: 1\nmax_length: 8\nseed: 2\n", "seed is given twice"), ("hello", "holds a str"),
+     ("a: [\n", "not valid YAML"), ("a: b: c\n", "not valid YAML"), ("seed: 1\0\n", "not valid YAML"),
+     ("a: &x [1, 1]\nb: &y [*x, *x]\nc: [*y, *y]\n", "aliases (*x) are not allowed"),
+     ("a: " + 10_000 * "[", "not valid YAML")],
+)  # fmt: skip
 def test_files_that_are_not_settings(yaml_file: Callable[..., str], text: str, part: str) -> None:
     path = yaml_file(text)
     refusal(parse, TaskSettings, [path], says=[part, path])

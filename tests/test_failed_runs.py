@@ -13,14 +13,11 @@ from toolkit.launch import exit_state
 
 @pytest.mark.parametrize(
     ("how", "rank", "way", "code"),
-    [
-        ("fails", "0", "single", 1),
-        ("is interrupted twice", "0", "single", 130),
-        ("hangs when it is stopped", "0", "single", 143),
-        pytest.param("fails", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
-        pytest.param("is killed", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
-    ],
-)
+    [("fails", "0", "single", 1), ("is interrupted twice", "0", "single", 130),
+     ("hangs when it is stopped", "0", "single", 143),
+     pytest.param("fails", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
+     pytest.param("is killed", "1", "ddp x2", 1, marks=pytest.mark.multiprocess)],
+)  # fmt: skip
 def test_steps_reach_the_trackers(how: str, rank: str, way: str, code: int, tiny_job: list, tmp_path: Path) -> None:
     settings = [*tiny_job, "--max_steps", "8", "--global_batch_size", "8", "--report_to", "tensorboard,trackio",
                 "--project", str(tmp_path / "late"), "--output_dir", str(tmp_path / "run")]  # fmt: skip

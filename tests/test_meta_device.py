@@ -73,12 +73,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 def trace(
-    folder: Path,
-    files: Mapping[str, Path],
-    jobs: Mapping[str, tuple[str, Path, list[Any]]],
-    worker: str = "tests/meta_worker.py",
-    seconds: float = 500,
-) -> dict[str, Any]:
+    folder: Path, files: Mapping[str, Path], jobs: Mapping[str, tuple[str, Path, list[Any]]],
+    worker: str = "tests/meta_worker.py", seconds: float = 500,
+) -> dict[str, Any]:  # fmt: skip
     """jobs: name -> (recipe, model, words). Returns the notes of the worker by name."""
     commands = {
         job: [f"recipes.{name}", "--model_name_or_path", model, "--train_file", files[name], *COMMON, *words,

@@ -59,14 +59,10 @@ def test_weights_of_classes(setting: str, expected: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [
-        ("rara=2,often=1", r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, rare, "),
-        ("rare=0", "a number above 0"),
-        ("rare=nan", "a number above 0"),
-        ("even", "there is no class ''"),
-        ("rare=x,often=-1", "^2 faults"),
-    ],
-)
+    [("rara=2,often=1", r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, rare, "),
+     ("rare=0", "a number above 0"), ("rare=nan", "a number above 0"), ("even", "there is no class ''"),
+     ("rare=x,often=-1", "^2 faults")],
+)  # fmt: skip
 def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
     refusal(balanced, class_weights=given, match=said, lines=3 if said == "^2 faults" else 1)
 

@@ -39,13 +39,9 @@ def test_global_batches_of_an_epoch(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("grouped", "drawn", "digest"),
-    [
-        (True, False, "c3519be0af5ad3338d4836169287ef8d"),
-        (True, True, "e121a57eef307af4e66715fe96003166"),
-        (False, False, "e16104a47aee56671758070b6f6eb2c6"),
-        (False, True, "fed3fc717d8aac030b5ead680a9bfd4d"),
-    ],
-)
+    [(True, False, "c3519be0af5ad3338d4836169287ef8d"), (True, True, "e121a57eef307af4e66715fe96003166"),
+     (False, False, "e16104a47aee56671758070b6f6eb2c6"), (False, True, "fed3fc717d8aac030b5ead680a9bfd4d")],
+)  # fmt: skip
 def test_the_order_stays_the_same_from_version_to_version(grouped: bool, drawn: bool, digest: str) -> None:
     """Checkpoints resume in it."""
     lengths = np.arange(6401) * 7919 % 509 + 3

@@ -160,14 +160,11 @@ def test_lists_of_numbers_of_another_length_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [
-        ("a.json", '["joy", "anger", "fear"]'),
-        ("a.json", '{"2": "fear", "0": "joy", "1": "anger"}'),
-        ("a.json", '{"joy": 0, "anger": 1, "fear": 2}'),
-        ("a.jsonl", '{"label": "0", "label_desc": "joy"}\n{"label": "2", "label_desc": "fear"}\n["anger", 1]\n'),
-        ("a.txt", "joy\nanger\n\nfear\n"),
-    ],
-)
+    [("a.json", '["joy", "anger", "fear"]'), ("a.json", '{"2": "fear", "0": "joy", "1": "anger"}'),
+     ("a.json", '{"joy": 0, "anger": 1, "fear": 2}'),
+     ("a.jsonl", '{"label": "0", "label_desc": "joy"}\n{"label": "2", "label_desc": "fear"}\n["anger", 1]\n'),
+     ("a.txt", "joy\nanger\n\nfear\n")],
+)  # fmt: skip
 def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -> None:
     (tmp_path / file).write_text(content, encoding="utf-8")
     names = read_class_names(str(tmp_path / file))

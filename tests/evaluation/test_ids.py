@@ -23,18 +23,12 @@ from toolkit.launch.signals import StopRequested
 
 @pytest.mark.parametrize(
     ("ids", "expected", "fault"),
-    [
-        ([0, 1, 2], [0, 1, 2], ""),
-        ([2, 0, 1], [0, 1, 2], ""),
-        ([], [], ""),
-        ([0, 2], [0, 1, 2], "never predicted: ids 1"),
-        ([0, 1, 1, 2], [0, 1, 2], "more than once: ids 1"),
-        ([0, 1, 2, 5], [0, 1, 2], "unknown: ids 5"),
-        ([], [4, 7], "never predicted: ids 4, 7"),
-        ([0, 0, 9], [0, 3], "never predicted: ids 3; more than once: ids 0; unknown: ids 9"),
-        ([-1, 0], [0], "unknown: ids -1"),
-    ],
-)
+    [([0, 1, 2], [0, 1, 2], ""), ([2, 0, 1], [0, 1, 2], ""), ([], [], ""),
+     ([0, 2], [0, 1, 2], "never predicted: ids 1"), ([0, 1, 1, 2], [0, 1, 2], "more than once: ids 1"),
+     ([0, 1, 2, 5], [0, 1, 2], "unknown: ids 5"), ([], [4, 7], "never predicted: ids 4, 7"),
+     ([0, 0, 9], [0, 3], "never predicted: ids 3; more than once: ids 0; unknown: ids 9"),
+     ([-1, 0], [0], "unknown: ids -1")],
+)  # fmt: skip
 def test_ids_fault(ids: list[int], expected: list[int], fault: str) -> None:
     assert ids_fault(np.array(ids, np.int64), np.array(expected, np.int64)) == fault
 

@@ -85,18 +85,11 @@ def test_predicted_numbers_keep_their_digits() -> None:
 
 @pytest.mark.parametrize(
     ("metric", "problem", "expected"),
-    [
-        (None, SINGLE, ("f1_macro", True)),
-        (None, MULTI, ("f1_micro", True)),
-        (None, "regression", ("loss", False)),
-        ("accuracy", SINGLE, ("accuracy", True)),
-        ("eval_loss", MULTI, ("loss", False)),
-        ("mae", "regression", ("mae", False)),
-        ("pearson", "regression", ("pearson", True)),
-        ("perplexity", SINGLE, ("perplexity", False)),
-        (None, "of a feature that is not registered", ("loss", False)),
-    ],
-)
+    [(None, SINGLE, ("f1_macro", True)), (None, MULTI, ("f1_micro", True)), (None, "regression", ("loss", False)),
+     ("accuracy", SINGLE, ("accuracy", True)), ("eval_loss", MULTI, ("loss", False)),
+     ("mae", "regression", ("mae", False)), ("pearson", "regression", ("pearson", True)),
+     ("perplexity", SINGLE, ("perplexity", False)), (None, "of a feature that is not registered", ("loss", False))],
+)  # fmt: skip
 def test_best_metric(metric: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
     assert (Best(metric, problem).metric, Best(metric, problem).sign) == (expected[0], 1 if expected[1] else -1)
 

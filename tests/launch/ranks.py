@@ -57,13 +57,9 @@ class Group:
     """
 
     def __init__(
-        self,
-        *bodies: str,
-        hosts: Sequence[str] = (),
-        env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
-        before: Mapping[int, str] | None = None,
-        seconds: float = BOUND_SECONDS,
-    ) -> None:
+        self, *bodies: str, hosts: Sequence[str] = (), env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+        before: Mapping[int, str] | None = None, seconds: float = BOUND_SECONDS,
+    ) -> None:  # fmt: skip
         self.port = free_port()
         self.started_at = time.monotonic()
         self.hosts = list(hosts) or [socket.gethostname()] * len(bodies)

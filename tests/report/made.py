@@ -21,13 +21,9 @@ SETTINGS = {"model_name_or_path": "demo:minilm", "dataset_name": None, "train_fi
 
 
 def make_run(
-    folder: Path,
-    labels: Labels | None,
-    predictions: Sequence[dict[str, Any]],
-    numbers: dict[str, Any],
-    settings: dict[str, Any] = SETTINGS,
-    **data: Any,
-) -> Evaluation:
+    folder: Path, labels: Labels | None, predictions: Sequence[dict[str, Any]], numbers: dict[str, Any],
+    settings: dict[str, Any] = SETTINGS, **data: Any,
+) -> Evaluation:  # fmt: skip
     """A run of 40 steps with 4 evaluations, the last the best; without labels a run on titles."""
     folder.mkdir()
     learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "title_column": "标题",

@@ -37,14 +37,9 @@ NEWS = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:bbc"}
 
 
 def card(
-    folder: Path,
-    settings: dict[str, Any],
-    numbers: dict[str, Any] = SINGLE,
-    labels: Labels = LABELS,
-    split: str = "validation",
-    compared: bool = False,
-    **data: Any,
-) -> ModelCard:
+    folder: Path, settings: dict[str, Any], numbers: dict[str, Any] = SINGLE, labels: Labels = LABELS,
+    split: str = "validation", compared: bool = False, **data: Any,
+) -> ModelCard:  # fmt: skip
     """Writes a card for a run of these settings and loads it as the hub does."""
     run, model = folder / "run", folder / "run" / "model"
     last = make_run(run, labels, [], numbers, flat(build(TaskSettings, settings)), **data)

@@ -365,33 +365,19 @@ def test_all_faults_are_reported_and_the_config_does_not_change() -> None:
     assert config == before
 
 
-def test_an_accelerate_config_that_compiles_the_model_is_refused() -> None:
-    """All names in its checkpoints and in model/ would begin with `_orig_mod.`."""
-    accelerator = accelerator_with(None)
-    accelerator.state.dynamo_plugin.backend = DynamoBackend.INDUCTOR
-    refusal(align, accelerator, says=["dynamo_backend: INDUCTOR", "--torch_compile"])
-
-
-def test_stage_0_is_refused() -> None:
-    """DeepSpeed returns no gradient norm there."""
-    config = AUTO | {"zero_optimization": {"stage": 0}}
+def test_configs_and_attentions_with_which_no_run_can_train() -> None:
+    config = AUTO | {"zero_optimization": {"stage": 0}}  # with which DeepSpeed returns no gradient norm
     refusal(align, accelerator_with(config, stage=0), says=["zero_optimization.stage", "ddp.yaml"])
-
-
-def test_flash_attention_in_fp32_is_refused() -> None:
-    """transformers raises for it in the first forward pass."""
     accelerator, model = accelerator_with(None), tiny("bert")
-    model.config._attn_implementation = "flash_attention_2"
+    model.config._attn_implementation = "flash_attention_2"  # transformers raises in the first forward pass
     refusal(align, accelerator, model=model, says=["--attn_implementation flash_attention_2", "--mixed_precision bf16"])
     accelerator.mixed_precision = "bf16"
     align(accelerator, model=model)
-
-
-def test_flex_attention_with_dropout_is_refused() -> None:
-    accelerator, model = accelerator_with(None), tiny("bert")
     accelerator.device, model.config._attn_implementation = torch.device("cuda"), "flex_attention"
     model.config.attention_probs_dropout_prob = 0.1
     refusal(align, accelerator, model=model, says=["--attn_implementation flex_attention", "--dropout 0"])
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.INDUCTOR  # renames weights: `_orig_mod.`
+    refusal(align, accelerator, says=["dynamo_backend: INDUCTOR", "--torch_compile"])
 
 
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",

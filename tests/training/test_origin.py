@@ -70,14 +70,9 @@ def test_auto_and_no(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [
-        ("", [6, 4, 2]),
-        ("checkpoints", [6, 4, 2]),
-        ("checkpoints/step-00000002", [2]),
-        ("checkpoints/best", [4]),
-        ("checkpoints/last", [6]),
-    ],
-)
+    [("", [6, 4, 2]), ("checkpoints", [6, 4, 2]), ("checkpoints/step-00000002", [2]), ("checkpoints/best", [4]),
+     ("checkpoints/last", [6])],
+)  # fmt: skip
 def test_a_path(path: str, expected: list[int], run: Path, tmp_path: Path) -> None:
     assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == expected
 

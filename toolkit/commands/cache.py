@@ -38,9 +38,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "cache",
-    "list the cached tokens and models, or remove unused ones",
-    run,
-    add_arguments,
+    "cache", "list the cached tokens and models, or remove unused ones", run, add_arguments,
     description=f"Lists or prunes the cache in {cache_folder()} ($TOOLKIT_CACHE).",
-)
+)  # fmt: skip

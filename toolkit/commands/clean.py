@@ -90,10 +90,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 COMMAND = Command(
-    "clean",
-    "remove the checkpoints of finished runs",
-    run,
-    add_arguments,
+    "clean", "remove the checkpoints of finished runs", run, add_arguments,
     description="Removes the checkpoints of finished runs and nothing else: model/, metrics, predictions and the "
     "report stay. Without its checkpoints a run cannot be resumed.",
-)
+)  # fmt: skip

@@ -147,10 +147,6 @@ def _lines(reader: CheckpointReader, facts: dict[str, Any]) -> list[str]:
 
 
 COMMAND = Command(
-    "convert",
-    "turn any checkpoint into a folder that from_pretrained loads",
-    run,
-    add_arguments,
-    description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.",
-    epilog=_EPILOG,
-)
+    "convert", "turn any checkpoint into a folder that from_pretrained loads", run, add_arguments,
+    description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.", epilog=_EPILOG,
+)  # fmt: skip

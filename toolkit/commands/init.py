@@ -60,9 +60,6 @@ def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
 
 
 COMMAND = Command(
-    "init",
-    "copy the recipes and config files to a folder, ready to edit",
-    run,
-    add_arguments,
+    "init", "copy the recipes and config files to a folder, ready to edit", run, add_arguments,
     description="Copies recipes/, accelerate_configs/ and ds_configs/ to FOLDER. Never replaces a file.",
-)
+)  # fmt: skip

@@ -35,10 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "to-bigbird",
-    "make a BERT that reads long texts",
-    run,
-    add_arguments,
+    "to-bigbird", "make a BERT that reads long texts", run, add_arguments,
     description="Writes a BigBird with the weights and the tokenizer of BERT to OUT, for texts of --max_length.",
     epilog="OUT is written completely or not at all. Its vocabulary and language are BERT's.",
-)
+)  # fmt: skip

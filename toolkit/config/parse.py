@@ -117,13 +117,9 @@ def tasks() -> dict[str, type[Any]]:
 
 
 def parse(
-    settings_class: type[Settings],
-    argv: Sequence[str] | None = None,
-    demo: Path | None = None,
-    description: str | None = None,
-    program: str | None = None,
-    launch_help: bool = True,
-) -> Settings:
+    settings_class: type[Settings], argv: Sequence[str] | None = None, demo: Path | None = None,
+    description: str | None = None, program: str | None = None, launch_help: bool = True,
+) -> Settings:  # fmt: skip
     """`[FILE.yaml] --name value ...` -> settings; the command line overrides the file.
 
     Where neither names data or a model, the settings file `demo` supplies the rest. Raises UserError with all faults:
@@ -363,28 +359,20 @@ def _command_line(
     more = "" if help_all else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n"
     width = min(shutil.get_terminal_size().columns, 120)
     parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
-        description=description,
+        prog=program, usage="%(prog)s [SETTINGS.yaml] [--name value ...]", description=description,
         epilog=more + (_LAUNCH if launch else ""),
         formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        add_help=False,
-        exit_on_error=False,
-    )
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False, exit_on_error=False,
+    )  # fmt: skip
     first = {*_FIRST, *(name for feature in features() for name in feature.first_settings)}
     for section, section_fields in fields.items():
         group = parser.add_argument_group((section.__doc__ or "").strip().rstrip("."))
         for name, field in section_fields.items():
             listed = help_all or name in first or not section.__module__.startswith("toolkit.")
             switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation in _SWITCHES else {}
-            group.add_argument(
-                f"--{name}",
-                metavar=metavar(field.annotation),
-                help=_help(field) if listed else argparse.SUPPRESS,
-                **switch,
-            )
+            default = "" if field.default is None else f" [{str(field.default).lower()}]"
+            text = f"{field.description or ''}{default}".replace("%", "%%") if listed else argparse.SUPPRESS
+            group.add_argument(f"--{name}", metavar=metavar(field.annotation), help=text, **switch)
     return parser
 
 
@@ -397,11 +385,6 @@ def _join_negative_numbers(arguments: Sequence[str]) -> list[str]:
         else:
             words.append(word)
     return words
-
-
-def _help(field: Any) -> str:
-    default = "" if field.default is None else f" [{str(field.default).lower()}]"
-    return f"{field.description or ''}{default}".replace("%", "%%")
 
 
 def metavar(annotation: Any) -> str:

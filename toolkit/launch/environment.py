@@ -84,9 +84,7 @@ def place_of(env: Mapping[str, str]) -> Place:
             size = _local_tasks(env, local_world) if local_world in env else _number(env, world)
             return Place(launcher, _number(env, rank), _number(env, world), _number(env, local_rank), size)
     if (env.get("PMI_SIZE") or "1") != "1":  # each process would train a separate model
-        raise UserError(
-            f"PMI_SIZE is {env['PMI_SIZE']}, but MPI_LOCALRANKID is not set: set RANK, WORLD_SIZE and LOCAL_RANK"
-        )
+        raise UserError(f"PMI_SIZE is {env['PMI_SIZE']}, but no MPI_LOCALRANKID: set RANK, WORLD_SIZE and LOCAL_RANK")
     if "LOCAL_RANK" in env:  # accelerate would wait for a group
         raise UserError("LOCAL_RANK is set and RANK is not: set RANK and WORLD_SIZE too, or `unset LOCAL_RANK`")
     return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
@@ -203,11 +201,9 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     if place.launcher in ("python", "torchrun", "accelerate") or place.world_size == 1:
         return place
     env.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
+        RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank),
         LOCAL_WORLD_SIZE=str(place.local_world_size),
-    )
+    )  # fmt: skip
     if place.launcher == "environment":
         return place  # MASTER_ADDR and MASTER_PORT were set by hand, too
     if place.is_local and place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500":
@@ -235,10 +231,8 @@ def _job_id(place: Place, env: Mapping[str, str]) -> str:
 def _check_master(place: Place, env: Mapping[str, str]) -> None:
     """RANK and WORLD_SIZE set by hand need MASTER_ADDR and MASTER_PORT, too."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
-        raise UserError(
-            f"WORLD_SIZE is {place.world_size}, but {' and '.join(missing)} is not set: set the address of rank 0's "
-            "machine and a port that is free there, the same for all processes"
-        )
+        remedy = "set the address of rank 0's machine and a port that is free there, the same for all processes"
+        raise UserError(f"WORLD_SIZE is {place.world_size}, but {' and '.join(missing)} is not set: {remedy}")
     if not env["MASTER_PORT"].isdigit():
         raise UserError(f"MASTER_PORT is {env['MASTER_PORT']!r}, not a TCP port")
 

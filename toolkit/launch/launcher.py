@@ -24,7 +24,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import run as elastic
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -130,12 +130,8 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     except ChildFailedError as error:
         if exit_code_file.exists():  # a rank has reported
             return int(exit_code_file.read_text(encoding="ascii"))
-        # torch records whole seconds: a kill comes before the failures that it causes, NCCL's aborts among them
         failed = [item for item in error.failures.items() if item[1].exitcode not in _stopped.get(item[1].pid, ())]
-        failed.sort(
-            key=lambda item: (item[1].exitcode > 0, item[1].exitcode == -signal.SIGABRT, item[1].pid in _stopped)
-        )
-        rank, failure = failed[0] if failed else error.get_first_failure()
+        rank, failure = min(failed, key=_order_of_failure) if failed else error.get_first_failure()
         if nodes := requested_nodes():  # torchrun counts within this node
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _report_exit(failure.exitcode, f"rank {rank}", oom_kills)
@@ -159,6 +155,11 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
         logger.error(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
         return 1
     return 0
+
+
+def _order_of_failure(item: tuple[int, ProcessFailure]) -> tuple[bool, ...]:
+    """torch records whole seconds: a kill comes before the failures that it causes, NCCL's aborts among them."""
+    return item[1].exitcode > 0, item[1].exitcode == -signal.SIGABRT, item[1].pid in _stopped
 
 
 def _raise_signal(number: int, _: FrameType | None) -> None:

@@ -70,11 +70,9 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def wrong_first_machine(address: str) -> str:
     """The error for a rank 0 that runs on another machine than the one the other ranks connect to."""
-    return (
-        f"{address}, which the other machines connect to, is not an address of this machine "
-        f"({', '.join(external_addresses())}): pass --machine_rank here if it is "
-        "another one, or --main_process_ip with an address of the first machine"
-    )
+    here = ", ".join(external_addresses())
+    remedy = "pass --machine_rank here if it is another one, or --main_process_ip with an address of the first machine"
+    return f"{address}, which the other machines connect to, is not an address of this machine ({here}): {remedy}"
 
 
 def doctor_command(first: str, *others: str | None) -> str:
@@ -92,13 +90,10 @@ def set_global_ranks(env: MutableMapping[str, str]) -> None:
         return
     each = int(env["LOCAL_WORLD_SIZE"])
     env.update(
-        RANK=str(nodes.rank * each + int(env["LOCAL_RANK"])),
-        WORLD_SIZE=str(nodes.count * each),
-        GROUP_RANK=str(nodes.rank),
-        GROUP_WORLD_SIZE=str(nodes.count),
-        MASTER_ADDR=nodes.first,
+        RANK=str(nodes.rank * each + int(env["LOCAL_RANK"])), WORLD_SIZE=str(nodes.count * each),
+        GROUP_RANK=str(nodes.rank), GROUP_WORLD_SIZE=str(nodes.count), MASTER_ADDR=nodes.first,
         MASTER_PORT=str(nodes.port),
-    )
+    )  # fmt: skip
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
@@ -132,10 +127,8 @@ def _refuse_multi_node_options(options: Mapping[str, str | None], config: Mappin
     if config.get("machines"):
         settings.append("its list of machines")
     if settings:
-        raise UserError(
-            f"{path} is for one machine (num_machines: 1), so {settings[0]} would have no effect: use "
-            f"{TWO_NODE_FILES}, or leave it out"
-        )
+        remedy = f"use {TWO_NODE_FILES}, or leave it out"
+        raise UserError(f"{path} is for one machine (num_machines: 1), so {settings[0]} would have no effect: {remedy}")
 
 
 def _port(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> int:
@@ -152,10 +145,8 @@ def _machines(option: str | None, in_file: object, count: int, path: Path) -> li
         raise UserError(f"{path}: machines is {in_file!r} and should be a list: `machines: [10.0.0.1, 10.0.0.2]`")
     names = [str(name).strip() for name in items]
     if names and (len(names) != count or len(set(names)) != count or "" in names):
-        raise UserError(
-            f"{'--machines' if option else f'{path}: machines'} names {', '.join(names)}, and num_machines is {count}: "
-            "name each machine once, the first one first"
-        )
+        why = f"{'--machines' if option else f'{path}: machines'} names {', '.join(names)}, and num_machines is {count}"
+        raise UserError(f"{why}: name each machine once, the first one first")
     return names
 
 
@@ -166,10 +157,8 @@ def _first_address(config: Mapping[str, Any], count: int, path: Path, env: Mappi
         return str(address)
     if env.get("SLURM_JOB_NODELIST") and (nodes := env.get("SLURM_JOB_NUM_NODES")):
         if nodes != str(count):
-            raise UserError(
-                f"the Slurm job has --nodes {nodes}, and {path} num_machines: {count}: make them equal, or pass "
-                "--main_process_ip ADDRESS"
-            )
+            remedy = "make them equal, or pass --main_process_ip ADDRESS"
+            raise UserError(f"the Slurm job has --nodes {nodes}, and {path} num_machines: {count}: {remedy}")
         return first_host(env["SLURM_JOB_NODELIST"])
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     places = (f", line {number}" for number, line in enumerate(lines, 1) if line.strip().startswith("main_process_ip:"))
@@ -185,10 +174,8 @@ def _refuse_loopback(machines: Sequence[str]) -> None:
     for name in machines:
         addresses = resolve_addresses(name)
         if addresses and all(is_loopback(address) and address != "127.0.1.1" for address in addresses):
-            raise UserError(
-                f"{name} is a loopback address ({addresses[0]}): give one that the other machines can reach "
-                "(`hostname -I` there shows it)"
-            )
+            remedy = "give one that the other machines can reach (`hostname -I` there shows it)"
+            raise UserError(f"{name} is a loopback address ({addresses[0]}): {remedy}")
 
 
 def _rank(

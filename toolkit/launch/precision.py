@@ -123,10 +123,8 @@ def missing_kernels(device: int) -> str:
         if code <= (major, minor) and (kind != "sm" or code[0] == major):
             return ""
     name = torch.cuda.get_device_name(device)
-    return (
-        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}; it has {', '.join(built)}): "
-        "install a build of the same version for an older CUDA (12.6 has V100; pytorch.org)"
-    )
+    why = f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}; it has {', '.join(built)})"
+    return f"{why}: install a build of the same version for an older CUDA (12.6 has V100; pytorch.org)"
 
 
 def emulated(accelerator: Accelerator) -> str:

@@ -76,10 +76,8 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if place.local_rank != 0:
         raise SystemExit(0)  # local rank 0 starts all processes of this machine
     if options.config_file is None:
-        raise UserError(
-            f"--{present[0]} needs a config file: add --config_file accelerate_configs/ddp.yaml (or another file "
-            "of that folder)"
-        )
+        why = f"--{present[0]} needs a config file"
+        raise UserError(f"{why}: add --config_file accelerate_configs/ddp.yaml (or another file of that folder)")
     arguments, requested = plan_launch(options, [argv[0], *rest], os.environ, module)
     _refuse_other_launch(place, module or argv[0], requested)
     count, rank, source = (requested["nodes"][name] for name in ("count", "rank", "rank_source"))
@@ -96,10 +94,8 @@ def _refuse_other_launch(place: environment.Place, script: str, requested: Mappi
     replace it."""
     path, count, local = requested["config_file"], requested["nodes"]["count"], place.local_world_size
     if count == 1 and place.world_size > local:
-        raise UserError(
-            f"this was started on several machines ({place.launcher}, {place.world_size} processes), and {path} is for "
-            f"one: each would train a separate model: use {TWO_NODE_FILES}"
-        )
+        why = f"this was started on several machines ({place.launcher}, {place.world_size} processes)"
+        raise UserError(f"{why}, and {path} is for one: each would train a separate model: use {TWO_NODE_FILES}")
     if place.launcher not in ("accelerate", "environment") and 1 < local != requested["num_processes"] // count:
         raise UserError(
             f"{place.launcher} started {local} processes on {socket.gethostname()}, and {path} asks for "
@@ -140,9 +136,8 @@ def plan_launch(
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
-        raise UserError(
-            f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
-        )
+        remedy = f"write `deepspeed_config_file: {section}` indented below it"
+        raise UserError(f"{path}: deepspeed_config is a section: {remedy}")
     if (options.deepspeed or options.deepspeed_config) and not uses_deepspeed:
         raise UserError(
             f"{path} does not use DeepSpeed, so --deepspeed{'_config' * bool(options.deepspeed_config)} would have no "
@@ -172,10 +167,8 @@ def count_processes(options: argparse.Namespace, config: Mapping[str, Any], path
     if processes > 1 and config["distributed_type"] in ("NO", False):  # YAML reads NO as false
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
-        raise UserError(
-            f"{path}: {processes} processes cannot be divided equally among {machines} machines: "
-            f"pass --num_processes {machines * max(1, processes // machines)}"
-        )
+        remedy = f"pass --num_processes {machines * max(1, processes // machines)}"
+        raise UserError(f"{path}: {processes} processes cannot be divided equally among {machines} machines: {remedy}")
     return processes
 
 
@@ -183,9 +176,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """Reads an accelerate config file. Raises UserError."""
     loaded = read_yaml(path)
     if not isinstance(loaded, dict) or "distributed_type" not in loaded:
-        raise UserError(
-            f"{path} is not an accelerate config (it has no distributed_type): start from one of accelerate_configs/"
-        )
+        remedy = "start from one of accelerate_configs/"
+        raise UserError(f"{path} is not an accelerate config (it has no distributed_type): {remedy}")
     return loaded
 
 

@@ -114,14 +114,11 @@ def make_accelerator(
     try:
         if sharded:
             _set_sharded_type(on_cpu, timeout)
-        accelerator = Accelerator(
-            cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
-        )
+        ours = {"cpu": on_cpu and not deepspeed, "kwargs_handlers": handlers}
+        accelerator = Accelerator(mixed_precision=mixed_precision, **ours, **options)
     except ValueError as error:
         if "mixed precision" in str(error).replace("_", " "):
-            raise UserError(
-                f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine"
-            ) from error
+            raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no, or bf16") from error
         if isinstance(error, json.JSONDecodeError) or "DeepSpeed config" in str(error):
             raise UserError(f"{os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE')}: {first_line(error)}") from error
         raise
@@ -140,21 +137,17 @@ def make_accelerator(
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    require_equal(
-        accelerator,
-        "--mixed_precision and the GPUs",
-        {"mixed precision": accelerator.mixed_precision},
-        "Pass --mixed_precision fp16 (or no)" if setting == AUTO and not on_cpu else "",
-    )
+    remedy = "Pass --mixed_precision fp16 (or no)" if setting == AUTO and not on_cpu else ""
+    precisions = {"mixed precision": accelerator.mixed_precision}
+    require_equal(accelerator, "--mixed_precision and the GPUs", precisions, remedy)
     precision.choose_matmul_precision(accelerator)
     if line := precision.emulated(accelerator):
         log_on_main(accelerator, line)
     accelerator.state.precision_trial = trial
     collector.after_imports()
     if setting == AUTO:
-        log_on_main(
-            accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
-        )
+        line = f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"
+        log_on_main(accelerator, line)
     return accelerator
 
 
@@ -164,10 +157,8 @@ def _refuse_split_texts() -> None:
     sizes = {kind: os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1") for kind in ("tp", "cp", "sp")}
     kind = next((kind for kind, size in sizes.items() if size != "1"), "")
     if kind and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        raise UserError(
-            f"parallelism_config_{kind}_size {sizes[kind]} in the accelerate config: no text is split here: "
-            "remove it, and use ZeRO-3 or FSDP2 for a model that does not fit"
-        )
+        why = f"parallelism_config_{kind}_size {sizes[kind]} in the accelerate config: no text is split here"
+        raise UserError(f"{why}: remove it, and use ZeRO-3 or FSDP2 for a model that does not fit")
 
 
 def _check_fsdp_config(place: Place) -> None:
@@ -225,11 +216,10 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     number, source = requested_processes(place)
     if number == joined == accelerator.num_processes:
         return
-    raise UserError(
-        f"{source} asks for {number} processes, and {joined} joined (this one counts "
-        f"{accelerator.num_processes}, on {socket.gethostname()}): nothing was read or trained. Start with "
-        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {number}`"
-    )
+    count = f"{joined} joined (this one counts {accelerator.num_processes}, on {socket.gethostname()})"
+    way = "`accelerate launch SCRIPT --config_file FILE` (file after the script)"
+    fault = f"{source} asks for {number} processes, and {count}: nothing was read or trained"
+    raise UserError(f"{fault}. Start with {way} or `torchrun --nproc_per_node {number}`")
 
 
 def requested_processes(place: Place) -> tuple[int, str]:

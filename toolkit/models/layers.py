@@ -105,7 +105,5 @@ def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn
     if count > len(layers):
         raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
     if setting != "freeze_layers" and any(isinstance(layer, torch.nn.LayerNorm) for layer in outer_layers(model)):
-        raise UserError(
-            f"--{setting} {count}: {name} has lists of norms and attentions (XLM), not of layers: leave it out"
-        )
+        raise UserError(f"--{setting} {count}: {name} (XLM) has lists of norms, not of layers: leave it out")
     return layers

@@ -185,18 +185,12 @@ def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
         options["pad_token_id"] = tokenizer.pad_token_id
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
     return BigBirdConfig(
-        **options,
-        max_position_embeddings=sizes.max_length,
-        attention_type="block_sparse",
-        block_size=sizes.block_size,
-        num_random_blocks=sizes.num_random_blocks,
-        rescale_embeddings=False,
-        use_bias=True,
+        **options, max_position_embeddings=sizes.max_length, attention_type="block_sparse", block_size=sizes.block_size,
+        num_random_blocks=sizes.num_random_blocks, rescale_embeddings=False, use_bias=True,
         bos_token_id=tokenizer.cls_token_id if first is None else first,
-        eos_token_id=tokenizer.sep_token_id if last is None else last,
-        sep_token_id=tokenizer.sep_token_id,
+        eos_token_id=tokenizer.sep_token_id if last is None else last, sep_token_id=tokenizer.sep_token_id,
         cls_token_id=tokenizer.cls_token_id,
-    )
+    )  # fmt: skip
 
 
 def _bigbird_tensors(

@@ -84,17 +84,14 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         for name in METRICS
         # YAML parsers disagree on NaN
         if name != "loss" and isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
-    ]
+    ]  # fmt: skip
     return ModelCardData(
         base_model=None if is_local(base) else demo.demo_entry(base).origin or base,
-        library_name="transformers" if of_transformers else None,
-        pipeline_tag=task,
-        tags=["finetune-toolkit"],
+        library_name="transformers" if of_transformers else None, pipeline_tag=task, tags=["finetune-toolkit"],
         datasets=[hub_data] if hub_data else None,
-        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
-        model_name=_title(record),
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None, model_name=_title(record),
         eval_results=results or None,
-    )
+    )  # fmt: skip
 
 
 def _pipeline_tag(problem_type: str) -> str:

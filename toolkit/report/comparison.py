@@ -27,9 +27,8 @@ TRAINING_LOSS_SETTINGS = LOSS_SETTINGS | {
 }  # fmt: skip
 _FILE_SETTINGS = {"train_file", "validation_file", "test_file", "dataset_name", "label_names_file"}
 _NOT_SHOWN = NOT_OF_TRAINING - _FILE_SETTINGS - {"model_name_or_path"}
-_NOT_OF_JOB = (
-    NOT_OF_TRAINING | _FILE_SETTINGS | {"per_device_batch_size", "max_tokens_per_batch", "gradient_checkpointing"}
-)
+_NOT_OF_JOB = NOT_OF_TRAINING | _FILE_SETTINGS
+_NOT_OF_JOB |= {"per_device_batch_size", "max_tokens_per_batch", "gradient_checkpointing"}
 """Settings that do not change the loss of a step."""
 _SIGNIFICANT = 0.05
 _RESAMPLES, _MIN_RESAMPLES, _MAX_DRAWS = 1000, 100, 10**8
@@ -87,15 +86,10 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     runs.sort(key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name])
     measured = [_measure(run, runs, best.metric) for run in runs]
     return {
-        "metric": best.metric,
-        "greater_is_better": best.sign > 0,
-        "split": reference.record.last.split,
-        "num_samples": reference.record.last.numbers["num_samples"],
-        "settings": _differing_settings(runs),
-        "runs": measured,
-        "seeds": _seeds(runs, measured),
-        "left_out": left_out,
-    }, runs
+        "metric": best.metric, "greater_is_better": best.sign > 0, "split": reference.record.last.split,
+        "num_samples": reference.record.last.numbers["num_samples"], "settings": _differing_settings(runs),
+        "runs": measured, "seeds": _seeds(runs, measured), "left_out": left_out,
+    }, runs  # fmt: skip
 
 
 def _reason_to_leave_out(run: ComparedRun, reference: ComparedRun) -> str:
@@ -131,23 +125,14 @@ def _measure(run: ComparedRun, runs: Sequence[ComparedRun], metric: str) -> dict
         for name, p in p_values(run.scores, runs[0].scores).items():
             metrics[name]["p"] = p
     first = next(other for other in runs if other.job() == run.job())
+    # the largest of a step; NaN without a common step
+    difference = (values_of(record.steps, "loss") / values_of(first.record.steps, "loss") - 1).abs().max()
     return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "metrics": metrics,
-        "strategy": record.strategy,
-        "mixed_precision": world["mixed_precision"],
-        "device": world["device"],
-        "loss_difference": None if run is first else _loss_difference(run, first),
-        "total_steps": record.data["total_steps"],
-        **record.cost,
-    }
-
-
-def _loss_difference(run: ComparedRun, other: ComparedRun) -> float | None:
-    """The largest relative difference of a step's loss; None without a common step."""
-    difference = (values_of(run.record.steps, "loss") / values_of(other.record.steps, "loss") - 1).abs().max()
-    return None if math.isnan(difference) else float(difference)
+        "name": run.name, "folder": str(run.folder), "metrics": metrics, "strategy": record.strategy,
+        "mixed_precision": world["mixed_precision"], "device": world["device"],
+        "loss_difference": None if run is first or math.isnan(difference) else float(difference),
+        "total_steps": record.data["total_steps"], **record.cost,
+    }  # fmt: skip
 
 
 def _seeds(runs: Sequence[ComparedRun], measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -34,20 +34,11 @@ from toolkit.utils.versions import versions
 _Line = TypeVar("_Line")
 # name in eval.jsonl -> title
 METRICS = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
-    "f1_macro": "F1 (macro)",
-    "f1_micro": "F1 (micro)",
-    "f1_weighted": "F1 (weighted)",
-    "ece": "Expected calibration error",
-    "brier": "Brier score",
-    "mse": "Mean squared error",
-    "mae": "Mean absolute error",
-    "pearson": "Pearson correlation",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-}
+    "loss": "Loss", "accuracy": "Accuracy", "f1_macro": "F1 (macro)", "f1_micro": "F1 (micro)",
+    "f1_weighted": "F1 (weighted)", "ece": "Expected calibration error", "brier": "Brier score",
+    "mse": "Mean squared error", "mae": "Mean absolute error", "pearson": "Pearson correlation", "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2", "rougeL": "ROUGE-L",
+}  # fmt: skip
 
 
 class RunFiles:

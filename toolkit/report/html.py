@@ -69,13 +69,9 @@ class Page:
 
 
 def write_report(
-    folder: Path,
-    last: Evaluation,
-    texts: Sequence[str],
-    options: argparse.Namespace | None = None,
-    groups: Mapping[str, Sequence[str]] | None = None,
-    name: str = "",
-) -> None:
+    folder: Path, last: Evaluation, texts: Sequence[str], options: argparse.Namespace | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None, name: str = "",
+) -> None:  # fmt: skip
     """Writes `folder`/report.html atomically.
 
     `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the
@@ -88,19 +84,10 @@ def write_report(
         raise ValueError(f"{last.split} has {rows} rows, and there are {len(texts)} texts")
     samples = _sample_context(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
     context: dict[str, Any] = {
-        "record": record,
-        "config": record.config,
-        "problem_type": record.problem_type,
-        "last": last,
-        "folder": name or folder.resolve().name,
-        "charts": curves.charts(record),
-        "has_texts": bool(texts),
-        "confusion": None,
-        "num_samples": 0,
-        "num_abstained": 0,
-        "slices": [],
-        **samples,
-    }
+        "record": record, "config": record.config, "problem_type": record.problem_type, "last": last,
+        "folder": name or folder.resolve().name, "charts": curves.charts(record), "has_texts": bool(texts),
+        "confusion": None, "num_samples": 0, "num_abstained": 0, "slices": [], **samples,
+    }  # fmt: skip
     page = Page(folder, record, last, texts, [sample for sample, _ in samples["worst"]], options)
     parts, context["blocks"] = [], []
     for feature in features():
@@ -162,12 +149,9 @@ def _sample_context(
     worst = heapq.nlargest(_MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
     context: dict[str, Any] = {
         "worst": [(sample, truncate(texts[sample.place]) if texts else "") for sample in worst],
-        "num_samples": len(samples),
-        "num_wrong": len(wrong),
-        "num_abstained": len(abstained),
-        "num_abstained_wrong": sum(sample.label != sample.prediction for sample in abstained),
-        "scatter": None,
-    }
+        "num_samples": len(samples), "num_wrong": len(wrong), "num_abstained": len(abstained),
+        "num_abstained_wrong": sum(sample.label != sample.prediction for sample in abstained), "scatter": None,
+    }  # fmt: skip
     if labels.problem_type == "regression":  # each number of a row is a dot
         true, predicted = (np.ravel([getattr(sample, name) for sample in samples]) for name in ("label", "prediction"))
         return context | {"scatter": curves.scatter(true, predicted)}

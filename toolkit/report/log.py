@@ -117,10 +117,8 @@ def class_lines(evaluation: Evaluation) -> list[str]:
         lines.append(f"  and {len(classes) - len(names)} classes with higher F1")
     predicted = np.flatnonzero(np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0))
     if len(predicted) == 1:
-        lines.append(
-            f"  every row is predicted as {list(classes)[predicted[0]]}: the model has learned nothing yet. Train "
-            "longer (--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced"
-        )
+        remedy = "train longer (--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced"
+        lines.append(f"  every row is predicted as {list(classes)[predicted[0]]}, nothing is learned yet: {remedy}")
     return lines
 
 

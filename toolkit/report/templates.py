@@ -31,21 +31,11 @@ def render_blocks(template: str | Path, context: Mapping[str, Any]) -> dict[str,
 @functools.cache
 def _environment(escapes: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=escapes,
-    )
-    environment.filters |= {
-        "number": format_number,
-        "setting": format_setting,
-        "duration": _duration,
-        "breakable": _breakable,
-        "is_cjk": _is_cjk,
-        "cell": cell,
-    }
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, autoescape=escapes,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"number": format_number, "setting": format_setting, "duration": _duration,
+                            "breakable": _breakable, "is_cjk": _is_cjk, "cell": cell}  # fmt: skip
     return environment
 
 

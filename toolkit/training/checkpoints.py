@@ -46,17 +46,9 @@ class Checkpoints:
     and `identity`, which must be equal in a run that resumes it."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: Any,
-        scheduler: AcceleratedScheduler,
-        tokenizer: Any,
-        steps: Steps,
-        best: Best,
-        run_folder: Path,
-        facts: dict[str, Any],
-    ) -> None:
+        self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler,
+        tokenizer: Any, steps: Steps, best: Best, run_folder: Path, facts: dict[str, Any],
+    ) -> None:  # fmt: skip
         """`model` and `optimizer` are prepared."""
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
         self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
@@ -212,28 +204,22 @@ class Checkpoints:
             why = "of a dtype that checkpoints do not support: use real numbers, or register_buffer(persistent=False)"
             raise UserError(f"{listing(unknown, 4)}: {why}")
         if self.settings.checkpoint_in_background and not self._in_background(state.file_format):
-            lines = [
-                f"--checkpoint_in_background works with one process or DDP only, and this is {state.strategy}: "
-                "training waits for each save"
-            ]
+            why = f"works with one process or DDP only, and this is {state.strategy}"
+            lines = [f"--checkpoint_in_background {why}: training waits for each save"]
         lines.append(self._size_note(state))
         hosts: list[str] = gather_object([socket.gethostname()])
         if others := list(dict.fromkeys(hosts[rank] for rank in self._remote_ranks)):
-            lines.append(
-                f"{hosts[0]} and {', '.join(others)} do not share {self.path}: checkpoints are stored on {hosts[0]}, "
-                "and other machines send and receive them over the network"
-            )
+            effect = f"checkpoints are stored on {hosts[0]}, and other machines send and receive them over the network"
+            lines.append(f"{hosts[0]} and {', '.join(others)} do not share {self.path}: {effect}")
         return lines
 
     def _size_note(self, state: LiveState) -> str:
         """Compares the disk space that checkpoints need with what is free on rank 0's disk."""
         usage = folders.disk_usage(self.path) if self.accelerator.is_main_process else None
         existing, free = broadcast_object_list([usage])[0]
-        trained, frozen = (
-            sum(math.prod(full_shape(each)) for each in state.module.parameters() if each.requires_grad is trains)
-            for trains in (True, False)
-        )
-        frozen = 0 if lora_config(state.module) else frozen
+        sizes = [(each.requires_grad, math.prod(full_shape(each))) for each in state.module.parameters()]
+        trained = sum(size for trains, size in sizes if trains)
+        frozen = 0 if lora_config(state.module) else sum(size for _, size in sizes) - trained
         size = existing[0] if existing else 12 * trained + 4 * frozen  # the weights, and AdamW's two moments
         if not existing and state.strategy in ("zero1", "zero2"):  # the weights in the dtype of computation, too
             size += next(state.module.parameters()).element_size() * (trained + frozen)
@@ -251,12 +237,9 @@ class Checkpoints:
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Raises UserError where a checkpoint cannot be written, after removing it unless only its links failed."""
-    remedy = (
-        "earlier checkpoints are untouched. Free some space (is the disk full?) or lower --keep_checkpoints, and run "
-        "the same command again"
-    )
+    remedy = "Free some space (is the disk full?) or lower --keep_checkpoints, and run the same command again"
     try:
-        with explain_write_errors(folder, remedy):
+        with explain_write_errors(folder, f"earlier checkpoints are untouched. {remedy}"):
             yield
     except UserError:
         if not (folder / folders.MANIFEST).is_file():

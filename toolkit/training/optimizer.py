@@ -62,16 +62,9 @@ class Muon(torch.optim.Optimizer):
     al., 2025, "Muon is Scalable for LLM Training"), so one learning rate, weight decay and schedule suits both."""
 
     def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        weight_decay: float = 0.01,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
+        self, params: Iterable[dict[str, Any]], lr: float = 1e-3, weight_decay: float = 0.01, momentum: float = 0.95,
+        nesterov: bool = True, ns_steps: int = 5, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+    ) -> None:  # fmt: skip
         """`params`: parameter groups; Muon trains those whose `HIDDEN` is true."""
         groups = list(params)
         hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
@@ -94,12 +87,8 @@ class Muon(torch.optim.Optimizer):
 
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-    "lion": Lion,
-    "muon": Muon,
-    "sgd": torch.optim.SGD,
-}
+    "adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor, "lion": Lion, "muon": Muon, "sgd": torch.optim.SGD,
+}  # fmt: skip
 
 
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
@@ -153,13 +142,9 @@ def _arguments(text: str | None) -> dict[str, Any]:
 
 
 def parameter_groups(
-    model: torch.nn.Module,
-    weight_decay: float,
-    learning_rate: float = 0.0,
-    layer_decay: float | None = None,
-    gradual: bool = False,
-    muon: bool = False,
-) -> list[dict[str, Any]]:
+    model: torch.nn.Module, weight_decay: float, learning_rate: float = 0.0, layer_decay: float | None = None,
+    gradual: bool = False, muon: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Returns the parameters that require gradients in groups with and without weight decay (biases, norms).
 
     Parameters are chosen by name, since strategies that shard them change their shape. With `layer_decay` or `gradual`
@@ -171,10 +156,8 @@ def parameter_groups(
     by_layer = layer_decay is not None or gradual
     distance_of = distances(model) if by_layer or muon else {}
     if (by_layer or muon) and not distance_of:
-        setting = (
-            "--unfreeze_every" if gradual else "--optimizer muon" if muon else f"--layerwise_lr_decay {layer_decay}"
-        )
-        raise UserError(f"{setting}: {type(model).__name__} has no list of layers")
+        setting = "unfreeze_every" if gradual else "optimizer muon" if muon else f"layerwise_lr_decay {layer_decay}"
+        raise UserError(f"--{setting}: {type(model).__name__} has no list of layers")
     lowest = max(distance_of.values(), default=0)
     kinds: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -232,10 +215,8 @@ def custom_scheduler(optimizer: Any, create: Callable[[torch.optim.Optimizer], A
         group["lr"] = group.get("initial_lr", group["lr"])  # not that of a warm-up's first step
     schedule = create(plain)
     if isinstance(schedule, ReduceLROnPlateau | ChainedScheduler):
-        raise UserError(
-            f"{type(schedule).__name__} does not follow from the number of steps: a resumed run could not continue it. "
-            "Use LambdaLR, SequentialLR or another that does"
-        )
+        remedy = "a resumed run could not continue it. Use LambdaLR, SequentialLR or another that does"
+        raise UserError(f"{type(schedule).__name__} does not follow from the number of steps: {remedy}")
     return _prepared_scheduler(schedule, optimizer)
 
 

@@ -110,15 +110,11 @@ def align_strategy(
     the strategy cannot use (`optimizer_fault`), and where its parameters are not the model's (`check_parameters`).
     """
     if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
-        raise UserError(
-            f"the accelerate config compiles the whole model (dynamo_backend: {backend.value}), which renames its "
-            "weights: remove dynamo_backend there, and pass --torch_compile true"
-        )
+        why = f"dynamo_backend: {backend.value} in the accelerate config compiles the model, and renames its weights"
+        raise UserError(f"{why}: remove it, and pass --torch_compile true")
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     if attention.startswith("flash_attention") and accelerator.mixed_precision == "no":
-        raise UserError(
-            f"--attn_implementation {attention} computes in bf16 and fp16 only: pass --mixed_precision bf16"
-        )
+        raise UserError(f"--attn_implementation {attention} needs bf16 or fp16: pass --mixed_precision bf16")
     if attention == "flex_attention" and (accelerator.device.type == "cpu" or attention_dropout(model.config)):
         why = "has no dropout, and on a CPU no backward pass"
         raise UserError(f"--attn_implementation {attention} {why}: pass --dropout 0, or leave it out")
@@ -326,9 +322,8 @@ def coalesce_reductions(accelerator: Accelerator, settings: TrainingSettings) ->
     if plugin.zero_stage == 1 and each_batch:
         launch.log_on_main(accelerator, "sync_each_batch: ZeRO-1 reduces gradients once a step all the same")
     elif plugin.zero_stage > 1 and is_half and each_batch is False:
-        launch.log_on_main(
-            accelerator, "sync_each_batch: with 16-bit weights ZeRO reduces gradients after each micro-batch"
-        )
+        line = "sync_each_batch: with 16-bit weights ZeRO reduces gradients after each micro-batch"
+        launch.log_on_main(accelerator, line)
     if plugin.zero_stage < 2 or each_batch or is_half:
         return
 

@@ -92,10 +92,8 @@ def _resume_path(resume: str, checkpoints: Path) -> Path:
     if path.is_file():
         raise UserError(f"--resume {resume} is a file: name the checkpoint's folder, {path.parent}")
     if not resume or not path.is_dir():
-        raise UserError(
-            f"--resume {resume or repr(resume)}: no such folder: pass auto, no, a checkpoint's folder, or best, last "
-            "or step-... of this run"
-        )
+        remedy = "pass auto, no, a checkpoint's folder, or best, last or step-... of this run"
+        raise UserError(f"--resume {resume or repr(resume)}: no such folder: {remedy}")
     return (path / "checkpoints" if (path / "checkpoints").is_dir() else path).resolve()
 
 

@@ -86,10 +86,8 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
     origin = choose_origin(resume, path / "checkpoints", facts)
     if content and not moves_aside and not _can_continue(path, settings, origin, facts):
         reason = "; ".join(origin.skipped) or f"--resume {settings.resume} continues from none of its checkpoints"
-        raise UserError(
-            f"--output_dir {path} already contains a run ({', '.join(content)}), and {reason}: pass another "
-            "--output_dir, or --overwrite_output_dir to move that run aside"
-        )
+        remedy = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
+        raise UserError(f"--output_dir {path} already contains a run ({', '.join(content)}), and {reason}: {remedy}")
     try:
         if moves_aside:
             old = path.resolve()
@@ -123,10 +121,8 @@ def _lock(path: Path) -> FileLock | None:
     except Timeout:
         # without flock (Lustre) filelock writes the process into it, and only on its machine knows whether it has ended
         ended = f"; if it has ended, remove {path / '.lock'}" if (path / ".lock").stat().st_size else ""
-        raise UserError(
-            f"--output_dir {path}: another run is writing to it{_holder(path)}: choose another folder, or stop that "
-            f"run first{ended}"
-        ) from None
+        remedy = f"choose another folder, or stop that run first{ended}"
+        raise UserError(f"--output_dir {path}: another run is writing to it{_holder(path)}: {remedy}") from None
     except (OSError, NotImplementedError):
         return None  # a file system without locks; `create_run_folder` reports one that is read-only
     return lock

@@ -59,10 +59,8 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     """Raises UserError where a text is longer than `max_tokens_per_batch`."""
     longest, max_tokens = int(train.lengths.max()), settings.max_tokens_per_batch
     if max_tokens is not None and longest > max_tokens:
-        raise UserError(
-            f"--max_tokens_per_batch {max_tokens} is less than the longest text, which has {longest} tokens: raise it, "
-            f"or truncate texts with --max_length {max_tokens}"
-        )
+        why = f"--max_tokens_per_batch {max_tokens} is less than the longest text, which has {longest} tokens"
+        raise UserError(f"{why}: raise it, or truncate texts with --max_length {max_tokens}")
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
     sizes = settings.global_batch_size, settings.micro_batch_size
@@ -170,10 +168,9 @@ class Step:
         if batch is None:
             raise UserError("call step.mean() inside `for batch in step.micro_batches(model)`")
         if losses.shape != batch.weights.shape:
-            raise UserError(
-                f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
-                f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
-            )
+            shapes = f"shape {tuple(batch.weights.shape)}, and got {tuple(losses.shape)}"
+            remedy = "leave the mean over the batch out (reduction='none')"
+            raise UserError(f"step.mean() takes one loss per sample, {shapes}: {remedy}")
         checks = self.steps.checks
         checks.check_losses(losses)
         weighted = losses * batch.weights  # (B,); weights: 1, or the class's; 0 for a padding sample
@@ -194,10 +191,8 @@ class Step:
         if math.isfinite(metrics.loss) and steps.skipped <= allowed:
             return
         if self.grad_norm is None and math.isfinite(metrics.loss):
-            raise UserError(
-                f"step {metrics.step}: run.after() got None for the gradient's norm: keep `grad_norm = "
-                "accelerator.clip_grad_norm_(...)`, which clips nothing with --max_grad_norm 0"
-            )
+            remedy = "keep `grad_norm = accelerator.clip_grad_norm_(...)`, which clips nothing with --max_grad_norm 0"
+            raise UserError(f"step {metrics.step}: run.after() got None for the gradient's norm: {remedy}")
         losses, ids = torch.cat(self._losses), torch.cat(self._ids)
         rows = [row for row in sorted(gather_object(ids[~torch.isfinite(losses)].tolist())) if row >= 0]
         what = f"the loss of rows {listing(row + 1 for row in rows)} is" if rows else "the gradient is"
@@ -215,17 +210,13 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
         trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
         return not_in_loss([trained[int(place)] for place in places])
     if "already been lazily initialized" in str(error):  # FSDP2's
-        return (
-            "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward: make your "
-            "change there, in your own model class, or launch with ddp (accelerate_configs/)"
-        )
+        why = "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward"
+        return f"{why}: make your change there, in your own model class, or launch with ddp (accelerate_configs/)"
     if "backward through the graph a second time" in str(error):
         return "the loss uses outputs of an earlier micro-batch: `.detach()` them"
     if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
-        return (
-            "a model was sharded when it was loaded, and not prepared: load it within `toolkit.whole_weights()` "
-            "(docs/your-own-recipe.md, Another model class)"
-        )
+        remedy = "load it within `toolkit.whole_weights()` (docs/your-own-recipe.md, Another model class)"
+        return f"a model was sharded when it was loaded, and not prepared: {remedy}"
     recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return memory.explain(batch, recomputes, error)
 

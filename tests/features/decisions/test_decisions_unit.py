@@ -14,7 +14,7 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.features.decisions import decisions as module
 from toolkit.features.decisions.decisions import Decisions, best_threshold, calibration_error, saved_decisions
-from toolkit.features.decisions.settings import DecisionSettings
+from toolkit.features.decisions.feature import DecisionSettings
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))
 THREE = Labels("single_label_classification", ("a", "b", "c"), ("label",))

@@ -27,15 +27,10 @@ FAILED = [{"ok": False, "error": HOSTILE}] * 2
 
 @pytest.mark.parametrize(
     "line",
-    [
-        UnreachableError(HOSTILE, 1, "no_route", "").remedy,
-        doctor_command("10.0.0.1", HOSTILE),
-        next(host.check_files({"x": Path(HOSTILE)})).remedy,
-        [*host.check_interfaces(NODES)][1].remedy,
-        peers._check_backend("gloo", FAILED, ["A", "B"], NODES).remedy,
-        JOB.command_for(1),
-    ],
-)
+    [UnreachableError(HOSTILE, 1, "no_route", "").remedy, doctor_command("10.0.0.1", HOSTILE), JOB.command_for(1),
+     next(host.check_files({"x": Path(HOSTILE)})).remedy, [*host.check_interfaces(NODES)][1].remedy,
+     peers._check_backend("gloo", FAILED, ["A", "B"], NODES).remedy],
+)  # fmt: skip
 def test_paths_and_host_names_in_remedies_are_quoted(line: str) -> None:
     assert HOSTILE not in line
     assert """it'"'"'s; reboot'""" in line

@@ -23,10 +23,9 @@ from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split, load_tokenizer
-from toolkit.features.padding_free import model
-from toolkit.features.padding_free.batches import PackedCollator, round_up
+from toolkit.features.padding_free import packed as module
 from toolkit.features.padding_free.feature import FEATURE
-from toolkit.features.padding_free.model import Packed
+from toolkit.features.padding_free.packed import Packed, PackedCollator, round_up
 from toolkit.models.classifier import load_classifier
 from toolkit.utils.features import hooks
 
@@ -99,10 +98,10 @@ def reference_kernel(
 
 
 def use_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "_is_loop_faster", lambda packed: kind == "text by text")
+    monkeypatch.setattr(module, "_is_loop_faster", lambda packed: kind == "text by text")
     if kind == "varlen_attn":
-        monkeypatch.setattr(model, "_supports_varlen", lambda query: True)
-        monkeypatch.setattr(model, "varlen_attn", reference_kernel)
+        monkeypatch.setattr(module, "_supports_varlen", lambda query: True)
+        monkeypatch.setattr(module, "varlen_attn", reference_kernel)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "with padding texts"])
@@ -167,18 +166,18 @@ def test_a_row(tokenizer: Any) -> None:
 
 def test_varlen_attn_is_used_in_half_precision_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Mock(wraps=varlen.varlen_attn)
-    monkeypatch.setattr(model, "varlen_attn", kernel)
+    monkeypatch.setattr(module, "varlen_attn", kernel)
     with torch.device("meta"):
         packed = Packed((3, 2), 2, 3, torch.zeros(3, dtype=torch.int32), torch.zeros(5, dtype=torch.int64))
         key = torch.zeros(1, 4, 5, 16, dtype=torch.bfloat16)
         queries = {(1, 5, 4, 16): key, (2, 1, 4, 16): torch.zeros(2, 4, 1, 16, dtype=torch.bfloat16)}
         for shape, query in queries.items():
-            assert model.attend(None, query, key, key, None, packed=packed)[0].shape == shape
-            assert model.attend(None, query, key, key, None, packed=packed, sliding_window=3)[0].shape == shape
+            assert module.attend(None, query, key, key, None, packed=packed)[0].shape == shape
+            assert module.attend(None, query, key, key, None, packed=packed, sliding_window=3)[0].shape == shape
         assert [call.kwargs["window_size"] for call in kernel.call_args_list] == [(-1, -1), (2, 2)] * 2
         for other in ({"dropout": 0.1}, {"key": key.float(), "query": key.float(), "value": key.float()}):
             words = {"query": key, "key": key, "value": key, **other}
-            assert model.attend(None, attention_mask=None, packed=packed, **words)[0].shape == (1, 5, 4, 16)
+            assert module.attend(None, attention_mask=None, packed=packed, **words)[0].shape == (1, 5, 4, 16)
     assert kernel.call_count == 4
 
 

@@ -19,25 +19,22 @@ from toolkit.cli import build_parser
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import training_run
+from toolkit.evaluation.saved_model import choose_labels, training_run
 from toolkit.features.predict.command import _choose_output
-from toolkit.features.predict.evaluate import _find_labels, _output_folder, evaluate_file
+from toolkit.features.predict.evaluate import _output_folder, evaluate_file
 
 
 def labels_of_file(labels: Labels, columns: dict[str, list[Any]], model: Any = "none", name: str | None = None) -> Any:
     table = Table(datasets.Dataset.from_dict({"text": ["good", "bad"], **columns}), "new.csv", "")
-    found = _find_labels(table, labels, SimpleNamespace(model=model, label_column=name), "text")
-    return found.encode(table, np.arange(2)).tolist()
+    in_file: Any = choose_labels(str(model), table, name, labels)
+    return in_file.encode(table, np.arange(2)).tolist()
 
 
 @pytest.mark.parametrize(
     ("cells", "expected"),
-    [
-        (["x", "x"], [[1, 0, 0], [1, 0, 0]]),
-        (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
-        (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]]),
-    ],
-)
+    [(["x", "x"], [[1, 0, 0], [1, 0, 0]]), (["", "z|x"], [[0, 0, 0], [1, 0, 1]]),
+     (["[0, 1, 0]", "[0, 0, 0]"], [[0, 1, 0], [0, 0, 0]])],
+)  # fmt: skip
 def test_a_multi_label_file_may_lack_classes(cells: list[str], expected: list[list[int]]) -> None:
     assert labels_of_file(Labels(MULTI, ("x", "y", "z"), ()), {"label": cells}) == expected
 

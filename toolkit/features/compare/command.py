@@ -31,12 +31,9 @@ def run(options: Any) -> None:
 
 def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> None:
     context = {
-        "comparison": comparison,
-        "tables": tables(comparison),
-        "notes": notes(comparison),
-        "charts": charts(comparison, runs[:_MAX_CURVES]),
-        "num_without_curves": len(runs) - _MAX_CURVES,
-    }
+        "comparison": comparison, "tables": tables(comparison), "notes": notes(comparison),
+        "charts": charts(comparison, runs[:_MAX_CURVES]), "num_without_curves": len(runs) - _MAX_CURVES,
+    }  # fmt: skip
     write_atomically(path, [render(Path(__file__).with_name("compare.html"), context)])
 
 

@@ -13,12 +13,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-FEATURE = Feature(
-    Command(
-        "compare",
-        "compare the metrics, speed and memory of runs",
-        "toolkit.features.compare.command:run",
-        _add_arguments,
-        "Compares runs on the rows they predicted: metrics with confidence intervals, paired tests, speed, memory.",
-    )
-)
+FEATURE = Feature(Command(
+    "compare", "compare the metrics, speed and memory of runs", "toolkit.features.compare.command:run",
+    _add_arguments,
+    "Compares runs on the rows they predicted: metrics with confidence intervals, paired tests, speed, memory.",
+))  # fmt: skip

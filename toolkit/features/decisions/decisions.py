@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,9 +27,14 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.features.decisions.settings import DecisionSettings
+from toolkit.report.curves import DASHED, Chart, chart
 from toolkit.report.files import write_atomically
 from toolkit.utils.files import Kinds, as_json, is_number, read_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from toolkit.features.decisions.feature import DecisionSettings
 
 _SINGLE, _BINS = "single_label_classification", 15
 _TEMPERATURES = (0.05, 20.0)
@@ -368,3 +373,36 @@ def coverage(confidence: np.ndarray, correct: np.ndarray) -> list[list[float]]:
     num_rows = len(confidence)
     counts = [count for count in dict.fromkeys(np.round(_COVERAGES * num_rows).astype(int).tolist()) if count]
     return [[count / num_rows, float(hits[count - 1] / count), float(confidence[order[count - 1]])] for count in counts]
+
+
+# ---- charts of the report page
+
+
+def reliability_chart(before: dict[str, Any], after: dict[str, Any]) -> Chart:
+    """Accuracy by probability, from `bins` of [rows, mean probability, accuracy]."""
+    changed = before["bins"] != after["bins"]
+
+    def draw(axes: Axes) -> None:
+        axes.axline((0, 0), slope=1, **DASHED)
+        for bins, colour in ((before["bins"], "C1"), (after["bins"], "C0"))[not changed :]:
+            _, probabilities, accuracies = zip(*bins, strict=True)
+            axes.plot(probabilities, accuracies, color=colour, linewidth=1.4, marker="o")
+        axes.set(xlabel="probability", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
+
+    legend = (("two", "before"), ("one", "after the temperature")) if changed else ()
+    return chart("Reliability", draw, 3.6, legend, "dashed: perfectly calibrated")
+
+
+def coverage_chart(points: Sequence[Sequence[float]], below: float | None) -> Chart:
+    """Points (share of rows answered, accuracy among them, lowest probability), and `--abstain_below`."""
+    shares, accuracies, probabilities = zip(*points, strict=True)
+
+    def draw(axes: Axes) -> None:
+        axes.plot(shares, accuracies, color="C0")
+        if below is not None:
+            answered = [share for share, chance in zip(shares, probabilities, strict=True) if chance >= below]
+            axes.axvline(max(answered, default=0), **DASHED)
+        axes.set(xlabel="share of rows answered", ylabel="accuracy", xlim=(0, 1.02))
+
+    note = "" if below is None else f"dashed: no answer below {below:g}"
+    return chart("Accuracy of the answered rows", draw, 3.6, note=note)

@@ -1,15 +1,42 @@
-"""`--tune_thresholds`, `--calibrate`, `--abstain_below`: the hooks."""
+"""`--tune_thresholds`, `--calibrate`, `--abstain_below`: the settings and the hooks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from toolkit.config.parse import section_in
-from toolkit.config.sections import TaskSettings
-from toolkit.features.decisions.settings import DecisionSettings
+from toolkit.config.sections import TaskSettings, section
 from toolkit.utils.features import Feature, PagePart
+
+
+def _criterion(text: str | None) -> str | None:
+    if text is None or re.fullmatch(r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+", text):
+        return text
+    precision = "precision_at_recall=0.9 (the best precision with a recall of at least 90 %)"
+    raise ValueError(f"give f1, {precision}, or cost=1:5 (cost of a false positive and of a false negative)")
+
+
+@section
+class DecisionSettings:
+    """How probabilities become answers; tuned on the validation rows at the end and saved with the model."""
+
+    tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
+    """f1; for two classes or several labels also precision_at_recall=0.9, or cost=1:5 (false positive, negative)."""
+    positive_class: str | None = None
+    """With two classes, the one whose threshold is tuned; the second one when not given."""
+    calibrate: bool = False
+    """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
+    abstain_below: float | None = Field(default=None, gt=0, lt=1)
+    """Give no answer (null, an empty cell) where the probability of the answer is lower; for one class per text."""
+
+    @property
+    def any(self) -> bool:
+        return bool(self.tune_thresholds or self.calibrate or self.abstain_below is not None)
 
 
 class DecisionsFeature(Feature):
@@ -45,10 +72,10 @@ class DecisionsFeature(Feature):
         effect = page.last.numbers.get("decisions")
         if effect is None:
             return None
-        from toolkit.features.decisions.charts import coverage, reliability
+        from toolkit.features.decisions.decisions import coverage_chart, reliability_chart
 
-        charts = [reliability(effect["before"], effect["after"])]
-        charts += [coverage(effect["coverage"], effect["abstain_below"])] if "coverage" in effect else []
+        charts = [reliability_chart(effect["before"], effect["after"])]
+        charts += [coverage_chart(effect["coverage"], effect["abstain_below"])] if "coverage" in effect else []
         context = {"effect": effect, "charts": charts}
         return PagePart(Path(__file__).with_name("page.html"), context, {"decisions": "Decisions"})
 

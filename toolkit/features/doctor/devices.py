@@ -108,9 +108,8 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
         text = f"torch sees no GPU of {count}: CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
         remedy = "unset CUDA_VISIBLE_DEVICES"
     else:
-        text = (
-            f"{version}, built with CUDA {devices.cuda}, sees no GPU of {count} (driver {devices.gpus[0][-1]}): {why}"
-        )
+        driver = devices.gpus[0][-1]
+        text = f"{version}, built with CUDA {devices.cuda}, sees no GPU of {count} (driver {driver}): {why}"
         remedy = "sudo modprobe nvidia_uvm"
         if "too old" in why:
             remedy = "a newer driver (`sudo ubuntu-drivers install`), or a build of torch for its CUDA (pytorch.org)"

@@ -39,9 +39,8 @@ def check(job: Job, uses_nccl: bool) -> tuple[Areas, AllReduce]:
                        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.first, "MASTER_PORT": str(nodes.port),
                        MARKER: json.dumps({"nodes": asdict(nodes)})})  # fmt: skip
     try:
-        rendezvous = join_ranks(
-            Place("doctor", nodes.rank, nodes.count, 0, 1), str(job.script or ""), job.options.timeout
-        )
+        place = Place("doctor", nodes.rank, nodes.count, 0, 1)
+        rendezvous = join_ranks(place, str(job.script or ""), job.options.timeout)
         assert rendezvous is not None  # several ranks
         hosts = [printable(peer.host, 100) for peer in rendezvous.peers]
         text = f"{', '.join(hosts)} found each other, with the same Python, libraries and code"

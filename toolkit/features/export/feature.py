@@ -24,13 +24,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_length", type=int, metavar="TOKENS", help="the model's limit when not given")
 
 
-FEATURE = Feature(
-    Command(
-        "export",
-        "export a classifier to OpenVINO or ONNX Runtime, optionally in 8 bits",
-        "toolkit.features.export.command:export",
-        _add_arguments,
-        "Writes OUT, a folder that `toolkit predict` takes like any model. It is compared with MODEL on the "
-        "validation rows of its run (or --validation_file), and not written where its predictions differ.",
-    )
-)
+FEATURE = Feature(Command(
+    "export", "export a classifier to OpenVINO or ONNX Runtime, optionally in 8 bits",
+    "toolkit.features.export.command:export", _add_arguments,
+    "Writes OUT, a folder that `toolkit predict` takes like any model. It is compared with MODEL on the "
+    "validation rows of its run (or --validation_file), and not written where its predictions differ.",
+))  # fmt: skip

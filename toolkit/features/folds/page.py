@@ -135,18 +135,15 @@ def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
 
 def _list_warnings(truth: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]:
     """Reasons not to trust the suspects. Takes classes (N,), or (N, C) of 0 and 1."""
-    truth_by_class, answers_by_class = (
-        each if each.ndim == 2 else each[:, None] == np.arange(labels.size) for each in (truth, answers)
-    )
+    columns = np.arange(labels.size)
+    truth_by_class, answers_by_class = (x if x.ndim == 2 else x[:, None] == columns for x in (truth, answers))
     never_predicted = (truth_by_class.sum(axis=0) >= MIN_ROWS) & ~answers_by_class.any(axis=0)
     warnings = []
     if balanced_skill(truth, answers) < _WEAK:
         accuracy = (truth_by_class == answers_by_class).all(axis=1).mean()
         largest = np.unique(truth, axis=0, return_counts=True)[1].max() / len(truth)
-        warnings.append(
-            f"do not rely on the list of wrong labels: the models are right for {100 * accuracy:.1f} % of the rows, "
-            f"and the same answer for all would be for {100 * largest:.1f} %"
-        )
+        shares = f"{100 * accuracy:.1f} % of the rows, and the same answer for all would be for {100 * largest:.1f} %"
+        warnings.append(f"do not rely on the list of wrong labels: the models are right for {shares}")
     if never_predicted.any():
         names = listing(labels.names[c] for c in np.flatnonzero(never_predicted))
         warnings.append(f"the models never predict {names}: rows with these labels are suspected whatever the text")

@@ -30,7 +30,7 @@ class PaddingFreeFeature(Feature):
     def collator(self, settings: Any) -> Any:
         if settings.training.per_device_batch_size == "auto":
             raise UserError("--per_device_batch_size auto estimates padded batches: give a number with --padding_free")
-        from toolkit.features.padding_free.batches import PackedCollator
+        from toolkit.features.padding_free.packed import PackedCollator
 
         return partial(PackedCollator, max_tokens=settings.training.max_tokens_per_batch)
 

@@ -44,6 +44,7 @@ WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 _OF_FILES = ("output", "overwrite", "probabilities", "shard", "join", "text_column", "text_pair", "encoding",
              "delimiter", "quoting", "column_names")  # fmt: skip
 _FILE_DEFAULTS = (None, False, "all", "utf-8")
+_EXISTS = "exists: name another with --output, or pass --overwrite"
 
 
 def predict_file(options: Any) -> None:
@@ -99,13 +100,9 @@ def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> 
     if options.overwrite or not exists:
         return False
     if not joined:
-        raise _output_exists(parts.output)
+        raise UserError(f"{parts.output} {_EXISTS}")
     launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
     return True
-
-
-def _output_exists(output: Path) -> UserError:
-    return UserError(f"{output} exists: name another with --output, or pass --overwrite")
 
 
 def _print_answers(options: Any, accelerator: Accelerator, saved: SavedModel) -> None:
@@ -330,7 +327,7 @@ def _choose_output(options: Any) -> Path:
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
     if output.exists() and not (options.overwrite or options.shard or options.join):
-        raise _output_exists(output)
+        raise UserError(f"{output} {_EXISTS}")
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
     if not os.access(output.parent, os.W_OK):

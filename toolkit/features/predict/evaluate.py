@@ -14,20 +14,12 @@ import torch
 
 from toolkit import launch
 from toolkit.config import TaskSettings, build, flat
-from toolkit.data.labels import Labels
 from toolkit.data.read import read_file
-from toolkit.data.table import Table
 from toolkit.data.tokens import Split, join_pair
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import (
-    SavedModel,
-    choose_columns,
-    choose_labels,
-    empty_text_warning,
-    training_run,
-)
+from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, empty_text_warning, training_run
 from toolkit.features.predict.command import read_settings, sibling
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of, model_digest
@@ -55,7 +47,11 @@ def evaluate_file(options: Any) -> None:
         raise UserError(f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file")
     table = read_file(options.file, read_settings(options))
     column, pair = choose_columns(options.model, table, options.text_column, options.text_pair, options.label_column)
-    labels = _find_labels(table, saved.answers.labels, options, column)
+    trained_on = training_run(options.model)["settings"].get("label_column")
+    labels = choose_labels(options.model, table, options.label_column or trained_on, saved.answers.labels)
+    if labels is None:
+        others = [name for name in table.rows.column_names if name != column]
+        raise table.ambiguous_column("label", "label_column", others)
     launch.log_on_main(accelerator, f"reading the text from {column}, the label from {', '.join(labels.columns)}")
     answers = replace(saved.answers, labels=labels)
     truth = labels.encode(table, np.arange(len(table)))
@@ -107,15 +103,6 @@ def _output_folder(options: Any) -> Path:
     if not os.access(existing_parent, os.W_OK):
         raise UserError(f"{existing_parent} cannot be written: name another folder with --output_dir")
     return out
-
-
-def _find_labels(table: Table, labels: Labels, options: Any, column: str) -> Labels:
-    """The model's labels with their columns and format in this file, by default as in training."""
-    name = options.label_column or training_run(options.model)["settings"].get("label_column")
-    if in_file := choose_labels(options.model, table, name, labels):
-        return in_file
-    others = [name for name in table.rows.column_names if name != column]
-    raise table.ambiguous_column("label", "label_column", others)
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:

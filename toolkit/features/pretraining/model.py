@@ -116,11 +116,11 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
     digest = digest_of_text(f"{model_digest(name)} {settings.tokenizer} {words}")
     with cached_folder("models", digest, accelerator, name) as (folder, draft):
         if draft:
-            _save_with_words(settings, name, words, draft)
+            _save_with_words(settings, words, draft)
     return replace(settings, model_name_or_path=str(folder))
 
 
-def _save_with_words(settings: EncoderSettings, name: str, words: list[str], folder: Path) -> None:
+def _save_with_words(settings: EncoderSettings, words: list[str], folder: Path) -> None:
     """Writes the tokenizer with these words added, and the config with the new vocabulary size."""
     tokenizer, config = load_tokenizer(settings), load_config(settings)
     pieces = {word: _pieces(tokenizer, word) for word in words}

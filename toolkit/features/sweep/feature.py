@@ -19,16 +19,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
 
 
-FEATURE = Feature(
-    Command(
-        "sweep",
-        "search for settings, or run several seeds or configs, and compare",
-        "toolkit.features.sweep.command:run",
-        _add_arguments,
-        usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
-        description="Runs a recipe many times. All other options are passed to the recipe, --config_file "
-        "accelerate_configs/ddp.yaml too. The same command continues a sweep that was stopped.",
-        relaunches=False,
-        passes_rest=True,
-    )
-)
+FEATURE = Feature(Command(
+    "sweep", "search for settings, or run several seeds or configs, and compare",
+    "toolkit.features.sweep.command:run", _add_arguments,
+    usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
+    description="Runs a recipe many times. All other options are passed to the recipe, --config_file "
+    "accelerate_configs/ddp.yaml too. The same command continues a sweep that was stopped.",
+    relaunches=False, passes_rest=True,
+))  # fmt: skip

@@ -29,13 +29,9 @@ from toolkit.pretrained import explain_load_errors, load_config, quiet_transform
 
 
 def load_title_model(
-    settings: PretrainedSettings,
-    long: PretrainedSettings,
-    generation: GenerationSettings,
-    tokenizer: Any,
-    max_target_length: int,
-    seed: int,
-) -> EncoderDecoderModel:
+    settings: PretrainedSettings, long: PretrainedSettings, generation: GenerationSettings, tokenizer: Any,
+    max_target_length: int, seed: int,
+) -> EncoderDecoderModel:  # fmt: skip
     """The encoder of `long` with the decoder of `settings`, in float32 on the CPU, with equal weights on all ranks.
 
     `settings` names a BERT, a BigBird, or a saved encoder-decoder; `long` is `toolkit.models.to_bigbird.long_model` of
@@ -123,12 +119,7 @@ def _configure_generation(model: Any, tokenizer: Any, generation: GenerationSett
     model.config.update({**special_tokens, **sizes})
     beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
     model.generation_config = GenerationConfig(
-        **special_tokens,
-        **beams,
-        bos_token_id=tokenizer.cls_token_id,
-        max_new_tokens=max_target_length,
-        num_beams=generation.num_beams,
-        no_repeat_ngram_size=generation.no_repeat_ngram_size,
-        do_sample=False,
+        **special_tokens, **beams, bos_token_id=tokenizer.cls_token_id, max_new_tokens=max_target_length,
+        num_beams=generation.num_beams, no_repeat_ngram_size=generation.no_repeat_ngram_size, do_sample=False,
         use_cache=True,
-    )
+    )  # fmt: skip

@@ -20,14 +20,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
 
 
-FEATURE = Feature(
-    Command(
-        "verify",
-        "check that a recipe trains the same under every config",
-        "toolkit.features.verify.command:run",
-        _add_arguments,
-        description="Compares a few steps in one process and under each config. Other words are the recipe's.",
-        relaunches=False,
-        passes_rest=True,
-    )
-)
+FEATURE = Feature(Command(
+    "verify", "check that a recipe trains the same under every config", "toolkit.features.verify.command:run",
+    _add_arguments,
+    description="Compares a few steps in one process and under each config. Other words are the recipe's.",
+    relaunches=False, passes_rest=True,
+))  # fmt: skip

@@ -1,4 +1,4 @@
-"""transformers' classifiers on packed texts: several in one row, without padding.
+"""Packed texts, several in one row without padding: a collator, and transformers' classifiers that accept its batches.
 
 `attend` restricts attention to each text; after the last layer the first token of each text becomes a row, as heads
 that read `hidden_states[:, 0]` expect. Done by hooks: parameters, classes and padded batches do not change.
@@ -6,15 +6,20 @@ that read `hidden_states[:, 0]` expect. Done by hooks: parameters, classes and p
 
 from __future__ import annotations
 
+import copy
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from toolkit.data.batches import Batch, Collator
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
 from toolkit.models.attention import attend as attend_padded
@@ -22,6 +27,9 @@ from toolkit.models.attention import scaled_dot_product_attention
 from toolkit.models.first_token import only_head_reads
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import attention_dropout
+
+_LENGTHS = 8
+"""Row lengths on a GPU from one power of two to the next: at most 1/8 of a row is padding, 1/25 on average."""
 
 
 @dataclass(frozen=True)
@@ -189,3 +197,51 @@ def check_logits(model: Any, probe: dict[str, Any]) -> None:
     if not same:
         why = "has other logits for packed texts than for single ones (its attention, positions or head do not fit)"
         raise UserError(f"--padding_free: {type(model).__name__} {why}: leave it out")
+
+
+class PackedCollator(Collator):
+    """Sample indices -> a `Batch` of one row. On a GPU texts of padding fill it to one of few lengths (`round_up`), for
+    kernels, compiled layers and the caching allocator."""
+
+    def __init__(self, split: Any, tokenizer: Any, device: torch.device, max_tokens: int | None = None) -> None:
+        """`max_tokens`: no padding beyond this length of a row."""
+        super().__init__(split, tokenizer, device)
+        self.max_tokens, self.rounds_up = max_tokens, device.type != "cpu"
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        batch = super().__call__(indices)
+        lengths = cast(Packed, batch.inputs["attention_mask"]).lengths
+        return replace(batch, token_samples=self.move(np.repeat(np.arange(len(lengths)), lengths)[None]))
+
+    def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
+        """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as `attention_mask`."""
+        lengths = [len(sample) for sample in samples]
+        total, longest = sum(lengths), max(lengths)
+        padding = min(round_up(total), max(total, self.max_tokens or round_up(total))) - total if self.rounds_up else 0
+        count, rest = divmod(padding, longest)  # padding texts no longer than the others: positions are limited
+        lengths += [longest] * count + [rest] * (rest > 0)
+        width = round_up(longest) if self.rounds_up else longest
+        cu_seqlens = np.fromiter(accumulate(lengths, initial=0), np.int32)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        padded_indices = np.repeat(np.arange(len(lengths)) * width, lengths) + positions
+        packed = Packed(tuple(lengths), len(samples), width, self.move(cu_seqlens), self.move(padded_indices))
+        inputs = {
+            "input_ids": self.row(samples, padding, self.pad_id),
+            "position_ids": self.move(positions[None]),
+            "attention_mask": packed,
+        }
+        return inputs | ({} if types is None else {"token_type_ids": self.row(types, padding, self.pad_type)})
+
+    def row(self, samples: Sequence[np.ndarray], padding: int, filler: int) -> torch.Tensor:
+        """Arrays (length,) -> (1, T) int64 on the device."""
+        return self.move(np.concatenate([*samples, np.full(padding, filler)], dtype=np.int64)[None])
+
+    def prepare_model(self, accelerator: Any, model: Any) -> None:
+        probe = copy.copy(self)
+        probe.device = next(model.parameters()).device
+        accept_packed(accelerator, model, probe.inputs([np.arange(3, 10), np.arange(8, 4, -1)], None))
+
+
+def round_up(tokens: int) -> int:
+    step = max(8, (1 << (tokens.bit_length() - 1)) // _LENGTHS)
+    return -(-tokens // step) * step
