@@ -91,8 +91,10 @@ def convert(settings: ConvertSettings) -> list[str]:
     name_of_head = lora.classifier_head if adapter is None else adapter.head
     head = None if is_adapter else tensors.get(name_of_head(tensors) or "")
     config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
+    foreign: list[str] = []
     if folder not in (reader.model_folder, reader.path):
         files.pop(DECISIONS, None)  # of that folder's own weights
+        foreign = [name for name in files if name.endswith((".safetensors", ".bin"))]
     files |= decisions_of_run(reader.model_folder, reader.step) if files else {}
     with_tied = tensors | {other: tensors[name] for other, name in tied.items()}
     if config is not None and folder is not None:
@@ -104,6 +106,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     outputs = [Output(name, tensor, written_dtype(tensor, dtype), deltas.get(name)) for name, tensor in tensors.items()]
     shards = split_into_shards(outputs, settings.max_shard_bytes, is_adapter)
     lines = [] if files else [f"weights only: {reader.path} has no config; pass a folder that has one as --config_from"]
+    if foreign:
+        lines.append(f"{listing(foreign)} of {folder} is copied with its own weights: the checkpoint has none for it")
     if averages:
         lines.append("the weights are their moving averages (--ema_decay), as in the run's model/")
     lines += _dry_run(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files, tied)
