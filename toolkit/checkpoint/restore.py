@@ -31,10 +31,10 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     first: dict[str, str] = {}
     for name, _ in state.module.named_parameters():
         if (other := first.setdefault(reader.tied.get(name, name), name)) != name:
-            raise _tie_error(reader, "has one weight", other, name, "which this model does not tie")
+            raise _tie_error(f"{reader.path} has one weight for {other} and {name}, which this model does not tie")
     for name, other in tied_names(state.module).items():
         if {name, other} <= reader.weights.keys() - reader.tied.keys():
-            raise _tie_error(reader, "has two weights", other, name, "which this model ties")
+            raise _tie_error(f"{reader.path} has two weights for {other} and {name}, which this model ties")
     reader = reader.renamed({name: first.get(name, name) for name in reader.names()})
     _check_model(state, reader)
     _check_optimizer(state, reader)
@@ -47,11 +47,9 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     state.after_loading(steps)
 
 
-def _tie_error(reader: CheckpointReader, what: str, one: str, other: str, difference: str) -> UserError:
-    return UserError(
-        f"{reader.path} {what} for {one} and {other}, {difference}: tie them as the model that saved it did "
-        "(tie_word_embeddings in its config.json), or pass another --output_dir"
-    )
+def _tie_error(fault: str) -> UserError:
+    remedy = "tie them as the model that saved it did (tie_word_embeddings in config.json)"
+    return UserError(f"{fault}: {remedy}, or pass another --output_dir")
 
 
 def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
