@@ -124,13 +124,6 @@ def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("merge_lora", [True, False])
-def test_an_adapter_for_some_of_the_layers_is_refused(merge_lora: bool, tiny_model: Path, tmp_path: Path) -> None:
-    run = saved(make_peft(tiny_model), tmp_path / "run", tiny_model, without_base=True)
-    edit_json(run / "manifest.json", identity={"num_hidden_layers": 2})
-    refusal(convert, run, tmp_path / "out", merge_lora=merge_lora, base_model=tiny_model, match="--num_hidden_layers")
-
-
 def test_a_base_model_that_has_changed_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     run, base = saved(make_peft(tiny_model), tmp_path / "run", tiny_model, without_base=True), tmp_path / "base"
     make_peft(tiny_model).unload().save_pretrained(base)

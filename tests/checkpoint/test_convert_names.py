@@ -104,10 +104,12 @@ def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
     assert config == {"model_type": "new", "torch_dtype": "float16", "dtype": "float16"}
     # decisions of other weights are not copied
     (other := tmp_path / "other").mkdir()
-    for name in ("config.json", "decisions.json"):
+    (other / "2_Dense").mkdir()
+    for name in ("config.json", "decisions.json", "2_Dense/model.safetensors"):
         (other / name).write_text('{"model_type": "new"}')
-    convert(write_run(tmp_path / "bare", HEAD), tmp_path / "new", config_from=other)
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
+    lines = convert(write_run(tmp_path / "bare", HEAD), tmp_path / "new", config_from=other)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["2_Dense", "config.json", "model.safetensors"]
+    assert f"2_Dense/model.safetensors of {other} is copied with its own weights" in lines[0]
 
 
 def test_sizes() -> None:

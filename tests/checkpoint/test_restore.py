@@ -135,6 +135,15 @@ def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
     assert message in answer
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_another_tie_is_refused(before: bool, tmp_path: Path) -> None:
+    tied, untied = trained(1), trained(2)
+    untied.module.head.weight = nn.Parameter(torch.ones(5, 3))
+    fresh, saved = (untied, tied) if before else (tied, untied)
+    answer = refused(fresh, save(saved, tmp_path / "one"))
+    assert f"has {'one weight' if before else 'two weights'} for embed.weight and head.weight" in answer
+
+
 def test_different_steps_are_restored_but_not_under_zero(tmp_path: Path) -> None:
     saved = trained(1)
     for part in saved.fragments():

@@ -131,9 +131,15 @@ def _step_folders(checkpoints: Path) -> list[Path]:
 def _saved_at(folder: Path) -> tuple[float, str]:
     """Sorted by time, not by step: a run that resumed an older checkpoint continues from what it saved after that."""
     try:
-        return float(read_manifest(folder)["saved_at"]), folder.name
-    except (UserError, KeyError, TypeError, ValueError):
+        stat = (folder / MANIFEST).stat()
+        return _read_save_time(folder, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns), folder.name
+    except (OSError, UserError, KeyError, TypeError, ValueError):
         return 0.0, folder.name
+
+
+@functools.lru_cache  # every save sorts the checkpoints several times
+def _read_save_time(folder: Path, *_: int) -> float:
+    return float(read_manifest(folder)["saved_at"])
 
 
 def newest_save_time(checkpoints: Path) -> float:

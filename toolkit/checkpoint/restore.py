@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, full_shape, persistent_buffers
+from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, full_shape, persistent_buffers, tied_names
 from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex
 from toolkit.errors import Faults, UserError, listing
 
@@ -30,7 +30,11 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     # by the model's first names of tied parameters
     first: dict[str, str] = {}
     for name, _ in state.module.named_parameters():
-        first.setdefault(reader.tied.get(name, name), name)
+        if (other := first.setdefault(reader.tied.get(name, name), name)) != name:
+            raise _tie_error(f"{reader.path} has one weight for {other} and {name}, which this model does not tie")
+    for name, other in tied_names(state.module).items():
+        if {name, other} <= reader.weights.keys() - reader.tied.keys():
+            raise _tie_error(f"{reader.path} has two weights for {other} and {name}, which this model ties")
     reader = reader.renamed({name: first.get(name, name) for name in reader.names()})
     _check_model(state, reader)
     _check_optimizer(state, reader)
@@ -41,6 +45,11 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
         for fragment in state.fragments():
             _restore_fragment(fragment, reader)
     state.after_loading(steps)
+
+
+def _tie_error(fault: str) -> UserError:
+    remedy = "tie them as the model that saved it did (tie_word_embeddings in config.json)"
+    return UserError(f"{fault}: {remedy}, or pass another --output_dir")
 
 
 def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:

@@ -207,9 +207,7 @@ def find_labels(
         problem = problem_type or ("regression" if _are_measures(numbers) else MULTI)
         if problem == "single_label_classification":
             raise UserError(f"several label columns mean several labels or numbers, not --problem_type {problem}")
-        labels = Labels(problem, columns, columns, multi_hot=problem == MULTI)
-        labels.encode(table, rows)
-        return labels
+        return Labels(problem, columns, columns, multi_hot=problem == MULTI)
     column = columns[0]
     problem = problem_type or _guess(values, f"{table.name}: column {column!r}")
     if len(values) == _MAX_DISTINCT or any(_is_blank(value, problem) for value in values):

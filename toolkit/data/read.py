@@ -18,21 +18,9 @@ from natsort import natsorted
 
 from toolkit import demo
 from toolkit.config import TextSettings
+from toolkit.data import text_files
 from toolkit.data.json_files import parse_json, read_json
 from toolkit.data.table import BATCH_ROWS, FileRows, Table
-from toolkit.data.text_files import (
-    OPENERS,
-    cast_batch,
-    check_column_names,
-    explain_encoding_errors,
-    max_unpacked_bytes,
-    open_text,
-    read_csv,
-    read_plain,
-    split_lines,
-    too_large,
-    unify_schemas,
-)
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import cached_digest, cached_folder, digest_of_file, digest_of_files, digest_of_text
@@ -123,7 +111,7 @@ def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> 
     import datasets
     import pyarrow
 
-    growth = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
+    growth = 10 if any(path.suffix in text_files.OPENERS or format_of(path) == ".parquet" for path in paths) else 1
     try:
         if growth * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
             files, sink = _write_rows(paths, settings, None)
@@ -155,7 +143,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
         with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
             for path in paths:
                 first_row = rows
-                with explain_encoding_errors(path, settings.encoding):
+                with text_files.explain_encoding_errors(path, settings.encoding):
                     note, batches = _parse(path, settings)
                     files.append((first_row, str(path), note))
                     for batch in batches:
@@ -163,7 +151,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                         schema = schema or widest
                         writer = writer or pyarrow.ipc.new_stream(sink, schema)
                         if schema == widest:
-                            pending.append(cast_batch(batch, schema))
+                            pending.append(text_files.cast_batch(batch, schema))
                         if sum(part.nbytes for part in pending) >= _WRITTEN_BYTES:
                             _write(writer, pending)
                         rows += batch.num_rows
@@ -195,7 +183,7 @@ def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) ->
     if schema.metadata != before.metadata and _class_features(schema) != _class_features(before):
         raise UserError(f"{path}: its class names, or their order, are not those of the file before it: write names")
     try:
-        return unify_schemas(before, schema)
+        return text_files.unify_schemas(before, schema)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(f"{path}: its columns are of other types than those before it [{first_line(error)}]") from error
 
@@ -211,7 +199,7 @@ def _class_features(schema: pyarrow.Schema) -> dict[str, str]:
 def format_of(path: Path) -> str:
     """`reviews.csv.gz` -> `.csv`. Raises UserError for an ending without a reader."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in OPENERS:
+    if suffixes and suffixes[-1] in text_files.OPENERS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
         excel = "save it as `CSV UTF-8` in Excel; else " * (suffixes[-1:] in ([".xlsx"], [".xls"]))
@@ -229,13 +217,13 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
         (note, batches), ignored = read_json(path, settings, kind), ["delimiter", "quoting", "sample_by"]
     elif kind == ".txt" and not settings.delimiter:
         note = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
-        batches, ignored = read_plain(path, settings), ["column_names", "quoting"]
+        batches, ignored = text_files.read_plain(path, settings), ["column_names", "quoting"]
     else:
         names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
         options = [f"--{name} {getattr(settings, name)}" for name in names]
         options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
         note = f"read with {', '.join(options)}" * bool(options)
-        batches, ignored = read_csv(path, settings, kind), ["sample_by"]
+        batches, ignored = text_files.read_csv(path, settings, kind), ["sample_by"]
     unused = [f"--{name} {value}" for name in ignored if (value := getattr(settings, name)) not in (None, *_DEFAULTS)]
     if unused:
         note += "; " * bool(note) + f"without {', '.join(unused)}, which is not for {kind}"
@@ -275,8 +263,8 @@ def _read_entries(path: Path) -> list[Any]:
     try:
         if kind in (".json", ".jsonl"):
             return list(parse_json(path, kind, "utf-8"))
-        with open_text(path, "utf-8") as text:
-            return [line.strip() for line in split_lines(path, text) if line.strip()]
+        with text_files.open_text(path, "utf-8") as text:
+            return [line.strip() for line in text_files.split_lines(path, text) if line.strip()]
     except UnicodeError as error:  # --encoding is of the texts
         raise UserError(f"--label_names_file {path} is not UTF-8 [{error}]: save it as UTF-8") from error
 
@@ -286,12 +274,12 @@ def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
     import pyarrow.parquet
 
-    limit, size = max_unpacked_bytes(path), 0
+    limit, size = text_files.max_unpacked_bytes(path), 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            check_column_names(path, file.schema_arrow.names)
+            text_files.check_column_names(path, file.schema_arrow.names)
             if sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups)) > limit:
-                raise too_large(path, limit)
+                raise text_files.too_large(path, limit)
             batches = file.iter_batches(batch_size=BATCH_ROWS)
             while True:
                 with limit_memory(limit):
@@ -300,10 +288,10 @@ def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
                     return
                 size += batch.nbytes
                 if size > limit:
-                    raise too_large(path, limit)
+                    raise text_files.too_large(path, limit)
                 yield batch
     except MemoryError as error:
-        raise too_large(path, limit) from error
+        raise text_files.too_large(path, limit) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
@@ -340,7 +328,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     folder, content, cache, limit = Path(name), "", None, sys.maxsize
     if folder.is_dir():
         files = [path for path in folder.rglob("*") if path.is_file()]
-        content, limit = digest_of_files(folder, files), max_unpacked_bytes(*files)
+        content, limit = digest_of_files(folder, files), text_files.max_unpacked_bytes(*files)
         cache = str(cache_folder() / "datasets" / content)
     else:
         check_reachable(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
@@ -358,7 +346,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         raise
     except Exception as error:
         if isinstance(error.__cause__ or error, MemoryError):
-            raise too_large(folder, limit) from error
+            raise text_files.too_large(folder, limit) from error
         hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
         raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
     digests = {split: f"{content}-{config}-{split}" if content else rows._fingerprint for split, rows in splits.items()}

@@ -21,16 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from toolkit import pretrained
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import MARK, load_words_first, words_first
 from toolkit.errors import UserError
-from toolkit.pretrained import (
-    encoder_config,
-    explain_load_errors,
-    full_attention_up_to,
-    load_plain_tokenizer,
-    refuse_unusable,
-)
 from toolkit.utils.progress import Progress
 
 _BATCH_TEXTS = 2000
@@ -52,10 +46,10 @@ class LengthBuckets:
     @classmethod
     def of_model(cls, config: Any) -> LengthBuckets | None:
         """For a model's config; None where the width of a batch does not change the outputs."""
-        config = encoder_config(config)
+        config = pretrained.encoder_config(config)
         if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
             return None
-        return cls(full_attention_up_to(config.block_size, config.num_random_blocks), config.block_size)
+        return cls(pretrained.full_attention_up_to(config.block_size, config.num_random_blocks), config.block_size)
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """(samples,) int64 bucket ids: texts of one bucket have the same outputs together as alone."""
@@ -278,11 +272,11 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     """Raises UserError when there is none, it cannot pad, or it does not support `--tokenizer`."""
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
-        tokenizer = load_plain_tokenizer(name)
+        tokenizer = pretrained.load_plain_tokenizer(name)
         return words_first(tokenizer) if getattr(tokenizer, "init_kwargs", {}).get(MARK) else tokenizer
-    with explain_load_errors(name) as path:
+    with pretrained.explain_load_errors(name) as path:
         tokenizer = load_words_first(path)
-    refuse_unusable(tokenizer, name)
+    pretrained.refuse_unusable(tokenizer, name)
     return tokenizer
 
 
@@ -396,7 +390,7 @@ def fingerprint(tokenizer: Any) -> str:
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when the tokenizer has more tokens than the model has embeddings."""
-    rows = getattr(encoder_config(config), "vocab_size", None)
+    rows = getattr(pretrained.encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are of different models; put "
@@ -406,12 +400,12 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
 
 def has_token_types(config: Any) -> bool:
     """Whether the model has a token type for each text of a pair; else only the separator distinguishes them."""
-    return getattr(encoder_config(config), "type_vocab_size", 2) != 1
+    return getattr(pretrained.encoder_config(config), "type_vocab_size", 2) != 1
 
 
 def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
     """`max_length`, or the model's limit when not given. Raises UserError when the model has fewer positions."""
-    config = encoder_config(config)
+    config = pretrained.encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its variants count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")

@@ -169,7 +169,6 @@ class Checkpoints:
             # LoRA's base weights are large and unchanged
             "excluded": frozen if with_adapter else {},
             "base_model": self.facts["settings"].get("model_name_or_path"),
-            "seeds": {"seed": self.settings.seed},
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),

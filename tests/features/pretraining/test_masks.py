@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -175,14 +176,20 @@ def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> No
     assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
 
 
-def test_texts_become_counts_and_words(prepared: Callable[..., Any], tokenizer: Any) -> None:
-    rows = [{"text": text} for text in ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150)]
+def test_texts_become_counts_and_words(
+    prepared: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = Mock(side_effect=word_starts)
+    monkeypatch.setattr(module, "word_starts", segment)
+    texts = ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150, "fine " * 9000)
+    rows = [{"text": text} for text in texts]
     data = prepared(rows, PretrainSettings, validation_file=rows[:2], whole_word_mask=True)
     special = special_tokens(tokenizer)
     expected = [int((~special[tokenizer(row["text"], truncation=True, max_length=131)["input_ids"]]).sum())
                 for row in rows]  # fmt: skip
     assert data.train.labels.tolist() == expected
-    assert expected[:1] + expected[4:] == [2, 90, 129]
+    assert expected[:1] + expected[4:] == [2, 90, 129, 129]
+    assert max(len(call.args[0]) for call in segment.mock_calls) == 16 * 131  # characters
     assert data.train.words is not None
     assert [int(data.train.words[data.train.span(row)][1:-1].sum()) for row in (0, 4)] == [2, 1]
     assert prepared(rows, PretrainSettings, validation_file=rows[:2]).train.words is None

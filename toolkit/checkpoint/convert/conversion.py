@@ -12,17 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import lora
-from toolkit.checkpoint.convert.model_files import (
-    CONFIG,
-    DECISIONS,
-    MODULE_ATTRIBUTES,
-    check_config,
-    copied_files,
-    decisions_of_run,
-    is_known_type,
-    verify_names,
-    write_files,
-)
+from toolkit.checkpoint.convert import model_files
+from toolkit.checkpoint.convert.model_files import CONFIG
 from toolkit.checkpoint.convert.transfer import Output, Shard, split_into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import first_with, step_number
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -90,20 +81,24 @@ def convert(settings: ConvertSettings) -> list[str]:
     _check_checksums_exist(settings, [*stored, *tensors.values()])
     name_of_head = lora.classifier_head if adapter is None else adapter.head
     head = None if is_adapter else tensors.get(name_of_head(tensors) or "")
-    config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
+    config, files = model_files.copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
+    foreign: list[str] = []
     if folder not in (reader.model_folder, reader.path):
-        files.pop(DECISIONS, None)  # of that folder's own weights
-    files |= decisions_of_run(reader.model_folder, reader.step) if files else {}
+        files.pop(model_files.DECISIONS, None)  # of that folder's own weights
+        foreign = [name for name in files if name.endswith((".safetensors", ".bin"))]
+    files |= model_files.decisions_of_run(reader.model_folder, reader.step) if files else {}
     with_tied = tensors | {other: tensors[name] for other, name in tied.items()}
     if config is not None and folder is not None:
         shapes = {name: tensor.shape for name, tensor in with_tied.items()}
-        check_config(shapes, config, folder / CONFIG, str(reader.path))
+        model_files.check_config(shapes, config, folder / CONFIG, str(reader.path))
     if settings.keep_tied:
         deltas |= {other: deltas[name] for other, name in tied.items() if name in deltas}
         tensors, tied = with_tied, {}
     outputs = [Output(name, tensor, written_dtype(tensor, dtype), deltas.get(name)) for name, tensor in tensors.items()]
     shards = split_into_shards(outputs, settings.max_shard_bytes, is_adapter)
     lines = [] if files else [f"weights only: {reader.path} has no config; pass a folder that has one as --config_from"]
+    if foreign:
+        lines.append(f"{listing(foreign)} of {folder} is copied with its own weights: the checkpoint has none for it")
     if averages:
         lines.append("the weights are their moving averages (--ema_decay), as in the run's model/")
     lines += _dry_run(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files, tied)
@@ -182,13 +177,13 @@ def _write(
         replace_folder(out, settings.overwrite, flush, lambda old: _check_removable(old, out)) as draft,
     ):
         bytes_read = write_shards(draft, shards)
-        write_files(draft, files)
+        model_files.write_files(draft, files)
         seconds = time.monotonic() - started
         if settings.verify:
             lines.append(verify_numbers(draft, shards))
         if settings.verify and CONFIG in files:
             shapes = {output.name: output.tensor.shape for shard in shards for output in shard.outputs}
-            lines.append(verify_names(draft, shapes, tied))
+            lines.append(model_files.verify_names(draft, shapes, tied))
     # for a run's folder: the newest checkpoint was taken, not the best
     name = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
     step = f" from step {reader.step}{name}" if reader.step is not None else ""
@@ -235,11 +230,12 @@ def _strip_attribute(reader: CheckpointReader, folder: Path | None) -> Checkpoin
     """Strips `model.` or `net.`, of a user's module around a Hugging Face model with a config in `folder`, if all names
     have it. In safetensors, which omit tied names, those of a plain Llama may all begin with `model.`."""
     names = reader.names()
-    prefix = next((prefix for prefix in MODULE_ATTRIBUTES if all(name.startswith(prefix) for name in names)), "")
+    attributes = model_files.MODULE_ATTRIBUTES
+    prefix = next((each for each in attributes if all(name.startswith(each) for name in names)), "")
     if not prefix or folder is None or not (folder / CONFIG).is_file():
         return reader
     files = {span.member.file.suffix for tensor in reader.weights.values() for span in tensor.spans}
-    if ".safetensors" in files and not is_known_type(folder):
+    if ".safetensors" in files and not model_files.is_known_type(folder):
         return reader
     return _strip_attribute(reader.renamed({name: name.removeprefix(prefix) for name in names}), folder)
 
@@ -262,11 +258,6 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
         if settings.merge_lora:
             raise UserError(f"{reader.path} has no LoRA adapter: drop --merge_lora")
         return None
-    if reader.details.get("identity", {}).get("num_hidden_layers"):  # of runs before these settings excluded each other
-        raise UserError(
-            f"{reader.path} has an adapter for some of the base model's layers (--num_hidden_layers), and does not "
-            "record for which: take the run's model/, the merged model of its best step"
-        )
     folder = reader.path if reader.path.is_dir() else reader.path.parent
     if not (folder / lora.ADAPTER_CONFIG).is_file():  # not a folder that peft saved
         with_config = first_with(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from

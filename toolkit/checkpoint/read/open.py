@@ -11,16 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folder import (
-    MANIFEST,
-    OPTIMIZER_FILE,
-    WEIGHTS_FILE,
-    complete,
-    find_fault,
-    first_with,
-    read_manifest,
-    step_number,
-)
+from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
 from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
 from toolkit.checkpoint.safetensors_header import read_header
@@ -73,7 +64,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 def _open(path: Path) -> tuple[CheckpointReader, Path]:
     """(the reader, the folder that must contain all its files)."""
     if path.is_file():
-        is_part = (path.parent / MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
+        is_part = (path.parent / folders.MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
         if is_part or path.suffix == ".distcp" or not (path.suffix in SUFFIXES or zipfile.is_zipfile(path)):
             raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
         reader = open_weights(path)
@@ -82,18 +73,18 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
     if not path.exists():
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}")
-    if (path / MANIFEST).is_file() or step_number(path) is not None:
+    if (path / folders.MANIFEST).is_file() or folders.step_number(path) is not None:
         return _open_run_checkpoint(path, path), path
     # DeepSpeed's universal format uses file names of `save_checkpoint` for other content
     if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
         raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint it was made from")
     if is_tag_folder(path):
-        return open_deepspeed(path, path, first_with("config.json", path, path.parent)), path
+        return open_deepspeed(path, path, folders.first_with("config.json", path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
-        if checkpoints.is_dir() and (newest := complete(checkpoints)[:1]):
+        if checkpoints.is_dir() and (newest := folders.complete(checkpoints)[:1]):
             return _open_run_checkpoint(path, newest[0]), newest[0]
     if tag := find_tag_folder(path):
-        return open_deepspeed(path, tag, first_with("config.json", path)), path
+        return open_deepspeed(path, tag, folders.first_with("config.json", path)), path
     if weights := open_weights(path):
         return weights, path
     return _open(_only_checkpoint_in(path))
@@ -125,7 +116,7 @@ def _check(reader: CheckpointReader, folder: Path) -> None:
         refuse_link_out(file, folder)
     if invalid := [name for name in reader.names() if not name.isprintable()]:  # a lone surrogate, an escape code
         raise UserError(f"{reader.path}: {invalid[0][:100]!a} is not a parameter's name: its files are damaged")
-    if (folder / MANIFEST).is_file():
+    if (folder / folders.MANIFEST).is_file():
         _check_files(reader, folder)
     most = max(reader.step_counts().values(), default=0)
     if reader.step is not None and most > reader.step:
@@ -141,7 +132,7 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
     by_file: dict[Path, list[Member]] = defaultdict(list)
     for member in sorted(reader.members, key=lambda member: member.offset):
         by_file[member.file] += [member] if member.size else []
-    for name, entry in read_manifest(folder)["files"].items():
+    for name, entry in folders.read_manifest(folder)["files"].items():
         file, value, end = folder / name, 0, 0
         if any(member.crc32 is None for member in by_file[file]):
             continue
@@ -149,21 +140,21 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
             value = crc32_of_range(file, end, member.offset - end, value)
             value, end = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
-            raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
+            raise mixed_saves(file, folder / folders.MANIFEST, "the file's checksum")
 
 
 def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     """Opens a run's checkpoint (docs/checkpoints.md). `path`: as the user passed it. Raises UserError."""
-    manifest = read_manifest(folder)
-    if fault := find_fault(folder):
+    manifest = folders.read_manifest(folder)
+    if fault := folders.find_fault(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
     state, world, model = manifest.get("state"), manifest.get("world"), folder / "model"
     slices = sorted(folder.glob("slices-rank-*.safetensors"))
     if state == "deepspeed" and (tag := find_tag_folder(folder)):
         reader = open_deepspeed(path, tag)
     elif state == "whole":
-        files = [folder / WEIGHTS_FILE, folder / OPTIMIZER_FILE]
-        reader = _open_files(path, [file for file in files if file.name == WEIGHTS_FILE or file.is_file()], manifest)
+        optimizer = filter(Path.is_file, [folder / folders.OPTIMIZER_FILE])
+        reader = _open_files(path, [folder / folders.WEIGHTS_FILE, *optimizer], manifest)
     elif state == "slices" and len(slices) == world:
         reader = _open_files(path, slices, manifest)
     else:
@@ -196,7 +187,7 @@ def _open_files(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> C
             scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
         for name, tensor in stored.items():
             key, _, parameter = name.partition(".")
-            if file.name == WEIGHTS_FILE:
+            if file.name == folders.WEIGHTS_FILE:
                 key, parameter = "weight", name
             place = places.get(name, {"shape": () if places else tensor.shape, "start": 0})
             shape, others = tuple(map(int, place["shape"])), shards[key, parameter]
