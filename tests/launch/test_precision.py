@@ -191,13 +191,18 @@ UNLIKE = """
 from toolkit.launch import precision
 trials = {"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5}
 precision.measure_cached = lambda _: trials[int(os.environ["RANK"])]
-print(launch.make_accelerator("auto").state.precision_trial)
+accelerator = launch.make_accelerator(SETTING)
+print(accelerator.mixed_precision, accelerator.state.precision_trial)
 """
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_measured_differently_agree() -> None:
-    ended = run_group(UNLIKE, UNLIKE, hosts=["A", "B"])
-    assert [one.out for one in ended] == ["{'no': 10.0, 'bf16': 9.5}\n"] * 2
+@pytest.mark.parametrize(
+    ("first", "out"),
+    [("auto", "no {'no': 10.0, 'bf16': 9.5}\n"), ("bf16", "bf16 None\n")],  # bf16: of a checkpoint on host A's disk
+)
+def test_ranks_that_measured_differently_agree(first: str, out: str) -> None:
+    ended = run_group(*(f"SETTING = {setting!r}{UNLIKE}" for setting in (first, "auto")), hosts=["A", "B"])
+    assert [one.out for one in ended] == [out] * 2
     line = "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16 on this CPU"
-    assert ended[0].err.startswith(line)
+    assert ended[0].err.startswith(line if first == "auto" else "")
