@@ -57,14 +57,17 @@ def test_gpus_for_which_torch_was_not_built(
     assert works or "Tesla V100" in fault
 
 
-def test_bf16_that_a_gpu_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     for capability, mixed, says in (((7, 5), "bf16", True), ((7, 5), "fp16", False), ((8, 0), "bf16", False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
         gpu: Any = SimpleNamespace(device=torch.device("cuda"), mixed_precision=mixed)
         assert ("Tesla T4" in precision.emulated(gpu)) is says
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16")
-    assert not precision.emulated(on_cpu)
+    monkeypatch.setattr(precision, "cpu_name", lambda: "EPYC 7763")
+    for capabilities, says in (({"avx2": True, "avx512_bf16": False}, True), ({"amx_bf16": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda value=capabilities: value)
+        assert ("EPYC 7763" in precision.emulated(on_cpu)) is says
 
 
 @pytest.mark.parametrize(

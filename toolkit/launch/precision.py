@@ -130,15 +130,19 @@ def missing_kernels(device: int) -> str:
 
 
 def emulated(accelerator: Accelerator) -> str:
-    """A line for bf16 on an NVIDIA GPU that only emulates it."""
+    """A line for bf16 on an NVIDIA GPU or a CPU that only emulates it."""
     import torch
 
-    if accelerator.device.type != "cuda" or accelerator.mixed_precision != "bf16" or torch.version.hip:
+    device = accelerator.device
+    if accelerator.mixed_precision != "bf16" or device.type not in ("cpu", "cuda"):
         return ""
-    if torch.cuda.get_device_capability(accelerator.device) >= _HAS_BF16:
-        return ""
-    name = torch.cuda.get_device_name(accelerator.device)
-    return f"--mixed_precision bf16: {name} has no bf16, and emulates it slowly: pass --mixed_precision fp16"
+    if device.type == "cpu":
+        able, name, remedy = any("bf16" in key for key in _capabilities()), cpu_name(), "no"
+    else:
+        able = bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= _HAS_BF16
+        name, remedy = torch.cuda.get_device_name(device), "fp16"
+    line = f"--mixed_precision bf16: {name} has no bf16, and emulates it slowly: pass --mixed_precision {remedy}"
+    return "" if able else line
 
 
 def choose_matmul_precision(accelerator: Accelerator) -> None:
@@ -227,10 +231,15 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def _capabilities() -> list[str]:
+    import torch
+
+    return sorted(key for key, value in torch.cpu.get_capabilities().items() if value is True)
+
+
 def _machine() -> str:
     """Everything the times depend on."""
     import torch
 
-    able = " ".join(sorted(key for key, value in torch.cpu.get_capabilities().items() if value is True))
     limits = " ".join(f"{key}={os.environ[key]}" for key in _LIMITS if key in os.environ)
-    return f"{cpu_name()} ({able} {limits}), torch {torch.__version__}"
+    return f"{cpu_name()} ({' '.join(_capabilities())} {limits}), torch {torch.__version__}"
