@@ -137,7 +137,7 @@ def emulated(accelerator: Accelerator) -> str:
     if accelerator.mixed_precision != "bf16" or device.type not in ("cpu", "cuda"):
         return ""
     if device.type == "cpu":
-        able, name, remedy = any("bf16" in key for key in _capabilities()), cpu_name(), "no"
+        able, name, remedy = "bf16" in _machine(), cpu_name(), "no"  # amx_bf16, say
     else:
         able = bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= _HAS_BF16
         name, remedy = torch.cuda.get_device_name(device), "fp16"
@@ -231,15 +231,10 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _capabilities() -> list[str]:
-    import torch
-
-    return sorted(key for key, value in torch.cpu.get_capabilities().items() if value is True)
-
-
 def _machine() -> str:
     """Everything the times depend on."""
     import torch
 
+    able = " ".join(sorted(key for key, value in torch.cpu.get_capabilities().items() if value is True))
     limits = " ".join(f"{key}={os.environ[key]}" for key in _LIMITS if key in os.environ)
-    return f"{cpu_name()} ({' '.join(_capabilities())} {limits}), torch {torch.__version__}"
+    return f"{cpu_name()} ({able} {limits}), torch {torch.__version__}"
