@@ -57,14 +57,17 @@ def test_gpus_for_which_torch_was_not_built(
     assert works or "Tesla V100" in fault
 
 
-def test_bf16_that_a_gpu_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     for capability, mixed, says in (((7, 5), "bf16", True), ((7, 5), "fp16", False), ((8, 0), "bf16", False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
         gpu: Any = SimpleNamespace(device=torch.device("cuda"), mixed_precision=mixed)
         assert ("Tesla T4" in precision.emulated(gpu)) is says
     on_cpu: Any = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16")
-    assert not precision.emulated(on_cpu)
+    monkeypatch.setattr(precision, "cpu_name", lambda: "EPYC 7763")
+    for capabilities, says in (({"avx2": True, "avx512_bf16": False}, True), ({"amx_bf16": True}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda value=capabilities: value)
+        assert ("EPYC 7763" in precision.emulated(on_cpu)) is says
 
 
 @pytest.mark.parametrize(
@@ -191,13 +194,18 @@ UNLIKE = """
 from toolkit.launch import precision
 trials = {"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5}
 precision.measure_cached = lambda _: trials[int(os.environ["RANK"])]
-print(launch.make_accelerator("auto").state.precision_trial)
+accelerator = launch.make_accelerator(SETTING)
+print(accelerator.mixed_precision, accelerator.state.precision_trial)
 """
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_measured_differently_agree() -> None:
-    ended = run_group(UNLIKE, UNLIKE, hosts=["A", "B"])
-    assert [one.out for one in ended] == ["{'no': 10.0, 'bf16': 9.5}\n"] * 2
+@pytest.mark.parametrize(
+    ("first", "out"),
+    [("auto", "no {'no': 10.0, 'bf16': 9.5}\n"), ("bf16", "bf16 None\n")],  # bf16: of a checkpoint on host A's disk
+)
+def test_ranks_that_measured_differently_agree(first: str, out: str) -> None:
+    ended = run_group(*(f"SETTING = {setting!r}{UNLIKE}" for setting in (first, "auto")), hosts=["A", "B"])
+    assert [one.out for one in ended] == [out] * 2
     line = "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16 on this CPU"
-    assert ended[0].err.startswith(line)
+    assert ended[0].err.startswith(line if first == "auto" else "")

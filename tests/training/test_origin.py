@@ -54,6 +54,10 @@ def test_a_resumed_runs_precision(options: Any, expected: str, run: Path, monkey
     save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
     monkeypatch.chdir(run.parent)
     assert precision_of(TrainingSettings(**options)) == expected
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = precision_of(TrainingSettings(**options))  # whose disk may hold an older run
+    assert other == options.get("mixed_precision", "auto")
 
 
 def steps(origin: Origin) -> list[int | None]:
@@ -85,14 +89,18 @@ def test_a_path_to_a_damaged_checkpoint(what: str, run: Path) -> None:
     refusal(choose_origin, str(folder), run / "checkpoints", FACTS, match=message)
 
 
-@pytest.mark.parametrize(("saved_at", "expected"), [(1.0, []), (None, [8, 6, 4, 2])])
+@pytest.mark.parametrize(
+    ("options", "saved_at", "expected"),
+    [({"overwrite_output_dir": True}, 1.0, []), ({"overwrite_output_dir": True}, None, [8, 6, 4, 2]),
+     ({"resume": "no"}, None, [8, 6, 4, 2])],
+)  # fmt: skip
 def test_a_restart_resumes_only_what_its_job_has_saved(
-    saved_at: float | None, expected: list[int], run: Path, monkeypatch: pytest.MonkeyPatch
+    options: Any, saved_at: float | None, expected: list[int], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4, 6):
         save(run / "checkpoints", step, 1.0, **FACTS)
     save(run / "checkpoints", 8, saved_at, **FACTS, mixed_precision="fp16")
-    settings = TrainingSettings(output_dir=str(run), overwrite_output_dir=True, checkpoint_every=2)
+    settings = TrainingSettings(output_dir=str(run), checkpoint_every=2, **options)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert precision_of(settings) == ("fp16" if expected else "auto")
     assert steps(create_run_folder(settings, "cls", FACTS).origin) == expected

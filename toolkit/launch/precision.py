@@ -128,15 +128,19 @@ def missing_kernels(device: int) -> str:
 
 
 def emulated(accelerator: Accelerator) -> str:
-    """A line for bf16 on an NVIDIA GPU that only emulates it."""
+    """A line for bf16 on an NVIDIA GPU or a CPU that only emulates it."""
     import torch
 
-    if accelerator.device.type != "cuda" or accelerator.mixed_precision != "bf16" or torch.version.hip:
+    device = accelerator.device
+    if accelerator.mixed_precision != "bf16" or device.type not in ("cpu", "cuda"):
         return ""
-    if torch.cuda.get_device_capability(accelerator.device) >= _HAS_BF16:
-        return ""
-    name = torch.cuda.get_device_name(accelerator.device)
-    return f"--mixed_precision bf16: {name} has no bf16, and emulates it slowly: pass --mixed_precision fp16"
+    if device.type == "cpu":
+        able, name, remedy = "bf16" in _machine(), cpu_name(), "no"  # amx_bf16, say
+    else:
+        able = bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= _HAS_BF16
+        name, remedy = torch.cuda.get_device_name(device), "fp16"
+    line = f"--mixed_precision bf16: {name} has no bf16, and emulates it slowly: pass --mixed_precision {remedy}"
+    return "" if able else line
 
 
 def choose_matmul_precision(accelerator: Accelerator) -> None:

@@ -96,11 +96,13 @@ def make_accelerator(
         os.environ.setdefault("LOCAL_SIZE", str(place.local_world_size))
         _skip_shared_memory_kernel()
     _quiet_libraries()
-    setting, why = mixed_precision, ""
-    if setting == AUTO:
+    by_rank = ranks.exchange(mixed_precision, timeout_seconds("ddp_timeout")) if ranks else [mixed_precision]
+    # only rank 0 reads the precision of the checkpoint to resume
+    setting, why = by_rank[0] if mixed_precision == AUTO else mixed_precision, ""
+    if (mixed_precision := setting) == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = precision.auto_precision(launch_config(), device)
-    # one of each machine measures, and all take part: a machine with the checkpoint to resume knows the precision
+    # one of each machine measures, and all take part: their accelerate configs may differ
     measures = mixed_precision == AUTO and 0 in (place.local_rank, place.rank)
     trial = precision.measure_cached(layer() if layer else precision.BERT_BASE) if measures else None
     trials = ranks.exchange(trial, timeout_seconds("ddp_timeout")) if ranks else [trial]

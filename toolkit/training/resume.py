@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,8 @@ from toolkit.checkpoint.tensor_index import model_checksum
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
-from toolkit.launch.environment import attempt, launcher_start
+from toolkit.launch.environment import attempt, launcher_start, place_of
+from toolkit.launch.nodes import set_global_ranks
 from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
@@ -44,14 +46,17 @@ class Origin:
 
 
 def precision_of(settings: TrainingSettings) -> str:
-    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's."""
-    resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
+    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's. Only on rank 0, whose disk decides:
+    `make_accelerator` gives it to the others."""
     checkpoints = Path(settings.output_dir or ".") / "checkpoints"
-    starts_over = settings.overwrite_output_dir and settings.resume == "auto" and not previous_attempt_in(checkpoints)
-    if settings.mixed_precision != "auto" or not resumes or starts_over:
+    restarts = bool(settings.output_dir) and previous_attempt_in(checkpoints)
+    starts_over = settings.overwrite_output_dir or not settings.output_dir
+    resume = "auto" if restarts else "no" if settings.resume == "auto" and starts_over else settings.resume
+    set_global_ranks(os.environ)
+    if settings.mixed_precision != "auto" or resume == "no" or place_of(os.environ).rank:
         return settings.mixed_precision
     with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again
-        path = _resume_path(settings.resume, checkpoints)
+        path = _resume_path(resume, checkpoints)
         folder = path if (path / folders.MANIFEST).is_file() else next(iter(folders.complete(path)), None)
         return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
     return "auto"
