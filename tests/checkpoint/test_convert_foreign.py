@@ -100,6 +100,10 @@ def test_a_classifier_with_the_config_of_its_base_model(tmp_path: Path) -> None:
                tmp_path / "model.pt")  # fmt: skip
     convert(tmp_path / "model.pt", tmp_path / "out", config_from=tmp_path / "base", verify=True)
     assert BertConfig.from_pretrained(tmp_path / "out").num_labels == 3
+    base.id2label = {0: "bad", 1: "fair", 2: "good"}  # as in the checkpoints of a run from a BertForMaskedLM
+    base.save_pretrained(tmp_path / "base")
+    convert(tmp_path / "model.pt", tmp_path / "names", config_from=tmp_path / "base")
+    assert BertConfig.from_pretrained(tmp_path / "names").id2label == base.id2label
     base.architectures = ["BertForReviews"]  # a user's class keeps its name
     base.save_pretrained(tmp_path / "base")
     convert(tmp_path / "model.pt", tmp_path / "own", config_from=tmp_path / "base")

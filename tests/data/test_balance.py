@@ -124,6 +124,8 @@ def test_doubtful_names_of_classes() -> None:
     alike, missing = doubtful_names(["1", "neg", "pos", "neg\u200b", "01", "１", "Neg", "NaN"])
     assert "'1' and '01' and '１', 'neg' and 'neg\\u200b' and 'Neg';" in alike
     assert "'NaN'" in missing
+    (joined,) = doubtful_names(["a|b;c", "b|c", "a", "x|y"])
+    assert "'a|b;c', 'b|c' recur" in joined
 
 
 def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:

@@ -105,6 +105,8 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
         (["id", "text_a", "label"], None, "text_a"),  # where all cells are strings, as in CSV
         (["title", "body"], None, "Name one of title, body with --text_column"),
         (["number"], None, "Name one of number with --text_column"),
+        ([" 标题　", "text"], "标题", " 标题　"),
+        (["标题，正文"], None, "pass --delimiter '，'"),
         (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
     ],
 )

@@ -77,6 +77,7 @@ def test_encodings(write_rows: WriteRows, kind: str) -> None:
     marked = write_rows(f"c.{kind}", rows, "utf-8-sig")
     assert read_file(marked).rows.column_names == ["text", "label"]
     assert "byte order mark" in fault_of(marked, "gb18030")
+    assert "pass --encoding gb18030" in fault_of(gbk, "gb2312")
 
 
 def test_utf16_names_its_encoding_and_reads_with_it(write_rows: WriteRows) -> None:
@@ -84,6 +85,8 @@ def test_utf16_names_its_encoding_and_reads_with_it(write_rows: WriteRows) -> No
     assert "--encoding utf-16" in fault_of(path)
     assert read_file(path, "utf-16").rows.to_list() == ROWS
     assert "--encoding gbk8" in fault_of(path, "gbk8")
+    marked = write_rows("b.csv", [{"\ufefftext": "很好", "label": "x"}], "gb18030")
+    assert read_file(marked, "gb18030").rows.to_list() == [{"text": "很好", "label": "x"}]
 
 
 @pytest.mark.parametrize("rest", ["plain text\n" * 5, "很好\n" * 5])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults import refusal
 from tests.launch.ranks import HERE, Group, codes, run_group
 from toolkit.launch import network, rendezvous
 from toolkit.launch.network import free_port
@@ -238,13 +239,15 @@ def test_choose_interface(monkeypatch: pytest.MonkeyPatch, others: list[str], se
         monkeypatch.setenv(name, setting or "")
         if setting is None:
             monkeypatch.delenv(name)
-    monkeypatch.setattr(network, "local_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7"})
+    monkeypatch.setattr(network, "local_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7", "10.0.0.2": "eth9"})
     monkeypatch.setattr(network, "source_address_for", lambda name: name.removeprefix("to "))
     me = SimpleNamespace(node="B", address="")
     peers = [me, me, *(SimpleNamespace(node="A", address=f"to {address}") for address in others)]
     ranks: Any = SimpleNamespace(address="127.0.0.1", me=me, peers=peers)
     network.choose_interface(rendezvous._node_address(ranks))
     assert [os.environ.get(name) for name in names] == [chosen, f"={chosen}" if chosen and not setting else chosen]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,none0")
+    refusal(network.choose_interface, "", says=["GLOO_SOCKET_IFNAME=eth7,none0", "lo"])
 
 
 def test_nodes_of_one_host_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -153,7 +154,10 @@ def doubtful_names(names: Sequence[str]) -> Iterator[str]:
     if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
         yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
     parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}
-    if joined := [repr(name) for name, parts in parts_of.items() if len(parts) > 1 and parts <= parts_of.keys()]:
-        yield f"the parts of classes {listing(joined)} are classes: if rows have several, pass --problem_type {MULTI}"
+    counts = Counter(part for parts in parts_of.values() for part in parts)
+    if joined := [
+        repr(name) for name, parts in parts_of.items() if min(len(parts), *(counts[part] for part in parts)) > 1
+    ]:
+        yield f"the parts of classes {listing(joined)} recur: if rows have several classes, pass --problem_type {MULTI}"
     for name in sorted(_MISSING_NAMES.intersection(names)):
         yield f"{name!r} is a class: if it stands for a missing label, remove its rows"

@@ -202,8 +202,9 @@ def format_of(path: Path) -> str:
     if suffixes and suffixes[-1] in text_files.OPENERS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
-        excel = "save it as `CSV UTF-8` in Excel; else " * (suffixes[-1:] in ([".xlsx"], [".xls"]))
-        raise UserError(f"{path}: its format is unclear: {excel}name it {', '.join(FORMATS)} (also with .gz after it)")
+        excel = "save it as `CSV UTF-8` in Excel; else "
+        remedy = {".xlsx": excel, ".xls": excel, ".zip": "unpack it; else "}.get(path.suffix.lower(), "")
+        raise UserError(f"{path}: its format is unclear: {remedy}name it {', '.join(FORMATS)} (also with .gz after it)")
     return suffixes[-1]
 
 

@@ -111,10 +111,11 @@ class Table:
             raise UserError(f"{self.name}: column {name!r} holds bytes that are not UTF-8: name another") from error
 
     def columns_of(self, column: str) -> list[str]:
-        """`title,text` -> both, unless a column has that very name."""
+        """`title,text` -> both, unless a column has that very name; spaces around a name do not count."""
         if column in self.rows.column_names:
             return [column]
-        return [part for name in column.split(",") if (part := name.strip())]
+        stripped = {name.strip(): name for name in reversed(self.rows.column_names)}
+        return [stripped.get(part, part) for name in column.split(",") if (part := name.strip())]
 
     def find_columns(self, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
         """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or
@@ -142,7 +143,7 @@ class Table:
             if len(columns) != 1:
                 header = " (or all with --column_names, where the first line is no header)"
                 raise self.ambiguous_column("text", "text_column", columns or others, header)
-            delimiters = r"[;|,]" if ".tsv" in self.name else r"[;|\t]"
+            delimiters = r"[;|,；，]" if ".tsv" in self.name else r"[;|\t；，]"
             if len(self.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
                 raise UserError(
                     f"{self.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or "

@@ -98,9 +98,12 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
     if codec != "utf-8-sig" and buffer.peek(3).startswith(codecs.BOM_UTF8):  # GB18030 decodes it, to other characters
         raise UserError(f"{path} begins with UTF-8's byte order mark, and --encoding is {encoding}: pass utf-8")
     try:
-        return io.TextIOWrapper(buffer, codec, newline=newline)
+        mark = "\ufeff".encode(codec, "ignore")
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
+    if mark and buffer.peek(len(mark)).startswith(mark):  # only `-sig` codecs and UTF-16 remove it
+        buffer.read(len(mark))
+    return io.TextIOWrapper(buffer, codec, newline=newline)
 
 
 def spreadsheet_encoding(file: str, encoding: str) -> str:
@@ -153,7 +156,8 @@ def _encoding_fault(path: Path, encoding: str) -> str:
     if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return f"{fault}: pass --encoding utf-16"
     other = next((name for name in decoders if name != encoding), None)
-    if other != "utf-8" and (bad == 1 or bad < foreign / 2):
+    larger = other == "gb18030" and encoding.lower() in ("gbk", "gb2312", "cp936")  # which it contains
+    if other != "utf-8" and not larger and (bad == 1 or bad < foreign / 2):
         return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
     return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
 

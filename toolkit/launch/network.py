@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from toolkit.errors import UserError, listing
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -167,14 +169,19 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_interface(local_address: str) -> None:
-    """Makes gloo and NCCL use only the interface with this address, unless the user has set one.
+    """Makes gloo and NCCL use only the interface with this address, unless the user has set one. Raises UserError where
+    this machine has no such interface.
 
     Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the other node; NCCL uses
     the loopback only if it is named.
     """
-    if interface := local_addresses().get(local_address):
+    interfaces = local_addresses()
+    if interface := interfaces.get(local_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
+    setting, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), {*interfaces.values(), *psutil.net_if_addrs()}
+    if setting and not here.issuperset(setting.split(",")):
+        raise UserError(f"GLOO_SOCKET_IFNAME={setting}: {socket.gethostname()} has {listing(sorted(here))}: name one")
 
 
 def node_id() -> str:

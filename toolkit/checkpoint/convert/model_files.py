@@ -63,9 +63,10 @@ def copied_files(
     config, name = _read_config(folder), DTYPES[dtype][1]
     without_head = r"(\w+?)(LMHeadModel|Model|ForMaskedLM|ForCausalLM|ForPreTraining)"
     if classes and (kind := re.fullmatch(without_head, (config.get("architectures") or [""])[0])):
-        labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them
         config["architectures"] = [f"{kind[1]}ForSequenceClassification"]
-        config |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+        if len(config.get("id2label") or ()) != classes:  # else a run named its classes there
+            labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them
+            config |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
     written = {**config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in config else {})
     return config, {CONFIG: json.dumps(written, ensure_ascii=False, indent=2) + "\n", **files}
 
