@@ -42,7 +42,7 @@ def requirements(package: str, extra: str = "") -> list[Any]:
     except importlib.metadata.PackageNotFoundError:
         return []
     plain = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
-    added = [line for line in lines if line not in plain and line.marker.evaluate({"extra": extra})]
+    added = [line for line in lines if line.marker and line not in plain and line.marker.evaluate({"extra": extra})]
     return added if extra else plain
 
 
