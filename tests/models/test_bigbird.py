@@ -160,7 +160,7 @@ def test_no_tensor_of_size_s_times_s() -> None:
 def test_gradient_checkpointing(reentrant: bool) -> None:
     reference = make()
     model = fast(reference)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     # a short batch between the forward and the backward pass of a long one does not affect the recomputation
     loss = model(**batch(1024, "right")).logits.square().sum()
     model(**batch(50))

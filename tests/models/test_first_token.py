@@ -50,7 +50,7 @@ def test_same_logits_and_gradients(family: str, attention: str, kind: str) -> No
     model = make(family, attention)
     shortened = copy.deepcopy(model)
     if kind == "recomputed":
-        shortened.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        shortened.gradient_checkpointing_enable({"use_reentrant": False})
     assert read_first_token_only(shortened)
     inputs = {"input_ids": torch.randint(3, 50, (4, 17), generator=torch.Generator().manual_seed(1))}
     if kind == "lora":

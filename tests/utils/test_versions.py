@@ -1,6 +1,7 @@
 """toolkit/utils/versions.py: what the processes of a run must have in common, and what to type where they do not."""
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.faults import refusal
+from tests.runs import ROOT, start
 from toolkit import __version__
 from toolkit.utils import versions
 
@@ -23,6 +26,30 @@ def test_versions_are_those_of_the_installed_libraries() -> None:
     assert installed["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"  # patch releases may differ
     assert {*versions.PACKAGES, "tokenizers", "safetensors", "toolkit", "code"} < set(installed)
     assert installed["code"] == versions.code_digest()
+
+
+@pytest.mark.parametrize(("package", "version", "extra", "fault"), [
+    ("peft", "0.10.1", "", "peft 0.10.1"),
+    ("peft", "0.99", "", None),
+    ("torch", "2.13.0a0+5.nv26.3", "", None),  # of NVIDIA's containers
+    ("deepspeed", "0.19.6", "deepspeed", "deepspeed 0.19.6"),
+    ("deepspeed", "0.19.6", "", None),  # this run may not need it
+])  # fmt: skip
+def test_a_library_older_than_supported_is_refused_and_a_newer_one_returned(
+    package: str, version: str, extra: str, fault: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{package}-{version}.dist-info").mkdir()
+    text = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    (tmp_path / f"{package}-{version}.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    if not fault:
+        assert [line.split(" (")[0] for line in versions.check_requirements()] == ["peft 0.99"] * (version == "0.99")
+        return
+    refusal(versions.check_requirements, extra, [package], says=[fault, f"pip install '{package}<"])
+    if not extra:  # before the imports, which would fail
+        code = "from toolkit import launch; launch.start('__main__')"
+        done = start([sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+        assert (done.code, fault in done.err, done.err.count("\n")) == (1, True, 1)
 
 
 def test_code_digest_changes_with_the_recipe_and_any_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
+from toolkit.utils.versions import check_requirements
 
 # Without a failure detector a rank whose failure others report or have caused waits this long for its launcher's end.
 _PEER_REPORT_SECONDS = 20.0
@@ -78,11 +79,12 @@ def _call(main: Callable[[], None]) -> None:
 
 
 def start(name: str) -> None:
-    """Call it first in a script, with its `__name__`: it handles `--config_file` before the heavy imports, `run` after
-    them."""
+    """Call it first in a script, with its `__name__`: before the heavy imports it checks their versions and handles
+    `--config_file`; `run` handles it after them."""
     if name == "__main__":
         collector.before_imports()
         interrupted.exit_on_sigint()
+        _exit_on_failure(check_requirements)
         if any(re.match("--config[_-]file", word) for word in sys.argv):
             _exit_on_failure(lambda: relaunch_if_requested(sys.argv))
 
@@ -146,6 +148,10 @@ def _describe(error: Exception) -> str:
     for pattern, remedy in _MISUSES.items():
         if re.search(pattern, str(error)):
             return f"error: {' '.join(str(error).split())[:200]}: {remedy}"
+    try:
+        check_requirements()
+    except UserError as unsupported:
+        return f"error: {unsupported}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if _is_connection_error(error):
         if failure_detector.current is not None and (others := failure_detector.current.describe_others()):

@@ -35,7 +35,7 @@ from toolkit.utils.compat import require
 from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
 from toolkit.utils.memory import read_cgroup
-from toolkit.utils.versions import describe_differences
+from toolkit.utils.versions import check_requirements, describe_differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -142,6 +142,9 @@ def make_accelerator(
     remedy = "Pass --mixed_precision fp16 (or no)" if setting == AUTO and not on_cpu else ""
     precisions = {"mixed precision": accelerator.mixed_precision}
     require_equal(accelerator, "--mixed_precision and the GPUs", precisions, remedy)
+    if newer := check_requirements():
+        line = f"newer than this toolkit was tested with: {', '.join(newer)}; if it fails, see docs/compatibility.md"
+        log_on_main(accelerator, line, logging.WARNING)
     precision.choose_matmul_precision(accelerator)
     if line := precision.emulated(accelerator):
         log_on_main(accelerator, line)

@@ -63,7 +63,8 @@ _classifier_forward.__name__ = _attention_forward.__name__ = "forward"
 
 
 def _attend_from_first_token(
-    attention: Any, first_states: Tensor, states: Tensor, mask: Tensor | None, past_key_values: None = None,
+    attention: Any, first_states: Tensor, states: Tensor, mask: Tensor | None,
+    cache: None = None, past_key_values: None = None,  # transformers 5.24; 5.23
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """BertSelfAttention.forward for the first query: (B, 1, H) and (B, S, H) -> (B, 1, H)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from toolkit.errors import UserError
+from toolkit.utils.versions import check_requirements
 
 
 def is_installed(package: str) -> bool:
@@ -18,8 +19,10 @@ def install_command(*extras: str) -> str:
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:
-    """Raises UserError, with the install command, if a package that `what` needs is missing. `packages`: the names by
-    which they are imported; by default the extra's."""
-    missing = [name for name in packages or (extra,) if not is_installed(name)]
+    """Raises UserError, with the install command, if a package that `what` needs is missing or too old. `packages`: the
+    names by which they are imported; by default the extra's."""
+    packages = packages or (extra,)
+    missing = [name for name in packages if not is_installed(name)]
     if missing:
         raise UserError(f"{what} needs {' and '.join(missing)}: {install_command(extra)}")
+    check_requirements(extra, packages)

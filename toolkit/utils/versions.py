@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
+from toolkit.errors import UserError
 
+OURS = "finetune-toolkit"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent.parent  # the package
@@ -28,6 +30,41 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             installed[name] = None
     return installed
+
+
+def requirements(package: str, extra: str = "") -> list[Any]:
+    """What an installed package requires, or what an extra of it adds, as packaging's `Requirement`s. Empty for a copy
+    of the code that is not installed."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = [Requirement(line) for line in importlib.metadata.requires(package) or []]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    plain = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
+    added = [line for line in lines if line.marker and line not in plain and line.marker.evaluate({"extra": extra})]
+    return added if extra else plain
+
+
+def check_requirements(extra: str = "", modules: Sequence[str] = ()) -> list[str]:
+    """`transformers 5.30.0 (tested: <5.25,>=5.18)` for each library newer than pyproject.toml allows. Raises UserError
+    for missing and older ones: they lack what is imported, or compute something else. `modules`: those of an extra."""
+    from packaging.version import Version
+
+    newer, faults, remedies = [], [], []
+    for needed in requirements(OURS, extra):
+        version = versions([needed.name])[needed.name]
+        release = version and Version(version).base_version  # a vendor's 2.13.0a0 is its build of 2.13.0
+        if extra and needed.name.replace("-", "_") not in modules:
+            continue
+        if not release or any(part.operator != "<" and not part.contains(release) for part in needed.specifier):
+            faults.append(f"{needed.name} {version or 'is missing'}")
+            remedies.append(f"'{needed.name}{needed.specifier}'")
+        elif not needed.specifier.contains(release):
+            newer.append(f"{needed.name} {version} (tested: {needed.specifier})")
+    if faults:
+        raise UserError(f"unsupported versions: {', '.join(faults)}: pip install {' '.join(remedies)}")
+    return newer
 
 
 def comparable_versions(script: str | Path | None = None) -> dict[str, str | None]:

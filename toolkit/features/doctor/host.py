@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -13,16 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 
 from toolkit.errors import printable, size_text
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.relaunch import clean_environment
-from toolkit.utils.versions import ALL_PACKAGES, versions
+from toolkit.utils.versions import ALL_PACKAGES, OURS, requirements, versions
 
-OURS = "finetune-toolkit"
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
 # launcher variables that belong to a job, or do no harm
 _IGNORED_VARIABLES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
@@ -44,12 +41,6 @@ def check_files(files: Mapping[str, Path]) -> Iterator[Finding]:
         else:
             size = "" if path.is_dir() else f": {size_text(path.stat().st_size)}"
             yield Finding(setting, "ok", f"{printable(path)}{size}")
-
-
-def requirements(package: str) -> list[Requirement]:
-    """What an installed package requires, without its extras."""
-    lines = map(Requirement, importlib.metadata.requires(package) or [])
-    return [line for line in lines if line.marker is None or line.marker.evaluate()]
 
 
 def install_command(name: str) -> str:
