@@ -146,7 +146,7 @@ class LiveState:
             yield Fragment(name, 0, buffer.data.view(-1))
 
     def trained_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        """None where this rank has no element of the parameter."""
+        """None if this rank has no element of the parameter."""
         fragment = self.frozen_fragment(name, parameter)
         if fragment is not None:
             fragment.state = split_state(self.optimizer, parameter, lambda value: _local_shard(value)[1])

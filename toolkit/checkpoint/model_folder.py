@@ -85,7 +85,7 @@ def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module)
 
 
 def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Contiguous tensors, the floating ones in `dtype`; tied ones stay one tensor. Raises UserError where a number
+    """Contiguous tensors, the floating ones in `dtype`; tied ones stay one tensor. Raises UserError if a number
     becomes infinite."""
     casts: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -158,7 +158,7 @@ def lora_config(model: torch.nn.Module) -> Any | None:
 
 
 def check_adapter(model: torch.nn.Module) -> None:
-    """Raises UserError where the model has an adapter of peft that `merge_lora` cannot merge."""
+    """Raises UserError if the model has an adapter of peft that `merge_lora` cannot merge."""
     configs: Any = getattr(model, "peft_config", None)
     if not isinstance(configs, dict):
         return

@@ -183,7 +183,7 @@ def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, t
 
 
 def _state_scalar(existing: Any, key: str, scalar: Scalar, parameter: torch.Tensor, state: LiveState) -> Any:
-    """The saved value, in the existing tensor where there is one."""
+    """The saved value, in the existing tensor if there is one."""
     value = scalar.value[state.rank] if isinstance(scalar.value, tuple) else scalar.value
     if key == "step" and type(state.optimizer).__name__ in _EQUIVALENT:
         return int(value)

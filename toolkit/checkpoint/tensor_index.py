@@ -75,7 +75,7 @@ def blocks(file: Path, start: int, size: int, block: int = 1 << 20) -> Iterator[
 
 
 def read_into(file: Path, start: int, view: memoryview) -> None:
-    """Fills `view` with the file's bytes from `start` on. Raises OSError, and UserError where the file is too short."""
+    """Fills `view` with the file's bytes from `start` on. Raises OSError, and UserError if the file is too short."""
     with file.open("rb", buffering=0) as opened:
         _read_exactly(opened, file, start, view)
 
@@ -114,10 +114,10 @@ class Member:
     size: int
     """Bytes."""
     crc32: int | None = None
-    """The checksum in the file; None where there is none."""
+    """The checksum in the file; None if there is none."""
 
     def check(self, checksum: int) -> None:
-        """Raises UserError where the file has another CRC32."""
+        """Raises UserError if the file has another CRC32."""
         if self.crc32 not in (None, checksum):
             digits = f"(checksum {checksum:08x}, saved as {self.crc32:08x})"
             raise UserError(f"{self.file}: {self.name} is damaged {digits}: copy the file again or take another one")
@@ -179,7 +179,7 @@ class TensorIndex:
         return TensorIndex(self.name, (sum(span.count for span in spans),), self.dtype, tuple(spans))
 
     def read(self, start: int = 0, count: int | None = None) -> bytearray:
-        """The stored bytes of elements [start, start + count). Raises UserError where a file is too short."""
+        """The stored bytes of elements [start, start + count). Raises UserError if a file is too short."""
         part = self.cut(start, self.count - start if count is None else count)
         content = bytearray(part.size)
         offset, view = 0, memoryview(content)

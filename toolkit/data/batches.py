@@ -104,7 +104,7 @@ def micro_batches(
 
     None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it is a single text;
     its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar length at the same time. A
-    micro-batch is empty where there are fewer samples than ranks.
+    micro-batch is empty if there are fewer samples than ranks.
     """
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:

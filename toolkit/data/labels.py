@@ -324,7 +324,7 @@ def _class_feature(table: Table, column: str) -> Any:
 
 
 def _guess(cells: Sequence[Any], where: str) -> ProblemType:
-    """The problem type that fits the cells of a column. Raises UserError where they are ambiguous."""
+    """The problem type that fits the cells of a column. Raises UserError if they are ambiguous."""
     values = [value for value in cells if not _is_missing(value) and value != ""]
     lists = [_parsed_list(value) for value in values]
     if values and None not in lists:

@@ -143,7 +143,7 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
 
 
 def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
-    """Raises UserError where processes have different settings. Paths may differ: their content is compared later."""
+    """Raises UserError if processes have different settings. Paths may differ: their content is compared later."""
     paths = {"train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"}
     paths |= {name for feature in features() for name in feature.paths}
     paths |= {"dataset_name"} if Path(str(settings.data.dataset_name)).is_dir() else set()
@@ -397,7 +397,7 @@ def _find_overlaps(splits: dict[str, Rows]) -> Iterator[str]:
 
 
 def _token_notes(split: str, counts: tokens.Counts, rows: int, max_length: int) -> Iterator[str]:
-    """Raises UserError where most tokens are unknown: the model cannot read the language of the texts."""
+    """Raises UserError if most tokens are unknown: the model cannot read the language of the texts."""
     unknown = counts.unknown / max(1, counts.tokens)
     share = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
     if unknown > MAX_UNKNOWN:

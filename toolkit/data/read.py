@@ -184,7 +184,7 @@ def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
 
 
 def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
-    """The schema of these rows and those before. Raises UserError where the files do not fit together."""
+    """The schema of these rows and those before. Raises UserError if the files do not fit together."""
     if before is None:
         return schema
     if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
@@ -366,7 +366,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
 
 
 def _refuse_addresses(folder: Path) -> None:
-    """Raises UserError where the README of a folder names a URL, which `datasets` would fetch."""
+    """Raises UserError if the README of a folder names a URL, which `datasets` would fetch."""
     from huggingface_hub import metadata_load
 
     readme, configs = folder / "README.md", folder / ".huggingface.yaml"

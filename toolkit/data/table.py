@@ -134,7 +134,7 @@ class Table:
 
     def text_column(self, name: str | None, excluded: Iterable[str | None] = ()) -> str:
         """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the
-        only text column that is not `excluded`. Raises UserError where none or several are possible."""
+        only text column that is not `excluded`. Raises UserError if none or several are possible."""
         columns = self.find_columns(name, USUAL_TEXT, "text_column")
         if not columns:
             others = [other for other in self.rows.column_names if other not in excluded]
@@ -194,7 +194,7 @@ class Targets:
     """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
 
     column_setting: ClassVar[str | None]
-    """The setting that names their column; None where they need only the text."""
+    """The setting that names their column; None if they need only the text."""
     usual_columns: ClassVar[tuple[str, ...]]
     """Common names of that column."""
     split_class: ClassVar[type[Split]] = Split
@@ -216,7 +216,7 @@ class Targets:
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
-        """Infers the targets from these rows of the training table. Raises UserError where they are ambiguous."""
+        """Infers the targets from these rows of the training table. Raises UserError if they are ambiguous."""
         raise NotImplementedError
 
     @classmethod
@@ -248,7 +248,7 @@ class Targets:
         """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
-        """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
+        """(samples,) the class of each sample, for a stratified validation split; None if there are no classes."""
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
@@ -263,7 +263,7 @@ class Rows:
 
     table: Table
     columns: tuple[str, ...]
-    """The text column, or several as `title,text`; and the column of second texts, where there is one."""
+    """The text column, or several as `title,text`; and the column of second texts, if there is one."""
     separator: str
     """Between the texts of several columns."""
     numbers: np.ndarray

@@ -126,7 +126,7 @@ def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do; none where most text that is
+    """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
     not ASCII does decode: then the file is damaged."""
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
     replacing = codecs.getincrementaldecoder(encoding)("replace")
@@ -278,7 +278,7 @@ def _height(row: list[str]) -> int:
 
 
 def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
-    """Raises UserError where a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
+    """Raises UserError if a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
     without quotes, and it would become two rows."""
     for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
         if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
@@ -291,7 +291,7 @@ def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]
 def _refuse_quoted_rows(
     path: Path, lines: list[str], delimiter: str, rows: list[list[str]], starts: Sequence[int], rows_read: int
 ) -> None:
-    """Raises UserError where an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
+    """Raises UserError if an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
     has as many cells as the header, and in some column a value that other rows have there."""
     heights = list(map(_height, rows))
     width = max(map(len, rows))
@@ -339,7 +339,7 @@ def check_column_names(path: Path, names: Sequence[str]) -> None:
 
 
 def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Schema:
-    """The columns of both, of types that hold both. Raises pyarrow's errors where there is none."""
+    """The columns of both, of types that hold both. Raises pyarrow's errors if there is none."""
     import pyarrow
 
     return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")

@@ -51,7 +51,7 @@ class LengthBuckets:
 
     @classmethod
     def of_model(cls, config: Any) -> LengthBuckets | None:
-        """For a model's config; None where the width of a batch does not change the outputs."""
+        """For a model's config; None if the width of a batch does not change the outputs."""
         config = encoder_config(config)
         if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
             return None
@@ -83,9 +83,9 @@ class Split:
     buckets: LengthBuckets | None = field(default=None, kw_only=True)
     """Set where the width of a batch changes the model's outputs."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
-    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None where the tokenizer has no types."""
+    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None if the tokenizer has no types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
-    """(samples,) float32: the weight of each sample's loss (--class_weights); 1 where None."""
+    """(samples,) float32: the weight of each sample's loss (--class_weights); 1 if None."""
     chances: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float64, sampling probabilities (--sampling), their sum is 1; None: an epoch has each sample once."""
     columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
@@ -135,7 +135,7 @@ class Split:
         return [text if isinstance(text, str) else join_pair(*text) for text in lines]
 
     def group_cells(self) -> list[dict[str, str]]:
-        """{column: cell} of each sample, of the source's columns that group rows; empty where there are none."""
+        """{column: cell} of each sample, of the source's columns that group rows; empty if there are none."""
         return read_lines(self.folder / "groups.jsonl")
 
     def groups(self) -> dict[str, list[str]]:
@@ -166,7 +166,7 @@ def join_pair(text: str, second: str) -> str:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The items of a JSONL file; empty where it is missing."""
+    """The items of a JSONL file; empty if it is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
@@ -364,7 +364,7 @@ def beginnings(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequenc
 def encode_texts(
     tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs where there are any."""
+    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if there are any."""
     parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
     pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
     blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))

@@ -146,7 +146,7 @@ class Outputs:
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.
 
-        Raises, on every rank, ExactlyOnceError where a sample is missing or duplicated, and UserError where an output
+        Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError if an output
         is not finite.
         """
         columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]

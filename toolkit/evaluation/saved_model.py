@@ -67,7 +67,7 @@ def choose_columns(
     name: str, table: Table, text: str | None, pair: str | None, label: str | None = None
 ) -> tuple[str, str | None]:
     """The columns of texts and of second texts: `text` and `pair`, or else those that the model was trained on; for
-    texts one that is neither `label` nor usual for labels. Raises UserError where one is missing or unclear."""
+    texts one that is neither `label` nor usual for labels. Raises UserError if one is missing or unclear."""
     run = training_run(name)["data"]
     trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
     parts = table.columns_of(trained)
@@ -84,7 +84,7 @@ def choose_columns(
 
 
 def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
-    """The model's labels with their columns and format in this file, by default as in training; None where it has no
+    """The model's labels with their columns and format in this file, by default as in training; None if it has no
     label column. Raises UserError."""
     run = training_run(name)["data"]
     names = run.get("label_columns", [])
@@ -114,7 +114,7 @@ class SavedModel:
         """Cache folders that `tokenize` has filled for all ranks."""
 
     def choose_max_length(self, max_length: int | None, pairs: bool = False) -> int:
-        """Tokens per text. Raises UserError where the model cannot read so many."""
+        """Tokens per text. Raises UserError if the model cannot read so many."""
         return choose_max_length(max_length, self.tokenizer, self.config, pairs)
 
     def load(

@@ -126,7 +126,7 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
 
 def accelerate_launch_words(generations: int = 1) -> Sequence[str] | None:
     """The arguments of the `accelerate launch` that is this process's parent, or the nearest of several generations of
-    ancestors; None where there is none."""
+    ancestors; None if there is none."""
     with contextlib.suppress(psutil.Error):
         lines = (parent.cmdline() for parent in psutil.Process().parents()[:generations])
         return next(filter(None, map(accelerate_arguments, lines)), None)

@@ -77,7 +77,7 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
 
 
 def enabled_in_deepspeed_config() -> str | None:
-    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None. Raises UserError where
+    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None. Raises UserError if
     one is not a section."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     config: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _of_gpu(device: int) -> tuple[str, str]:
 
 
 def missing_kernels(device: int) -> str:
-    """That this build of torch has no kernels for a GPU (V100 and older with CUDA 13); empty where it has."""
+    """That this build of torch has no kernels for a GPU (V100 and older with CUDA 13); empty if it has."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)

@@ -253,7 +253,7 @@ def launch_config() -> dict[str, Any] | None:
 
 def _parse_launch(words: Sequence[str]) -> dict[str, Any] | None:
     """The config of `accelerate launch` with these arguments, parsed by accelerate: the file, the options that override
-    it, and the `source` of num_processes; None where it cannot be parsed."""
+    it, and the `source` of num_processes; None if it cannot be parsed."""
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 

@@ -107,7 +107,7 @@ def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
 
 
 def refuse_second_derivatives() -> None:
-    """Called in a backward pass: raises UserError where its graph is to be differentiated, too."""
+    """Called in a backward pass: raises UserError if its graph is to be differentiated, too."""
     if torch.is_grad_enabled():
         raise UserError("create_graph=True (a gradient penalty, say) needs --attn_implementation eager")
 

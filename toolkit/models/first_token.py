@@ -117,7 +117,7 @@ def read_first_token_only(model: Any) -> bool:
 
 
 def _head_of(model: Any) -> Any:
-    """transformers' head, which reads only `hidden_states[:, 0]`; None where it was replaced."""
+    """transformers' head, which reads only `hidden_states[:, 0]`; None if it was replaced."""
     model_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP2 subclasses it
     family = model_class.__name__.removesuffix(_CLASSIFIER)
     name, kind = ("bert.pooler", "BertPooler") if family == "Bert" else ("classifier", f"{family}ClassificationHead")

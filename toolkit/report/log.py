@@ -144,7 +144,7 @@ def start_trackers(
     """Starts the trackers of `--report_to` on the main process, each in its folder within the run folder.
 
     `project` is the default of `--project`, `config` holds all settings; TensorBoard drops events after `step`. Raises
-    UserError where one cannot start: no login, no answer from its server.
+    UserError if one cannot start: no login, no answer from its server.
     """
     run_name, project = settings.run_name or folder.name, settings.project or project
     for name in tracker_names(settings.report_to) if accelerator.is_main_process else []:
@@ -315,7 +315,7 @@ class RunSummary:
 
 
 def _missing_packages(report_to: str) -> str:
-    """What the run will not write because a package is missing, and how to install it; "" where nothing is missing."""
+    """What the run will not write because a package is missing, and how to install it; "" if nothing is missing."""
     lacking = {} if is_installed("matplotlib") else {"report": "report.html will have no curves"}
     if report_to == "auto" and not is_installed("tensorboard"):
         lacking["tensorboard"] = "there will be no TensorBoard files"

@@ -27,7 +27,7 @@ _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.op
 
 
 def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
-    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty where they can."""
+    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty if they can."""
     name, plugin = type(optimizer).__name__, accelerator.state.deepspeed_plugin
     offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
     device = torch.device("cpu") if offloads else accelerator.device

@@ -169,7 +169,7 @@ def fit_batch_size(
     accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: Settings
 ) -> Settings:
     """Replaces `--per_device_batch_size auto` by the largest micro-batch of the longest texts that fits all ranks. Call
-    this before `accelerator.prepare`. Raises UserError where not even one text fits."""
+    this before `accelerator.prepare`. Raises UserError if not even one text fits."""
     if settings.per_device_batch_size != "auto":
         return settings
     longest = int(train.lengths.max())

@@ -32,7 +32,7 @@ from toolkit.utils.modules import autograd_leaves, unwrapped
 
 
 class LoopChecks:
-    """The checks of one run. Methods raise UserError where the loop has not called what it must."""
+    """The checks of one run. Methods raise UserError if the loop has not called what it must."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -263,7 +263,7 @@ class LoopChecks:
 
 
 def refuse_changes(model: Any, first: bool = False) -> None:
-    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or, in the
+    """Raises UserError if `requires_grad` of a parameter has changed since the model was prepared, or, in the
     `first` step, where parameters were added or replaced: a strategy allocates gradients and masters in `prepare`.
     Cheap enough for each step."""
     module = unwrapped(model)
@@ -306,7 +306,7 @@ def _checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[i
 
 
 def refuse_different_weights(model: torch.nn.Module) -> None:
-    """Raises UserError where processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
+    """Raises UserError if processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
     parameters = ((name, each.detach()) for name, each in model.named_parameters() if not each.is_meta)
     weights = {name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in parameters}  # nan equals nan
     ranks = gather_object([weights])
@@ -321,7 +321,7 @@ def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
-    """Raises UserError where losses depend on parameters outside the model; with `uses_all` also where they do not
+    """Raises UserError if losses depend on parameters outside the model; with `uses_all` also where they do not
     depend on all trained ones."""
     module = unwrapped(model)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

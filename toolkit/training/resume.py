@@ -35,7 +35,7 @@ from toolkit.utils.files import read_table
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run starts: at the first undamaged one of `candidates`; at step 0 where there are none."""
+    """Where a run starts: at the first undamaged one of `candidates`; at step 0 if there are none."""
 
     candidates: list[Path] = field(default_factory=list)
     """Checkpoints, newest first."""
@@ -63,7 +63,7 @@ def previous_attempt_in(checkpoints: Path) -> bool:
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The checkpoints that `--resume` names. Raises UserError where none is complete, or one is of another job."""
+    """The checkpoints that `--resume` names. Raises UserError if none is complete, or one is of another job."""
     if resume == "no":
         return Origin()
     path = _resume_path(resume, checkpoints)
@@ -131,7 +131,7 @@ def _checksum(model: Path) -> str:
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UserError where the checkpoint's `identity` is not this run's."""
+    """Raises UserError if the checkpoint's `identity` is not this run's."""
     manifest = folders.read_manifest(folder)
     saved, current = dict(manifest["identity"]), facts["identity"]
     sources = {
@@ -167,7 +167,7 @@ def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[
     """Restores the newest undamaged checkpoint into model, optimizer, schedule and random generators; all ranks must
     call it. `ignored`: settings that do not affect training and may change.
 
-    Returns None where the run starts at step 0. Raises UserError where all candidates are damaged.
+    Returns None if the run starts at step 0. Raises UserError if all candidates are damaged.
     """
     skipped = [f"checkpoint {why}: skipped" for why in origin.skipped]
     for folder in origin.candidates:
@@ -268,7 +268,7 @@ def restore_randomness(path: Path, states: dict[str, Any]) -> None:
 
 
 def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
-    """Raises UserError where a checkpoint has more steps than the run, or all of them and settings have changed."""
+    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings have changed."""
     fault = f"has taken {step} steps, but the settings ask for {total} in total" * (step > total)
     if step == total and changes:
         fault = f"is of a finished run, and the changed settings would have no effect ({'; '.join(changes)})"

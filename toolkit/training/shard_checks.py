@@ -45,7 +45,7 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
 
 
 def refuse_state_dict(accelerator: Accelerator, model: Any) -> None:
-    """Makes `model.state_dict()` in a recipe, with `torch.save` or `save_pretrained`, raise UserError where it has only
+    """Makes `model.state_dict()` in a recipe, with `torch.save` or `save_pretrained`, raise UserError if it has only
     shards."""
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.is_fsdp2 or (plugin and plugin.zero_stage == 3):

@@ -56,7 +56,7 @@ class Schedule:
 
 
 def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> Schedule:
-    """Raises UserError where a text is longer than `max_tokens_per_batch`."""
+    """Raises UserError if a text is longer than `max_tokens_per_batch`."""
     longest, max_tokens = int(train.lengths.max()), settings.max_tokens_per_batch
     if max_tokens is not None and longest > max_tokens:
         raise UserError(
@@ -90,7 +90,7 @@ class StepMetrics:
     padding: float
     """Fraction of padding among all computed tokens."""
     mfu: float | None
-    """Over all devices (`toolkit.training.mfu`); None where their peak is unknown."""
+    """Over all devices (`toolkit.training.mfu`); None if their peak is unknown."""
     peak_memory_bytes: int
     """Maximum over processes since the start or the last evaluation: device memory, or resident memory on a CPU."""
 
@@ -139,7 +139,7 @@ class Step:
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches. The gradients of `model` are synchronised in the last one, or in each
-        with `sync_each_batch`. Raises UserError where `requires_grad` of a parameter has changed."""
+        with `sync_each_batch`. Raises UserError if `requires_grad` of a parameter has changed."""
         accelerator, sync_each_batch = self.steps.accelerator, self.steps.settings.sync_each_batch
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
@@ -248,7 +248,7 @@ class Steps:
     """Iterates over the optimizer steps of a run; the order of samples does not depend on the processes."""
 
     def __init__(self, accelerator: Accelerator, train: Split, tokenizer: Any, settings: TrainingSettings) -> None:
-        """Raises UserError where a text is longer than `max_tokens_per_batch`."""
+        """Raises UserError if a text is longer than `max_tokens_per_batch`."""
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         if accelerator.device.type == "cpu":
@@ -302,7 +302,7 @@ class Steps:
                 indices = order[number % per_epoch]
                 collate = self.collate.at(epoch, number / max(1, self.schedule.total_steps - 1))
                 tokens, denominator = train.lengths[indices].sum(), collate.loss_denominators(indices).sum()
-                # 1 where no text has a target token: their loss is 0
+                # 1 if no text has a target token: their loss is 0
                 yield Step(self, number + 1, indices, int(tokens), denominator.item() or 1, collate)
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:

@@ -125,7 +125,7 @@ def machine_memory() -> int:
 
 
 def container_memory() -> list[str]:
-    """Contents of the files with a container's memory limit, use and statistics; empty where there are none."""
+    """Contents of the files with a container's memory limit, use and statistics; empty if there are none."""
     names = ("memory.max", "memory.current", "memory.stat")
     if (_CGROUP / "memory").is_dir():  # version 1
         names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")

@@ -210,7 +210,7 @@ def _averages(reader: CheckpointReader) -> dict[str, TensorIndex]:
 def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     """The tensors whose names begin with `prefix`, by the model's names.
 
-    Raises UserError where there are none, or the checkpoint has several models and `prefix` is empty.
+    Raises UserError if there are none, or the checkpoint has several models and `prefix` is empty.
     """
     prefix = prefix and prefix.rstrip(".") + "."
     states = reader.details.get("states")
@@ -307,7 +307,7 @@ def _from_base(
 ) -> dict[str, TensorIndex]:
     """The base model's tensors that a checkpoint lacks.
 
-    `missing`: parameters that the checkpoint omits -> shape, or None where it does not record them. If it records
+    `missing`: parameters that the checkpoint omits -> shape, or None if it does not record them. If it records
     nothing, as DeepSpeed's, all of the base model's tensors are taken that it lacks. Raises UserError when there is no
     base model, or it lacks a missing parameter, or has it in another shape.
     """

@@ -183,7 +183,7 @@ class _Unpickler(_Python):
 
 
 def _key(value: Any) -> Any:
-    """Returns a dict's key, or raises MalformedError where it could be slow to hash."""
+    """Returns a dict's key, or raises MalformedError if it could be slow to hash."""
     parts = value if type(value) is tuple and len(value) <= 16 else (value,)
     for part in parts:
         kind = type(part)

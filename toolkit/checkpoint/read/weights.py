@@ -215,7 +215,7 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
 
 
 def _joined_chunks(folder: Path, name: str, entry: Mapping[str, Any], chunks: _Chunks) -> TensorIndex:
-    """Joins a tensor's chunks. Raises ValueError where it is not sharded along its first dimension."""
+    """Joins a tensor's chunks. Raises ValueError if it is not sharded along its first dimension."""
     shape, shards = entry["size"], []
     for chunk in entry["chunks"]:
         offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]

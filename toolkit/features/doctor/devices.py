@@ -22,7 +22,7 @@ class Devices:
     gpus: Sequence[Sequence[str]] = ()
     """Rows of nvidia-smi: index, name, MiB of memory, MiB in use, driver version."""
     driver_fault: str = ""
-    """The error of nvidia-smi; "" where it works or is not installed."""
+    """The error of nvidia-smi; "" if it works or is not installed."""
     torch: str = ""
     cuda: str | None = None
     accelerator: str = "cpu"

@@ -133,7 +133,7 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
 
 
 def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
-    """The data of the run that trained the model; None where the model is not in a run folder, or a fold's."""
+    """The data of the run that trained the model; None if the model is not in a run folder, or a fold's."""
     run = training_run(name)
     if not run["identity"] or run["settings"].get("folds"):
         return None

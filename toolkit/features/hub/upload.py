@@ -14,7 +14,7 @@ from toolkit.errors import UserError, first_line
 
 
 def create_repository(name: str, private: bool | None) -> str:
-    """Creates the repository if it does not exist, and returns OWNER/NAME. Raises UserError where the token does not
+    """Creates the repository if it does not exist, and returns OWNER/NAME. Raises UserError if the token does not
     allow it, or the hub does not answer."""
     if constants.HF_HUB_OFFLINE:
         raise UserError("--push_to_hub: HF_HUB_OFFLINE is set: unset it, or upload the run's model/ from elsewhere")

@@ -46,7 +46,7 @@ def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", 
 def scores(predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter) -> list[dict[str, float]]:
     """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text.
 
-    Raises UserError where the extra `titles` is not installed, ValueError for lists of different lengths.
+    Raises UserError if the extra `titles` is not installed, ValueError for lists of different lengths.
     """
     require_extra("ROUGE", "titles", "rouge_score")
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second

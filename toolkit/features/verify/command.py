@@ -89,7 +89,7 @@ class Trial:
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
-    """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 where a run differs."""
+    """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 if a run differs."""
     if not Path(options.recipe).is_file():
         raise UserError(f"there is no recipe {options.recipe}: pass its path, such as recipes/cls.py")
     verification = Verification(options, [word for word in words if word != "--"])

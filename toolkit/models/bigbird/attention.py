@@ -148,7 +148,7 @@ _compiles: dict[tuple[Any, ...], bool] = {}
 
 
 def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask) -> Tensor | None:
-    """(B, nh, N * b, hs), or None where no kernel exists for such inputs. This does not change within a process, so
+    """(B, nh, N * b, hs), or None if no kernel exists for such inputs. This does not change within a process, so
     recomputed activations are the same."""
     query = inputs[0]
     if not _compiled_on(query.device.type):
