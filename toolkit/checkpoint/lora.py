@@ -36,7 +36,7 @@ _UNSUPPORTED = (
     "velora_config", "monteclora_config",
 )  # fmt: skip
 HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-"""Of classifiers; their rows are the labels."""
+"""Head weights of classifiers; their rows are the labels."""
 _SEQUENCE_HEADS = {
     "classifier.weight": ("pooler.dense.weight", "pre_classifier.weight"),
     "classifier.out_proj.weight": ("",),

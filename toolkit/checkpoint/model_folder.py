@@ -135,7 +135,7 @@ def _skip_unwrapping() -> Iterator[None]:
 
 
 def read_step(folder: Path) -> int | None:
-    """The optimizer step of the weights in a model folder, where it is recorded."""
+    """The optimizer step of the weights in a model folder, if it is recorded."""
     try:
         return int(json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -170,7 +170,7 @@ def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
 
 
 def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, tensor: TensorIndex) -> torch.Tensor:
-    """The existing tensor where it fits, since others may refer to it, or zeros. State saved in the weight's dtype
+    """The existing tensor if it fits, since others may refer to it, or zeros. State saved in the weight's dtype
     gets the parameter's."""
     dtype = parameter.dtype if tensor.dtype == weight.dtype else TORCH_DTYPES[tensor.dtype]
     elementwise = tensor.shape == weight.shape

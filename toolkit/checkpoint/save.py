@@ -147,7 +147,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where it is contiguous in host memory."""
+    """A tensor's bytes, without a copy if it is contiguous in host memory."""
     content: Any = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(content)
 

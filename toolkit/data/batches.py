@@ -41,9 +41,9 @@ class Batch:
     ids: torch.Tensor
     """(B,) int64: rows in the source."""
     samples: int
-    """Without padding samples."""
+    """Number of samples, without padding samples."""
     tokens: int
-    """Without padding."""
+    """Number of tokens, without padding."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
     token_samples: torch.Tensor | None = field(default=None, kw_only=True)
@@ -228,7 +228,7 @@ class Collator:
         return self.move(padded)
 
     def move(self, array: np.ndarray) -> torch.Tensor:
-        """To the device, asynchronously."""
+        """Copies to the device, asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()

@@ -40,7 +40,7 @@ class Labels(Targets):
     names: tuple[str, ...]
     """Class names by id; for regression the columns, or `score_0, score_1` where one column holds lists."""
     columns: tuple[str, ...]
-    """Of the table: one column, or one for each output."""
+    """Columns of the table: one, or one for each output."""
     multi_hot: bool = False
     """Whether cells hold a 0 or 1 for every class (in a list, or in columns) instead of class names."""
     values: tuple[str, ...] = ()
@@ -374,7 +374,7 @@ def _to_float(value: Any) -> float | None:
 
 
 def _is_blank(value: Any, problem: ProblemType) -> bool:
-    """In multi-label data an empty string is a row without classes, not a missing label."""
+    """Whether a label is missing. In multi-label data an empty string is a row without classes instead."""
     return _is_missing(value) or (problem != MULTI and not str(value).strip())
 
 

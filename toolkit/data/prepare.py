@@ -50,7 +50,7 @@ class Prepared:
     validation: Split
     test: Split | None
     file_digests: Mapping[str, str] = field(default_factory=dict)
-    """Of the content of each split's file."""
+    """Digests of the content of each split's file."""
     feature_facts: Mapping[str, Any] = field(default_factory=dict)
     """What features return from `Feature.data_facts`."""
     pos_weight: torch.Tensor | None = None

@@ -66,7 +66,7 @@ class Table:
         return f"{name}, row {row - start + 1}"
 
     def listing(self, rows: Iterable[int]) -> str:
-        """At most ten rows: `2, 3`, or where the table has several files `a.csv, row 2, b.csv, row 1`."""
+        """At most ten rows: `2, 3`, or, if the table has several files, `a.csv, row 2, b.csv, row 1`."""
         several = len(self._loaded[1]) > 1
         return listing(self.where(row) if several else row + 1 for row in rows)
 

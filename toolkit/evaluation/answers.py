@@ -41,7 +41,7 @@ class Answers:
         raise NotImplementedError
 
     def answers(self, outputs: Any) -> Iterator[dict[str, Any]]:
-        """For each sample: `prediction`, and the other keys of its line in predictions.jsonl."""
+        """Yields `prediction`, and the other keys of its line in predictions.jsonl, for each sample."""
         raise NotImplementedError
 
     def metrics(self, outputs: Any, truth: Sequence[Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _SECTIONS: Kinds = dict.fromkeys(("bf16", "fp16"), (lambda value: isinstance(val
 Widths = tuple[int, int]
 """(hidden_size, intermediate_size) of a layer."""
 Milliseconds = dict[str, float]
-"""Of a forward and backward pass of the layer, by precision: no, bf16."""
+"""Time of a forward and backward pass of the layer, by precision: no, bf16."""
 
 BERT_BASE: Widths = (768, 3072)
 # bf16 must be this many times as fast to be worth its rounding
@@ -174,7 +174,7 @@ def measure_cached(widths: Widths) -> Milliseconds:
 
 
 def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:
-    """Over the ranks that measured: a step takes as long as its slowest rank."""
+    """The slowest times of the ranks that measured: a step takes as long as its slowest rank."""
     measurements = [trial for trial in trials if trial]
     return {name: max(trial[name] for trial in measurements) for name in ("no", "bf16")}
 

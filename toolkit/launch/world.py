@@ -370,7 +370,7 @@ def _flag(name: str) -> bool:
 
 
 def _set_threads(place: Place) -> None:
-    """On GPUs too: an optimizer in host memory would compute on the one core that launchers give a process."""
+    """Sets the threads, on GPUs too: an optimizer in host memory would use the one core of its process."""
     import torch
 
     threads = environment.user_threads(os.environ) or _cores_per_process(place)

@@ -113,7 +113,7 @@ def refuse_second_derivatives() -> None:
 
 
 def _finite(mask: Tensor) -> Tensor:
-    """With a low number for -inf, from which a row that hides all keys would become NaN."""
+    """Replaces -inf by a low number: a row that hides all keys would become NaN."""
     return mask.clamp(min=max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min))
 
 
@@ -159,7 +159,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _mask_scores(scores: Tensor, mask: Tensor) -> None:
-    """In place; a bool mask is True for keys to hide."""
+    """Masks scores in place; a bool mask is True for keys to hide."""
     if mask.dtype == torch.bool:
         scores.masked_fill_(mask, torch.finfo(scores.dtype).min)
     else:

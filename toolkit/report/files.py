@@ -281,7 +281,7 @@ class Record:
             yield line
 
     def of_last(self, lines: list[_Line]) -> list[_Line]:
-        """What was read from predictions.jsonl; [] where it is not of the last evaluation (the run was killed before it
+        """What was read from predictions.jsonl; [] if it is not of the last evaluation (the run was killed before it
         wrote it)."""
         return lines if len(lines) == self.last.numbers.get("num_samples") else []
 

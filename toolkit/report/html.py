@@ -65,7 +65,7 @@ class Page:
     worst: Sequence[Sample]
     """The worst mistakes, in the order of the page."""
     options: argparse.Namespace | None
-    """Of `toolkit report`."""
+    """Options of `toolkit report`."""
 
 
 def write_report(

@@ -151,7 +151,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """As `Accelerator.prepare_model` does. A bound forward stays bound, so a copy of the model calls its own."""
+    """Wraps forward as `Accelerator.prepare_model` does; bound, so that a copy of the model calls its own forward."""
     function: Callable[..., Any] | None = getattr(model.forward, "__func__", None)
     forward = convert_outputs_to_fp32(autocast(accelerator)(function or model.forward))
     model.forward = MethodType(forward, model) if function else forward

@@ -53,9 +53,9 @@ class LoopChecks:
         self._accumulates: torch.nn.Module | None = None
         """The model, where each micro-batch adds to its parameters' `grad`."""
         self._weights: dict[str, tuple[int, float]] = {}
-        """Of the weights that DeepSpeed has copied."""
+        """Checksums of the weights that DeepSpeed has copied."""
         self._gradients: dict[str, tuple[int, float]] = {}
-        """Of the first step's gradients with fp16's loss scale."""
+        """Checksums of the first step's gradients while fp16's loss scale is in them."""
         self._unchecked: torch.nn.Module | None = None
         """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
@@ -163,7 +163,7 @@ class LoopChecks:
             self._weights = _checksums(_trained(unwrapped(model)))
 
     def _check_weights(self, model: torch.nn.Module) -> None:
-        """Before the first step."""
+        """Refuses weights that have changed before the first step."""
         half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
         if not half and (fault := checks.low_precision_fault(model)):
             raise UserError(fault)
@@ -175,7 +175,7 @@ class LoopChecks:
             )
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """In the first step and until the second, refuses what DeepSpeed's copies and FSDP2's shards make wrong."""
+        """Until the second step, refuses uses of weights that are wrong with DeepSpeed's copies and FSDP2's shards."""
         if self._first == self._step and self.accelerator.is_fsdp2:
             self._after_backward.enter_context(RefuseLocalNumbers())
             self._after_backward.callback(register_optimizer_step_pre_hook(refuse_stale_parameters).remove)
@@ -195,7 +195,7 @@ class LoopChecks:
             yield
 
     def check_losses(self, losses: torch.Tensor) -> None:
-        """Of a micro-batch (B,), in `Step.mean`."""
+        """Checks a micro-batch's losses (B,); called by `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         self._refuse_means(self._micro_batches - 1)
@@ -230,7 +230,7 @@ class LoopChecks:
         self._backwards += 1
 
     def end_step(self, number: int, micro_batches: int) -> None:
-        """Before the metrics of a step with `micro_batches` are gathered."""
+        """Checks a step with `micro_batches`, before its metrics are gathered."""
         self._after_backward.close()
         self._model, self._gradients = None, {}
         if number != self._step:  # none of them was computed
@@ -315,7 +315,7 @@ def refuse_different_weights(model: torch.nn.Module) -> None:
 
 
 def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
-    """A hook before the forward pass of an evaluation."""
+    """Refuses dropout in an evaluation; a hook before its forward pass."""
     if model.training:
         raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
 

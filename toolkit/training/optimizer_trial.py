@@ -91,7 +91,7 @@ def _first_difference(optimizer: Optimizer, device: torch.device, stage: int, ro
 
 
 def _shardings(device: torch.device, stage: int) -> list[Sharding]:
-    """For each of two ranks; for FSDP2 also this process's DTensors, since some operations do not support these."""
+    """The shardings of two ranks; for FSDP2 also this process's DTensors, which some operations do not support."""
     shardings: list[Sharding] = [partial(_flat if stage else _rows, rank=rank) for rank in range(2)]
     if stage or not torch.distributed.is_initialized():
         return shardings
@@ -135,8 +135,8 @@ def _step(optimizer: Optimizer, stage: int) -> None:
 
 
 def _set_gradients(optimizer: Optimizer, number: int) -> None:
-    """Of step `number`: rows of different norms; in every second step orthogonal to the weights, as before a norm
-    (AdamP tests for that); some very small and large ones, for optimizers that clip."""
+    """Sets gradients of step `number`: rows of different norms; in every second step orthogonal to the weights, as
+    before a norm (AdamP tests for that); some very small and large ones, for optimizers that clip."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             rows = weight.detach().reshape(len(weight) if weight.dim() > 1 else 1, -1)

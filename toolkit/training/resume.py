@@ -125,7 +125,7 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 
 def _checksum(model: Path) -> str:
-    """Of the folder's config and weights; of its exported graph where that is all it has."""
+    """Checksum of the folder's config and weights, or of its exported graph if it has no weights."""
     graph = (".onnx", ".onnx_data", ".data", ".xml", ".bin")
     return model_checksum(model, graph) if export_format(model) else model_checksum(model)
 
@@ -160,7 +160,7 @@ class Resumed:
     same_run: bool
     """Whether this run saved it."""
     lines: list[str]
-    """For the log."""
+    """Lines for the log."""
 
 
 def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:

@@ -34,7 +34,7 @@ class RunFolder:
     origin: Origin
     """The checkpoints from which the run may resume."""
     lock: FileLock | None = None
-    """Of the main process, held while this object exists, against a second run in the same folder."""
+    """Held by the main process while this object exists, so that no second run uses the folder."""
 
     @property
     def model(self) -> Path:

@@ -81,16 +81,16 @@ class StepMetrics:
     """Mean over the global batch's samples, or their target tokens."""
     learning_rate: float
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     samples: int
     tokens: int
-    """Of this step, without padding."""
+    """Tokens of this step, without padding."""
     samples_per_second: float
     tokens_per_second: float
     padding: float
     """Fraction of padding among all computed tokens."""
     mfu: float | None
-    """Over all devices (`toolkit.training.mfu`); None if their peak is unknown."""
+    """Utilization of all devices (`toolkit.training.mfu`); None if their peak is unknown."""
     peak_memory_bytes: int
     """Maximum over processes since the start or the last evaluation: device memory, or resident memory on a CPU."""
 
@@ -118,7 +118,7 @@ class Step:
     """Set when they are gathered."""
     _batch: Batch | None = None
     _computed_tokens: int = 0
-    """Of this process, with padding."""
+    """Tokens that this process has computed, with padding."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
 
@@ -145,7 +145,7 @@ class Step:
             sync_each_batch = accelerator.is_fsdp2
         self.steps.model, checks = model, self.steps.checks
         checks.begin_step(self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2)
-        self._losses, self._ids, self._computed_tokens = [], [], 0  # of the last pass, where there are two
+        self._losses, self._ids, self._computed_tokens = [], [], 0  # only the last of two passes counts
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
@@ -236,7 +236,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """On CUDA, and on a CPU under Linux (proc(5))."""
+    """Resets the peak on CUDA, and on a CPU under Linux (proc(5))."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -272,7 +272,7 @@ class Steps:
         self._steps_per_gather, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
     def _seed_dropout(self) -> None:
-        """Different on each process and after the steps of a resumed run; the weights have been initialized before."""
+        """Seeds dropout by process and by the steps of a resumed run; the weights have been initialized before."""
         seed = self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0) + 1_000_003 * self.done
         set_seed(seed % 2**31, device_specific=True)
 
@@ -334,7 +334,7 @@ class Steps:
             yield each.metrics
 
     def _gather(self, finished: list[Step], signal: int) -> None:
-        """With one small collective and one copy to the host, for any number of steps."""
+        """Gathers any number of steps by one small collective and one copy to the host."""
         device, count, start = self.accelerator.device, len(finished), time.perf_counter()
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         computed = [step._computed_tokens for step in finished]

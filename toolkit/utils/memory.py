@@ -55,7 +55,7 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
 
 
 def explain_without_batch(error: Exception) -> str | None:
-    """As `explain`, where a model is prepared or an optimizer takes its step: no smaller batch helps there."""
+    """As `explain`, while a model is prepared or an optimizer steps: a smaller batch does not help then."""
     if not is_out_of_memory(error):
         return None
     return (

@@ -64,7 +64,7 @@ class ConvertSettings:
     overwrite: bool = False
     verify: bool = False
     sync: bool = False
-    """Flushes the output to the disk; always done where it replaces another."""
+    """Flushes the output to the disk; always done if it replaces another."""
     dry_run: bool = False
     without_checksums: bool = False
     """Also converts files without checksums, in which damage cannot be detected."""

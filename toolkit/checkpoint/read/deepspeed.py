@@ -137,7 +137,7 @@ def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], i
 
 
 def _files_by_rank(folder: Path) -> dict[str, dict[int, Path]]:
-    """By kind (model, optimizer) and rank."""
+    """Files by kind (model, optimizer) and rank."""
     files: dict[str, dict[int, Path]] = {"model": {}, "optimizer": {}}
     for path in sorted(folder.iterdir()):
         match = _FILE.fullmatch(path.name)

@@ -30,7 +30,7 @@ class TorchArchive:
     file: Path
     content: Any
     members: Mapping[str, Member]
-    """By name in the zip file: `ARCHIVE/data/KEY` is the storage KEY."""
+    """Members by name in the zip file: `ARCHIVE/data/KEY` is the storage KEY."""
     archive: str
     """The file's name when it was saved, without suffix; `archive` if torch got none."""
 

@@ -29,7 +29,7 @@ class Devices:
     names: Sequence[str] = ()
     """The GPUs that torch sees."""
     faults: Sequence[str] = ()
-    """Of those that this build of torch has no kernels for."""
+    """Errors for devices that this build of torch has no kernels for."""
     nccl: str = ""
     gloo: bool = True
     warnings: Sequence[str] = ()

@@ -37,7 +37,7 @@ class _EndOfSweep(BaseException):
 
 
 Values = list[str] | methodcaller
-"""Of a setting: a list, or for a range the function that suggests one in an optuna trial."""
+"""Values of a setting: a list, or for a range the function that suggests one in an optuna trial."""
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:

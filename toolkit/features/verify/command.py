@@ -60,7 +60,7 @@ class Trial:
         return not self.error and (self.difference is None or self.difference <= self.allowed)
 
     def difference_from(self, other: Trial, steps: int | None = None) -> float:
-        """Over the first `steps`, without those that fp16 skips, whose gradient is infinite."""
+        """The largest difference in the first `steps`, without those that fp16 skips, whose gradient is infinite."""
         if len(self.losses) != len(other.losses):
             return math.inf
         weight, differences = 1.0 if self.precision == "no" else _GRADIENT_WEIGHT, [0.0]

@@ -180,7 +180,7 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
 
 
 def _compiled_on(device: str) -> bool:
-    """On a CPU it runs uncompiled, since its compiled backward pass is missing."""
+    """Whether to compile: not on a CPU, where the compiled backward pass is missing."""
     return device != "cpu"
 
 
