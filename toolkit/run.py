@@ -83,7 +83,7 @@ class Run:
         self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
     ) -> None:
         """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
-        runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
+        runs if a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
         for an optimizer or scheduler that is not prepared, and for a compiled model."""
         refuse_compiled(model)
         check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
@@ -222,7 +222,7 @@ class Run:
         resume."""
         if self.stopped:
             return
-        self._log_steps(self._steps.flush())  # where the loop was left between two gathers
+        self._log_steps(self._steps.flush())  # if the loop was left between two gathers
         if not self.best.step:  # the loop was left before the first evaluation
             self._evaluate(evaluate, self._steps.done)
         logged = self._last[1] if self._last else None

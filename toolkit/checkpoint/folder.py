@@ -189,7 +189,7 @@ def _warn_of_missing_links(checkpoints: Path) -> None:
 
 def set_links(checkpoints: Path, best_step: int) -> None:
     """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
-    `best_step`, or removes the link where it is gone: a run that resumed an older checkpoint ignores better ones after
+    `best_step`, or removes the link if it is gone: a run that resumed an older checkpoint ignores better ones after
     it."""
     manifests = [(folder / MANIFEST).read_bytes() for folder in complete(checkpoints)]
     for copy in (checkpoints / "best", checkpoints / "last"):  # the run was copied, with links followed

@@ -74,7 +74,7 @@ class Fragment:
     start: int
     """First element, in the parameter's row-major order."""
     values: torch.Tensor
-    """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
+    """(n,) view of the fp32 master; of the parameter itself if it is frozen."""
     state: State = field(default_factory=State)
     """Its `elements` are (n,) views. Only unsharded parameters have `factors`; all parameters of one flat master share
     the `scalars`."""

@@ -47,7 +47,7 @@ def save_model(
 
     The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of `DTYPES`). Each folder
     is replaced atomically. A model that is not from `transformers` is saved as model.safetensors, and by its own
-    `save(folder, state_dict)` where it has one. `step`: optimizer steps taken, for `read_step`.
+    `save(folder, state_dict)` if it has one. `step`: optimizer steps taken, for `read_step`.
     """
     module = unwrapped(model)
     state = _gather_state(accelerator, model, module)  # a collective where the parameters are sharded

@@ -282,7 +282,7 @@ class TrainingSettings:
 
     def limit_tokens(self, device: str, longest: int) -> Self:
         """With the default of `max_tokens_per_batch` for this device, and for texts of at most `longest` tokens; but
-        without one on a CPU where `per_device_batch_size` is `auto`, that is as much as fits."""
+        without one on a CPU if `per_device_batch_size` is `auto`, that is as much as fits."""
         default = default_tokens_per_batch(device, self.tokens_on_gpu)
         measured = device == "cpu" and self.per_device_batch_size == "auto"
         if self.max_tokens_per_batch is not None or default is None or measured:

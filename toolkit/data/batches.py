@@ -33,7 +33,7 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """(B, S) int64: `input_ids`; `attention_mask` where anything is padded; `token_type_ids` of pairs."""
+    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded; `token_type_ids` of pairs."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
@@ -47,7 +47,7 @@ class Batch:
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
     token_samples: torch.Tensor | None = field(default=None, kw_only=True)
-    """(R, S) int64, where a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
+    """(R, S) int64, if a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
     padding; None: row i is sample i."""
 
 

@@ -56,11 +56,11 @@ class Prepared:
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: the weight of positive labels in the loss (--pos_weight)."""
     advice: str = ""
-    """A line where the classes are uneven and no setting compensates for it."""
+    """A line if the classes are uneven and no setting compensates for it."""
 
     @property
     def labels(self) -> Labels:
-        """The targets, where these are labels."""
+        """The targets, if these are labels."""
         return cast(Labels, self.targets)
 
     @property
@@ -154,7 +154,7 @@ def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
 def _facts(
     settings: Any, tokenizer: Any, model_config: Any, targets_class: type[Targets], has_validation: bool
 ) -> dict[str, Any]:
-    """The settings that the tokens depend on; the seed only where rows are drawn."""
+    """The settings that the tokens depend on; the seed only if rows are drawn."""
     data = settings.data
     pair = getattr(data, "text_pair", None) is not None
     facts = {"layout": _LAYOUT, **targets_class.data_facts(settings)}
@@ -285,7 +285,7 @@ class _Preparation:
             if blank.all():
                 raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
             if blank.any() and not self.settings.data.drop_empty_text:
-                hint = " (or --sample_by paragraph, where they separate texts)" * table.name.endswith(".txt")
+                hint = " (or --sample_by paragraph, if they separate texts)" * table.name.endswith(".txt")
                 raise UserError(
                     f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
                     f"{table.listing(np.flatnonzero(blank))}): fill them, or pass --drop_empty_text{hint}"

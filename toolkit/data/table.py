@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 FileRows = tuple[int, str, str]
-"""A file's first row in the table, its name, and how it was read, where a setting or its form decides that."""
+"""A file's first row in the table, its name, and how it was read, if a setting or its form decides that."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ class Table:
             others = [other for other in self.rows.column_names if other not in excluded]
             columns = tuple(name for name in others if self._contains_text(name))
             if len(columns) != 1:
-                header = " (or all with --column_names, where the first line is no header)"
+                header = " (or all with --column_names, if the first line is no header)"
                 raise self.ambiguous_column("text", "text_column", columns or others, header)
             delimiters = r"[;|,]" if ".tsv" in self.name else r"[;|\t]"
             if len(self.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
                 raise UserError(
                     f"{self.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or "
-                    "--column_names text where the first line is no header, or name it with --text_column"
+                    "--column_names text if the first line is no header, or name it with --text_column"
                 )
         return ",".join(columns)
 
@@ -178,7 +178,7 @@ class Table:
             yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
     def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
-        """The error where it is unclear which column is the text, the label, ..."""
+        """The error if it is unclear which column is the text, the label, ..."""
         remedy = f"Name one of {listing(names)} with --{setting}" if names else "There is no other than the text"
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")
 
@@ -211,7 +211,7 @@ class Targets:
 
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """Setting -> column of further texts; rows where one is empty are not used."""
+        """Setting -> column of further texts; rows in which one is empty are not used."""
         return {}
 
     @classmethod

@@ -104,7 +104,7 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
 
 
 def spreadsheet_encoding(file: str, encoding: str) -> str:
-    """`utf-8-sig` where the UTF-8 file begins with a byte order mark, without which Excel shows Chinese as garbage."""
+    """`utf-8-sig` if the UTF-8 file begins with a byte order mark, without which Excel shows Chinese as garbage."""
     if encoding.lower().replace("_", "-") not in ("utf-8", "utf8") or not Path(file).is_file():
         return encoding
     with io.BufferedReader(_Unpacked(Path(file))) as buffer:
@@ -262,7 +262,7 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
 
 
 def _other_delimiter(header: Sequence[str]) -> str:
-    """The remedy where the header is one cell with another delimiter in it; else ""."""
+    """The remedy if the header is one cell with another delimiter in it; else ""."""
     names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
     other = next((name for each, name in names.items() if len(header) == 1 and each in header[0]), None)
     return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
@@ -310,7 +310,7 @@ def _refuse_quoted_rows(
             number = rows_read + sum(map(_is_filled, rows[:place]))
             raise UserError(
                 f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
-                f"up to line {starts[place] + heights[place] - 1}: where double quotes are part of the texts, pass "
+                f"up to line {starts[place] + heights[place] - 1}: if double quotes are part of the texts, pass "
                 "--quoting none; else double it"
             )
 

@@ -37,7 +37,7 @@ _BATCH_TEXTS = 2000
 # characters per token of max_length: of longer texts only the beginning is tokenized, if that is certain to be enough
 _LONG_TEXT, _BEGINNING = 64, 16
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
-"""Texts, and second texts where they are pairs."""
+"""Texts, and the second texts of pairs."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Split:
     rows: np.ndarray
     """(samples,) int64, the sample ids: their rows in the source, from 0."""
     buckets: LengthBuckets | None = field(default=None, kw_only=True)
-    """Set where the width of a batch changes the model's outputs."""
+    """Set if the width of a batch changes the model's outputs."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
     """(tokens,) int8, of pairs: 0 or 1, the text of each token; None if the tokenizer has no types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
@@ -294,7 +294,7 @@ class Block(NamedTuple):
     lengths: np.ndarray
     """(texts,) int64."""
     types: np.ndarray | None
-    """(tokens,) int8, of pairs, where the tokenizer has them."""
+    """(tokens,) int8, of pairs, if the tokenizer has them."""
     truncated: int
     """Texts that were truncated."""
 
@@ -347,7 +347,7 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
 
 
 def beginnings(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
-    """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut where this leaves their first `max_length`
+    """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut if this leaves their first `max_length`
     tokens as they are: each word is tokenized alone, and the cut can only change the last words."""
     backend, size = tokenizer.backend_tokenizer, _BEGINNING * max_length
     long = {place: text[:size] for place, text in enumerate(texts) if len(text) > _LONG_TEXT * max_length}

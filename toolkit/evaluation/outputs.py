@@ -58,7 +58,7 @@ class Evaluation:
 
 
 def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Numbers without the micro F1 where it equals the accuracy, as for every single-label task."""
+    """Numbers without the micro F1 if it equals the accuracy, as for every single-label task."""
     redundant = numbers.get("f1_micro") == numbers.get("accuracy")
     return {name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")}
 
@@ -136,7 +136,7 @@ class Outputs:
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
-        ranks where one of them has got a stop signal."""
+        ranks if one of them has received a stop signal."""
         ids, signals = gathered[0].cpu().numpy().T
         if signals.any():
             raise StopRequested(int(signals.max()))

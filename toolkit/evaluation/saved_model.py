@@ -55,7 +55,7 @@ def _saved_columns(name: str) -> dict[str, Any]:
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
-    """The `--quoting` that the model was trained with, where the training file has the format of `file`: with another
+    """The `--quoting` that the model was trained with, if the training file has the format of `file`: with another
     the texts would silently differ in their double quotes."""
     run = training_run(name)
     settings = run["settings"] or run["data"]
@@ -77,7 +77,7 @@ def choose_columns(
     elif not text and existing:
         raise UserError(
             f"{table.name}: the model was trained on the columns {trained}, and this file has only "
-            f"{listing(existing)}: pass --text_column {','.join(existing)} where it is to read no more"
+            f"{listing(existing)}: pass --text_column {','.join(existing)} if it should read only these"
         )
     column = table.text_column(text, [*table.find_columns(label, USUAL, "label_column"), pair])
     return column, table.pair_column(pair, column)

@@ -141,7 +141,7 @@ def attempt() -> int:
 
 def launcher_start() -> float:
     """When the launcher that counts the restarts was started, in seconds since the epoch: before the first attempt. 0
-    where it cannot be read."""
+    if it cannot be read."""
     with contextlib.suppress(psutil.Error):
         parents = psutil.Process().parents()
         return next((each.create_time() for each in parents if _RESTARTS not in each.environ()), 0.0)

@@ -88,7 +88,7 @@ def enabled_in_deepspeed_config() -> str | None:
 
 
 def refuse_other_precision(mixed_precision: str | None) -> None:
-    """Raises UserError for fp8, and where this launch's DeepSpeed config enables another precision by name: accelerate
+    """Raises UserError for fp8, and if this launch's DeepSpeed config enables another precision by name: accelerate
     would compute in that one for `no`."""
     if (mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8":
         raise UserError("mixed_precision fp8 of the accelerate config is not supported: pass --mixed_precision bf16")

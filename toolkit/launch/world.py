@@ -192,7 +192,7 @@ def _check_fsdp_config(place: Place) -> None:
 
 
 def _set_sharded_type(on_cpu: bool, timeout: timedelta) -> None:
-    """Accelerate looks at the FSDP plugin where the type is MULTI_GPU only. A process's first accelerator turns that
+    """Accelerate looks at the FSDP plugin if the type is MULTI_GPU only. A process's first accelerator turns that
     into FSDP; the next one, of another fold, say, would ignore the plugin (accelerate 1.15). And on a CPU it would run
     DDP, though torch shards on a CPU mesh as well. Raises UserError for offloading there, which torch does not do."""
     from accelerate import DistributedType, PartialState

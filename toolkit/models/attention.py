@@ -30,7 +30,7 @@ transforms_active = require(torch._C, "_are_functorch_transforms_active", "torch
 
 @functools.cache
 def install() -> None:
-    """Makes transformers' attention `sdpa` use this one where it is faster. Only once: `--padding_free` registers
+    """Makes transformers' attention `sdpa` use this one if it is faster. Only once: `--padding_free` registers
     another one later."""
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 

@@ -1,4 +1,4 @@
-"""Makes the last layer of a BERT-like classifier compute only the first token, where nothing reads the others.
+"""Makes the last layer of a BERT-like classifier compute only the first token, if nothing reads the others.
 
 The head reads only the first token's hidden state. So the last layer's query, output projection and feed-forward
 network are computed for that position only, keys and values for all. Logits and gradients do not change. A training
@@ -84,7 +84,7 @@ def _attend_from_first_token(
 
 
 def read_first_token_only(model: Any) -> bool:
-    """Makes the last layer of a known classifier compute only the first position where only logits are read. Returns
+    """Makes the last layer of a known classifier compute only the first position if only logits are read. Returns
     whether it does.
 
     Parameters, classes and saved files do not change. All positions are computed for callers that read hidden states or

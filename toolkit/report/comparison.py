@@ -70,7 +70,7 @@ class ComparedRun:
 
 def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[ComparedRun]]:
     """(the object that `toolkit compare --json` prints, the compared runs, the best first). Raises UserError for
-    folders without a run, and where no two runs can be compared."""
+    folders without a run, and if no two runs can be compared."""
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder).rstrip("/") for folder in folders]

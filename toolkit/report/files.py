@@ -84,7 +84,7 @@ class RunFiles:
 
     def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None) -> None:
         """Truncates metrics.jsonl and eval.jsonl to the step of this run's checkpoint, after which the steps are done
-        again, and removes predictions.jsonl where it is of an evaluation after the checkpoint. Warns about lines that
+        again, and removes predictions.jsonl if it is of an evaluation after the checkpoint. Warns about lines that
         have been lost since. Removes the files if there is no checkpoint."""
         if not self.writes:
             return
@@ -130,7 +130,7 @@ class RunFiles:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(dumps(line) + "\n")
             except OSError:
-                os.truncate(path, size)  # no half line where the disk is full
+                os.truncate(path, size)  # no half line if the disk is full
                 raise
 
 

@@ -107,7 +107,7 @@ class RunLog:
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
-    """F1 of each class, the lowest first where there are many."""
+    """F1 of each class, the lowest first if there are many."""
     classes = evaluation.numbers.get("per_class", {})
     names = list(classes)
     if len(names) > _MAX_CLASSES:
@@ -323,7 +323,7 @@ def _missing_packages(report_to: str) -> str:
 
 
 def runnable_command(command: str) -> str:
-    """The command, with its folder where this environment is not activated."""
+    """The command, with its folder if this environment is not activated."""
     installed, on_path = Path(sys.executable).parent / command, shutil.which(command)
     if on_path and Path(on_path).resolve() == installed.resolve():
         return command

@@ -88,7 +88,7 @@ def count_activations(
 
 
 def _mask_bytes(model: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Bytes of the padding mask (B, 1, S, S), which SDPA on a GPU casts to `dtype` and keeps for backward in each layer.
+    """Bytes of the padding mask (B, 1, S, S), which SDPA on a GPU casts to `dtype` in each layer, for backward too.
     The model above runs without one."""
     samples, length = shapes["input_ids"]
     if samples == 1 or getattr(getattr(model, "config", None), "_attn_implementation", "") != "sdpa":

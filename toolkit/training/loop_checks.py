@@ -51,7 +51,7 @@ class LoopChecks:
         self._rates: list[float] = []
         """The learning rates with which DeepSpeed has stepped."""
         self._accumulates: torch.nn.Module | None = None
-        """The model, where each micro-batch adds to its parameters' `grad`."""
+        """The model, if each micro-batch accumulates into its parameters' `grad`."""
         self._weights: dict[str, tuple[int, float]] = {}
         """Checksums of the weights that DeepSpeed has copied."""
         self._gradients: dict[str, tuple[int, float]] = {}
@@ -264,7 +264,7 @@ class LoopChecks:
 
 def refuse_changes(model: Any, first: bool = False) -> None:
     """Raises UserError if `requires_grad` of a parameter has changed since the model was prepared, or, in the
-    `first` step, where parameters were added or replaced: a strategy allocates gradients and masters in `prepare`.
+    `first` step, if parameters were added or replaced: a strategy allocates gradients and masters in `prepare`.
     Cheap enough for each step."""
     module = unwrapped(model)
     before, parameters = prepared(module)
@@ -321,7 +321,7 @@ def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
-    """Raises UserError if losses depend on parameters outside the model; with `uses_all` also where they do not
+    """Raises UserError if losses depend on parameters outside the model; with `uses_all` also if they do not
     depend on all trained ones."""
     module = unwrapped(model)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -236,7 +236,7 @@ def _resume_from(
 
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
-    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint where it is missing, newer than
+    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is missing, newer than
     the resumed one or of another `--save_dtype`. Where the best checkpoint is gone, the next evaluation counts as the
     best."""
     model_folder, best, dtype = checkpoints.path.with_name("model"), checkpoints.best, checkpoints.settings.save_dtype

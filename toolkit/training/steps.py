@@ -36,7 +36,7 @@ from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
 from toolkit.utils.modules import unwrapped
 
-# How often metrics and stop signals are gathered on a GPU where --logging_steps is not set
+# How often metrics and stop signals are gathered on a GPU if --logging_steps is not set
 _GATHER_SECONDS = 1.0
 # Each step that fp16 skips halves the loss scale: 16 in a row take it from 2**16 to 1
 _MAX_SKIPPED = 15
@@ -229,7 +229,7 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Device memory where the device counts it, otherwise the process's largest resident size."""
+    """Device memory if the device reports it, otherwise the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return memory.peak_resident_bytes()

@@ -69,7 +69,7 @@ def _quoted(error: Exception) -> str:
 
 
 def peak_resident_bytes() -> int:
-    """This process's largest resident size (proc(5)); where that is unknown, getrusage's, which on Linux begins at the
+    """This process's largest resident size (proc(5)); if that is unknown, getrusage's, which on Linux begins at the
     size of the process that started this one."""
     with contextlib.suppress(OSError):
         if line := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")):

@@ -344,7 +344,7 @@ def _from_base(
 
 
 def _match_prefix(base: Mapping[str, TensorIndex], names: Collection[str]) -> Mapping[str, TensorIndex]:
-    """The base model's tensors, with a prefix (`bert.`) added or removed where more of them then match `names`."""
+    """The base model's tensors, with a prefix (`bert.`) added or removed if more of them then match `names`."""
     added = Counter(prefix for prefix, _, rest in (name.partition(".") for name in names) if rest in base)
     removed = Counter(prefix for prefix, _, rest in (name.partition(".") for name in base) if rest in names)
     choices = [base]

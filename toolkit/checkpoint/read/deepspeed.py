@@ -241,7 +241,7 @@ class _Rank:
         return flat
 
     def addresses(self, number: int) -> dict[str, tuple[int, int]]:
-        """Parameter -> (first element, elements) in this rank's partition of a group, where the file has them."""
+        """Parameter -> (first element, elements) in this rank's partition of a group, if the file has them."""
         zero = (self.opened.content.get("ds_config") or {}).get("zero_optimization") or {}
         mappings = self.content.get("param_slice_mappings") or []
         # those of 0.19.8 are wrong under round_robin_gradients, which reorders parameters
@@ -333,7 +333,7 @@ def _tensors_of_group(
 
 
 def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
-    """The optimizer's values for a whole group, by rank where they differ. Raises UserError for different steps."""
+    """The optimizer's values for a whole group, by rank if they differ. Raises UserError for different steps."""
     by_key: dict[str, list[Scalar]] = {}
     for rank in ranks:
         for key, value in rank.groups[number].items():

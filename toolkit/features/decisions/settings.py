@@ -30,7 +30,7 @@ class DecisionSettings:
     calibrate: bool = False
     """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
     abstain_below: float | None = Field(default=None, gt=0, lt=1)
-    """Give no answer (null, an empty cell) where the probability of the answer is lower; for one class per text."""
+    """Give no answer (null, an empty cell) if the probability of the answer is lower; for one class per text."""
 
     @property
     def any(self) -> bool:

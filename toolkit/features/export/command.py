@@ -50,7 +50,7 @@ _SMOOTHING = 0.8
 def export(options: Any) -> None:
     """Writes the folder `options.out` atomically. `options` holds the arguments of `toolkit export`.
 
-    Raises UserError for a model that cannot be exported, and where too many predictions of the exported model differ.
+    Raises UserError for a model that cannot be exported, and if too many predictions of the exported model differ.
     """
     out, source = Path(options.out), Path(model_path(options.model))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

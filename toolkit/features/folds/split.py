@@ -142,7 +142,7 @@ def _next(folder: Path, folds: int, digest: str) -> int:
 
 
 def split_fold(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
-    """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class where there are classes.
+    """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class if there are classes.
     All rows of a text are in one fold. Raises UserError for fewer texts than folds."""
     import pandas as pd
     from sklearn.model_selection import KFold, StratifiedKFold

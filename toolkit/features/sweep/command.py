@@ -281,7 +281,7 @@ def _name(trial: Any) -> str:
 
 
 def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
-    """(--metric_for_best_model and its sign, step -> its value so far, negated where lower is better)."""
+    """(--metric_for_best_model and its sign, step -> its value so far, negated if lower is better)."""
     from toolkit.report.files import Record
 
     if not (folder / "eval.jsonl").exists():

@@ -50,7 +50,7 @@ class Trial:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Tokens per step: equal where a step took the same samples."""
+    """Tokens per step: equal if a step took the same samples."""
     difference: float | None = None
     """The largest relative difference of a step's loss or (weighted) gradient norm."""
     reason: str = ""
@@ -190,7 +190,7 @@ def _reason_of_size(trial: Trial, one: Trial) -> str:
 
 
 def _reason_of_strategy(trial: Trial, one: Trial) -> str:
-    """Why a config gives other numbers, where one process gives the same with any micro-batches."""
+    """Why a config gives other numbers, if one process gives the same with any micro-batches."""
     if trial.tokens != one.tokens:
         return "its steps use other samples (a custom loader or order?): take the batches of step.micro_batches"
     if trial.difference_from(one, 1) <= trial.allowed:
