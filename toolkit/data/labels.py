@@ -237,7 +237,7 @@ def find_labels(
     elif not multi_hot and len(names) > most_classes:
         raise UserError(
             f"{table.name}: column {column!r} holds {len(names)} different values in {len(rows)} rows: is it the "
-            "label? Name another with --label_column, or say with --problem_type what it is (regression, "
+            "label? Name another with --label_column, or pass --problem_type (regression, "
             "single_label_classification or multi_label_classification)"
         )
     same = multi_hot and len(values) == 1  # as class numbers, too
@@ -415,7 +415,7 @@ def _number(value: Any, where: str) -> float:
     if number is None or not math.isfinite(number):
         raise UserError(f"{where}: the label {value!r} is not a number")
     if abs(number) > float(np.finfo(np.float32).max):
-        raise UserError(f"{where}: the label {value!r} is more than a model's numbers hold (3.4e38): scale the labels")
+        raise UserError(f"{where}: the label {value!r} exceeds the range of float32 (3.4e38): scale the labels")
     return number
 
 

@@ -410,7 +410,7 @@ def has_token_types(config: Any) -> bool:
 
 
 def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
-    """`max_length`, or the model's limit when not given. Raises UserError when the model has fewer positions."""
+    """`max_length`, or by default the model's limit. Raises UserError if the model has fewer positions."""
     config = encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its variants count positions from pad_token_id + 1

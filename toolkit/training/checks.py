@@ -134,8 +134,8 @@ def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, se
         return
     schedule = getattr(scheduler, "scheduler", scheduler)
     raise UserError(
-        f"run.resume() got a {type(schedule).__name__} that is not made for the optimizer that `prepare` returned, to "
-        f"step once with it, for any number of processes: make it by `toolkit.custom_scheduler` ({OWN_SCHEDULE})"
+        f"run.resume() got a {type(schedule).__name__} that does not follow the optimizer that `prepare` returned: "
+        f"create it with `toolkit.custom_scheduler` ({OWN_SCHEDULE})"
     )
 
 

@@ -101,7 +101,7 @@ class LoopChecks:
                 shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
-                        f"step {self._step}: accelerator.gather got other shapes in other processes: "
+                        f"step {self._step}: accelerator.gather got different shapes in different processes: "
                         f"{listing(map(str, shapes), 4)}: use `accelerator.reduce` of sums"
                     )
             return gather(tensor)
@@ -137,7 +137,7 @@ class LoopChecks:
         if self._first is None:
             self._check_weights(unwrapped(model))
         if not unwrapped(model).training:
-            raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
+            raise UserError(f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
             raise UserError(
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
@@ -170,7 +170,7 @@ class LoopChecks:
         weights = _checksums(_trained(model)) if self._weights else {}
         if changed := [name for name, checksum in self._weights.items() if weights.get(name) != checksum]:
             raise UserError(
-                f"{listing(changed, 4)}: DeepSpeed trains copies of the weights that `prepare` got: change weights "
+                f"{listing(changed, 4)}: DeepSpeed trains copies of the weights passed to `prepare`: change weights "
                 "before `prepare`, or launch with ddp"
             )
 
@@ -204,8 +204,8 @@ class LoopChecks:
         sharded = prepared(model)[1] if model is not None else []
         if model is not None and all(each.grad is None for each in sharded or model.parameters()):
             raise UserError(
-                f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
-                "`optimizer.zero_grad()` only after `optimizer.step()`"
+                f"step {self._step}: no gradients after the first micro-batch: call `accelerator.backward` in each, "
+                "and `optimizer.zero_grad()` only after `optimizer.step()`"
             )
         self._means += 1
         if self._unchecked is None:
@@ -223,8 +223,8 @@ class LoopChecks:
         self._in_first.close()
         if loss is not self.mean_loss:
             raise UserError(
-                f"step {self._step}: `accelerator.backward` takes what `step.mean` returned, once in each micro-batch; "
-                "add terms to the losses, `step.mean(losses + term)`: to the mean they would add once per micro-batch"
+                f"step {self._step}: pass the result of `step.mean` to `accelerator.backward`, once per micro-batch; "
+                "add terms to the losses: `step.mean(losses + term)`"
             )
         self.mean_loss = None
         self._backwards += 1
@@ -258,7 +258,7 @@ class LoopChecks:
         if self._backwards < expected:
             raise UserError(
                 f"step {self._step}: `accelerator.backward` was called {self._backwards} times in {expected} "
-                "micro-batches: call it in each, not `.backward()`, since it scales the gradients"
+                "micro-batches: call it in each, and not `.backward()`, which does not scale the gradients"
             )
 
 

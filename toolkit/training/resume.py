@@ -90,7 +90,7 @@ def _resume_path(resume: str, checkpoints: Path) -> Path:
     if not path.exists() and (checkpoints / resume).is_dir():
         path = checkpoints / resume
     if path.is_file():
-        raise UserError(f"--resume {resume} is a file: name the checkpoint's folder, {path.parent}")
+        raise UserError(f"--resume {resume} is a file: pass the checkpoint's folder, {path.parent}")
     if not resume or not path.is_dir():
         raise UserError(
             f"--resume {resume or repr(resume)}: no such folder: pass auto, no, a checkpoint's folder, or best, last "

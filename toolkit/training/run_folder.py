@@ -94,7 +94,7 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
         if moves_aside:
             old = path.resolve()
             if Path.cwd().is_relative_to(old):
-                raise UserError(f"--overwrite_output_dir would move the current folder, {old}: start from another")
+                raise UserError(f"--overwrite_output_dir would move the current folder, {old}: start in another folder")
             folder = old if path.is_symlink() else path  # a link to another disk stays
             aside = _unused_path(folder.with_name(f"{folder.name}.old-{stamp}"))
             folder.rename(aside)

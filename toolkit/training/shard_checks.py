@@ -126,7 +126,7 @@ class RefuseLocalNumbers(TorchFunctionMode):
         placements = getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
         if not all(each.is_replicate() for each in placements) and not _called_by_strategy():
             raise UserError(
-                f"{function.__name__}() of a DTensor is that of one process: use `.full_tensor()` in all first"
+                f"{function.__name__}() of a DTensor covers one shard: call `.full_tensor()` in all processes first"
             )
         return function(*args, **(kwargs or {}))
 

@@ -172,7 +172,7 @@ class Step:
         if losses.shape != batch.weights.shape:
             raise UserError(
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
-                f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
+                f"{tuple(losses.shape)}: use reduction='none', without a mean over the batch"
             )
         checks = self.steps.checks
         checks.check_losses(losses)

@@ -26,7 +26,7 @@ class DecisionSettings:
     tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
     """f1; for two classes or several labels also precision_at_recall=0.9, or cost=1:5 (false positive, negative)."""
     positive_class: str | None = None
-    """With two classes, the one whose threshold is tuned; the second one when not given."""
+    """With two classes, the one whose threshold is tuned; default: the second."""
     calibrate: bool = False
     """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
     abstain_below: float | None = Field(default=None, gt=0, lt=1)
