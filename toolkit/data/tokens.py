@@ -189,7 +189,7 @@ def save_texts(path: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
 
 @contextlib.contextmanager
 def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], None]]:
-    """Gives a function that appends arrays to a new .npy file: numpy's header has room for any length."""
+    """Yields a function that appends arrays to a new .npy file: numpy's header has room for any length."""
     length = 0
 
     def header() -> None:

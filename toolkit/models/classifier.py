@@ -90,7 +90,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
 
 
 def _reorder_head(model: Any, order: list[int]) -> None:
-    """Gives the outputs of a head that was trained on the same classes the order of the data's."""
+    """Reorders the outputs of a head that was trained on the same classes in another order."""
     prefix, size = f"{model.base_model_prefix}.", len(order)
     modules = [(name, part) for name, part in model.named_modules() if getattr(part, "out_features", None) == size]
     # Perceiver's is inside the encoder

@@ -184,7 +184,7 @@ def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[
 
 @contextlib.contextmanager
 def _verified_copy(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Path, str]]:
-    """Gives (this rank's path of a checkpoint on rank 0's disk, what is wrong with it, the same on all ranks)."""
+    """Yields (this rank's path of a checkpoint on rank 0's disk, its fault or "", the same on all ranks)."""
     accelerator = checkpoints.accelerator
     fault = broadcast_object_list([folders.find_fault(folder) if accelerator.is_main_process else ""])[0]
     if fault:

@@ -375,7 +375,7 @@ class Steps:
             )
 
     def _broadcast_buffers(self) -> None:
-        """Gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with
+        """Broadcasts rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with
         other ones."""
         accelerator = self.accelerator
         if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
