@@ -20,7 +20,7 @@ from pathlib import Path
 import toolkit
 from toolkit import config
 
-# Settings of the demo, which runs without data and model.
+# Settings of the demo, for runs without data and model settings.
 DEMO = Path(__file__).with_name("bigbird_demo.yaml")
 
 

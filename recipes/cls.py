@@ -23,7 +23,7 @@ import torch
 import toolkit
 from toolkit import config
 
-# Settings of the demo, which runs without data and model.
+# Settings of the demo, for runs without data and model settings.
 DEMO = Path(__file__).with_name("cls_demo.yaml")
 
 
@@ -58,14 +58,14 @@ def main() -> None:
     run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # of this process; gradients are synchronised in the last
+        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
             logits = model(**batch.inputs).logits  # (B, C)
             accelerator.backward(step.mean(objective(batch, logits)))  # its share of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, where due
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, when due
     run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 

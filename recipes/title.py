@@ -26,7 +26,7 @@ from toolkit.features.titles.evaluation import Writer, title_evaluation, title_m
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import TitleSettings
 
-# Settings of the demo, which runs without data and model.
+# Settings of the demo, for runs without data and model settings.
 DEMO = Path(__file__).with_name("title_demo.yaml")
 
 
@@ -64,14 +64,14 @@ def main() -> None:
     run.resume(model, optimizer, scheduler, evaluate)  # from the newest checkpoint of this run, if any
     for step in run.steps():
         model.train()
-        for batch in step.micro_batches(model):  # of this process; gradients are synchronised in the last
+        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
             losses = loss_fn(model(**batch.inputs, use_cache=False).logits, batch.labels)  # (B,)
             accelerator.backward(step.mean(losses))  # its share of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, where due
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints, when due
     run.finish(evaluate)  # evaluates the best model, on test rows if there are any
 
 

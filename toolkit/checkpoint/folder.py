@@ -44,7 +44,7 @@ def step_number(folder: Path) -> int | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises UserError where it is missing, damaged or of another format."""
+    """Raises UserError if it is missing, damaged or of another format."""
     path = folder / MANIFEST
     if not path.exists():
         raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint")
@@ -73,7 +73,7 @@ def _crc32_of_manifest(manifest: dict[str, Any]) -> str:
 
 
 def find_fault(folder: Path) -> str:
-    """What is wrong with a checkpoint's manifest, or the names and sizes of its files; empty where nothing is."""
+    """What is wrong with a checkpoint's manifest, or the names and sizes of its files; empty if nothing is."""
     try:
         files = read_manifest(folder)["files"]
         for name in (MANIFEST, *files):
@@ -90,7 +90,7 @@ def find_fault(folder: Path) -> str:
 
 
 def find_damage(folder: Path, names: Iterable[str]) -> str:
-    """Which of the named files has another CRC32 than in the manifest; empty where none has."""
+    """Which of the named files has another CRC32 than in the manifest; empty if none has."""
     files = read_manifest(folder)["files"]
     for name in names:
         path = folder / name
@@ -143,7 +143,7 @@ def _read_save_time(folder: Path, *_: int) -> float:
 
 
 def newest_save_time(checkpoints: Path) -> float:
-    """When the newest checkpoint was saved, in seconds since the epoch; 0 where there is none."""
+    """When the newest checkpoint was saved, in seconds since the epoch; 0 if there is none."""
     return max((_saved_at(folder)[0] for folder in _step_folders(checkpoints)), default=0.0)
 
 
@@ -195,7 +195,7 @@ def _warn_of_missing_links(checkpoints: Path) -> None:
 
 def set_links(checkpoints: Path, best_step: int) -> None:
     """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
-    `best_step`, or removes the link where it is gone: a run that resumed an older checkpoint ignores better ones after
+    `best_step`, or removes the link if it is gone: a run that resumed an older checkpoint ignores better ones after
     it."""
     manifests = [(folder / MANIFEST).read_bytes() for folder in complete(checkpoints)]
     for copy in (checkpoints / "best", checkpoints / "last"):  # the run was copied, with links followed
@@ -238,7 +238,7 @@ def disk_usage(checkpoints: Path) -> tuple[list[int], int]:
 
 
 def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
-    """The disk space for `count` checkpoints of `size` bytes, for the log. Raises UserError where not one fits."""
+    """The disk space for `count` checkpoints of `size` bytes, for the log. Raises UserError if not one fits."""
     each, room = f"about {size_text(size)}", f"{size_text(free)} free at {checkpoints}"
     if free < size:
         raise UserError(

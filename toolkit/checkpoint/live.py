@@ -28,7 +28,7 @@ from toolkit.utils.files import as_json
 from toolkit.utils.modules import unwrapped
 
 TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, name) for dtype, (_, name, _) in DTYPES.items()}
-"""By safetensors' names, as in `TensorIndex.dtype`."""
+"""torch's dtypes by safetensors' names, as in `TensorIndex.dtype`."""
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _JSON_SCALARS = (bool, int, float, str, type(None))
 
@@ -74,7 +74,7 @@ class Fragment:
     start: int
     """First element, in the parameter's row-major order."""
     values: torch.Tensor
-    """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
+    """(n,) view of the fp32 master; of the parameter itself if it is frozen."""
     state: State = field(default_factory=State)
     """Its `elements` are (n,) views. Only unsharded parameters have `factors`; all parameters of one flat master share
     the `scalars`."""
@@ -137,7 +137,7 @@ class LiveState:
                 yield parameter, [name]
 
     def fragments(self) -> Iterator[Fragment]:
-        """Of all parameters on this rank, in the model's order, tied ones once; then of the buffers."""
+        """Fragments of all parameters on this rank, in the model's order, tied ones once; then of the buffers."""
         for name, parameter in self.module.named_parameters():
             make_fragment = self.trained_fragment if parameter.requires_grad else self.frozen_fragment
             if fragment := make_fragment(name, parameter):
@@ -146,7 +146,7 @@ class LiveState:
             yield Fragment(name, 0, buffer.data.view(-1))
 
     def trained_fragment(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        """None where this rank has no element of the parameter."""
+        """None if this rank has no element of the parameter."""
         fragment = self.frozen_fragment(name, parameter)
         if fragment is not None:
             fragment.state = split_state(self.optimizer, parameter, lambda value: _local_shard(value)[1])
@@ -281,7 +281,7 @@ class Stage3State(ZeroState):
         self.zero.checkpoint_event_prologue()
 
     def after_loading(self, steps: int) -> None:
-        """As at the end of DeepSpeed's load_checkpoint."""
+        """Does what DeepSpeed's load_checkpoint does at its end."""
         zero = self.zero
         for master, compute, group in zip(
             self.masters, zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups, strict=True
@@ -349,7 +349,7 @@ def remember_groups(optimizer: Any) -> None:
 
 
 def changed_hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
-    """Of each parameter group the hyperparameters that the optimizer has changed since `remember_groups`."""
+    """The hyperparameters of each parameter group that the optimizer has changed since `remember_groups`."""
     pairs: Any = itertools.zip_longest(optimizer.param_groups, _INITIAL_GROUPS.get(optimizer, []), fillvalue={})
     return [
         {key: value for key, value in _hyperparameters(group).items() if key not in initial or value != initial[key]}

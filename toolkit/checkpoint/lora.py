@@ -36,7 +36,7 @@ _UNSUPPORTED = (
     "velora_config", "monteclora_config",
 )  # fmt: skip
 HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-"""Of classifiers; their rows are the labels."""
+"""Head weights of classifiers; their rows are the labels."""
 _SEQUENCE_HEADS = {
     "classifier.weight": ("pooler.dense.weight", "pre_classifier.weight"),
     "classifier.out_proj.weight": ("",),
@@ -109,7 +109,7 @@ class AdapterConfig:
         return value
 
     def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
-        """What the factors add to a weight. Raises UserError where factors, weight and config do not fit."""
+        """What the factors add to a weight. Raises UserError if factors, weight and config do not fit."""
         layer, rank = name.removesuffix(".weight"), a.shape[0]
         expected = self._layer_value(layer, "rank_pattern", "r")
         if expected != rank:
@@ -159,7 +159,7 @@ def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> Adapte
 def find_factors(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
     """The merged model's name of a weight -> (A, B, whether it is an embedding).
 
-    Raises UserError where there are several adapters, or factors without their partner.
+    Raises UserError if there are several adapters, or factors without their partner.
     """
     factors: dict[tuple[str, bool], dict[str, TensorIndex]] = defaultdict(dict)
     adapters = set()

@@ -63,7 +63,7 @@ def collect_files(
 
 @contextlib.contextmanager
 def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Path]:
-    """Gives this rank's path of a checkpoint on rank 0's disk. A node that does not have the same checkpoint at that
+    """Yields this rank's path of a checkpoint on rank 0's disk. A node that does not have the same checkpoint at that
     path receives a copy under `copies`, removed afterwards. Collective."""
     manifest = broadcast_object_list([folders.read_manifest(folder) if accelerator.is_main_process else None])[0]
     has_checkpoint = not folders.find_fault(folder) and folders.read_manifest(folder) == manifest

@@ -47,7 +47,7 @@ def save_model(
 
     The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of `DTYPES`). Each folder
     is replaced atomically. A model that is not from `transformers` is saved as model.safetensors, and by its own
-    `save(folder, state_dict)` where it has one. `step`: optimizer steps taken, for `read_step`.
+    `save(folder, state_dict)` if it has one. `step`: optimizer steps taken, for `read_step`.
     """
     module = unwrapped(model)
     state = _gather_state(accelerator, model, module)  # a collective where the parameters are sharded
@@ -85,7 +85,7 @@ def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module)
 
 
 def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Contiguous tensors, the floating ones in `dtype`; tied ones stay one tensor. Raises UserError where a number
+    """Contiguous tensors, the floating ones in `dtype`; tied ones stay one tensor. Raises UserError if a number
     becomes infinite."""
     casts: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -136,7 +136,7 @@ def _skip_unwrapping() -> Iterator[None]:
 
 
 def read_step(folder: Path) -> int | None:
-    """The optimizer step of the weights in a model folder, where it is recorded."""
+    """The optimizer step of the weights in a model folder, if it is recorded."""
     try:
         return int(json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -159,7 +159,7 @@ def lora_config(model: torch.nn.Module) -> Any | None:
 
 
 def check_adapter(model: torch.nn.Module) -> None:
-    """Raises UserError where the model has an adapter of peft that `merge_lora` cannot merge."""
+    """Raises UserError if the model has an adapter of peft that `merge_lora` cannot merge."""
     configs: Any = getattr(model, "peft_config", None)
     if not isinstance(configs, dict):
         return

@@ -179,7 +179,7 @@ def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
 
 
 def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, tensor: TensorIndex) -> torch.Tensor:
-    """The existing tensor where it fits, since others may refer to it, or zeros. State saved in the weight's dtype
+    """The existing tensor if it fits, since others may refer to it, or zeros. State saved in the weight's dtype
     gets the parameter's."""
     dtype = parameter.dtype if tensor.dtype == weight.dtype else TORCH_DTYPES[tensor.dtype]
     elementwise = tensor.shape == weight.shape
@@ -192,7 +192,7 @@ def _state_tensor(existing: Any, parameter: torch.Tensor, weight: TensorIndex, t
 
 
 def _state_scalar(existing: Any, key: str, scalar: Scalar, parameter: torch.Tensor, state: LiveState) -> Any:
-    """The saved value, in the existing tensor where there is one."""
+    """The saved value, in the existing tensor if there is one."""
     value = scalar.value[state.rank] if isinstance(scalar.value, tuple) else scalar.value
     if key == "step" and type(state.optimizer).__name__ in _EQUIVALENT:
         return int(value)

@@ -59,7 +59,7 @@ class Layout:
 
 def read_header(path: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
     """(the tensors of a safetensors file by name, in the order of their bytes; its metadata). Each tensor has one
-    member, with its CRC32 where the metadata has them.
+    member, with its CRC32 if the metadata has them.
 
     Raises UserError for a file that is invalid, truncated or too long, has an unknown dtype, overlaps or gaps.
     """

@@ -84,7 +84,7 @@ def make_drafts(state: LiveState, excluded: set[str]) -> list[Draft]:
 
 def optimizer_facts(state: LiveState) -> dict[str, Any]:
     """For the manifest: the optimizer's class, the hyperparameters it has changed in its groups, and its state that
-    belongs to no parameter; with `ranks`, by rank, where they differ. All ranks must call it.
+    belongs to no parameter; with `ranks`, by rank, if they differ. All ranks must call it.
 
     Raises UserError naming state that cannot be saved.
     """
@@ -147,7 +147,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """A tensor's bytes, without a copy where it is contiguous in host memory."""
+    """A tensor's bytes, without a copy if it is contiguous in host memory."""
     content: Any = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(content)
 

@@ -75,7 +75,7 @@ def blocks(file: Path, start: int, size: int, block: int = 1 << 20) -> Iterator[
 
 
 def read_into(file: Path, start: int, view: memoryview) -> None:
-    """Fills `view` with the file's bytes from `start` on. Raises OSError, and UserError where the file is too short."""
+    """Fills `view` with the file's bytes from `start` on. Raises OSError, and UserError if the file is too short."""
     with file.open("rb", buffering=0) as opened:
         _read_exactly(opened, file, start, view)
 
@@ -96,7 +96,7 @@ def crc32_of_range(file: Path, start: int = 0, size: int | None = None, value: i
 
 
 def model_checksum(folder: Path, suffixes: tuple[str, ...] = (".safetensors", ".bin")) -> str:
-    """Of a model's config and weights: the files with these suffixes."""
+    """Checksum of a model's config and weights: the files with these suffixes."""
     files = sorted(path for path in folder.iterdir() if path.name == "config.json" or path.suffix in suffixes)
     text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
     return f"{crc32(text.encode()):08x}"
@@ -108,16 +108,16 @@ class Member:
 
     file: Path
     name: str
-    """Within the file, for messages."""
+    """Name within the file, for messages."""
     offset: int
-    """Of its first byte in the file."""
+    """Position of its first byte in the file."""
     size: int
     """Bytes."""
     crc32: int | None = None
-    """The checksum in the file; None where there is none."""
+    """The checksum in the file; None if there is none."""
 
     def check(self, checksum: int) -> None:
-        """Raises UserError where the file has another CRC32."""
+        """Raises UserError if the file has another CRC32."""
         if self.crc32 not in (None, checksum):
             digits = f"(checksum {checksum:08x}, saved as {self.crc32:08x})"
             raise UserError(f"{self.file}: {self.name} is damaged {digits}: copy the file again or take another one")
@@ -179,7 +179,7 @@ class TensorIndex:
         return TensorIndex(self.name, (sum(span.count for span in spans),), self.dtype, tuple(spans))
 
     def read(self, start: int = 0, count: int | None = None) -> bytearray:
-        """The stored bytes of elements [start, start + count). Raises UserError where a file is too short."""
+        """The stored bytes of elements [start, start + count). Raises UserError if a file is too short."""
         part = self.cut(start, self.count - start if count is None else count)
         content = bytearray(part.size)
         offset, view = 0, memoryview(content)
@@ -225,9 +225,9 @@ class Scalar:
     """A single value of an optimizer's state."""
 
     value: Any
-    """A number, bool, string or None; a tuple of them, by rank, where they differ."""
+    """A number, bool, string or None; a tuple of them, by rank, if they differ."""
     dtype: str = ""
-    """A key of `ITEM_BYTES` where it was a tensor; else empty."""
+    """A key of `ITEM_BYTES` if it was a tensor; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,27 +235,27 @@ class CheckpointReader:
     """An opened checkpoint: its files' structure has been read, none of their data."""
 
     path: Path
-    """As the user passed it, for messages."""
+    """The path as the user passed it, for messages."""
     strategy: str = "single"
     """`single`, `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or `model` for weights without an optimizer."""
     world: int = 1
     """Processes that wrote it."""
     step: int | None = None
-    """Optimizer steps taken, where the files record it."""
+    """Optimizer steps taken, if the files record it."""
     members: tuple[Member, ...] = ()
     """All members of the files; only of a run's and DeepSpeed's checkpoints."""
     weights: Mapping[str, TensorIndex]
     """Parameters and persistent buffers by name: of trained parameters the fp32 masters, the others as stored."""
     buffers: frozenset[str] = frozenset()
-    """Names in `weights` of buffers, where the files distinguish them."""
+    """Names in `weights` of buffers, if the files distinguish them."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Another name of a parameter -> the name in `weights`."""
     frozen: frozenset[str] = frozenset()
     """Names in `weights` of parameters that are not trained."""
     excluded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Frozen parameters (with shapes) that the checkpoint omits, where it names them."""
+    """Frozen parameters (with shapes) that the checkpoint omits, if it names them."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """`save.optimizer_facts`, where the manifest has them."""
+    """`save.optimizer_facts`, if the manifest has them."""
     optimizer_state: Mapping[str, Mapping[str, TensorIndex]] = field(default_factory=dict)
     """Parameter name -> the optimizer's key -> a tensor of the parameter's shape (`exp_avg`, `momentum_buffer`) or of
     another (Adafactor's rows)."""
@@ -275,11 +275,11 @@ class CheckpointReader:
             yield from state.values()
 
     def names(self) -> list[str]:
-        """Of all parameters and buffers."""
+        """Names of all parameters and buffers."""
         return [*self.weights, *self.excluded, *self.tied]
 
     def renamed(self, names: Mapping[str, str]) -> CheckpointReader:
-        """With other names, without the tensors that `names` lacks. Raises UserError for two tensors of one name."""
+        """Renames the tensors; omits those that `names` lacks. Raises UserError for two tensors of one name."""
         weights, excluded, tied = dict(self.weights), dict(self.excluded), dict(self.tied)
         for other, name in self.tied.items():
             if other in names and name not in names:  # only the other name of a tied weight is selected

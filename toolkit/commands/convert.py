@@ -33,20 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folder = functools.partial(parser.add_argument, metavar="FOLDER", type=lambda name: Path(model_path(name)))
     parser.add_argument("checkpoint", type=Path, help="see below")
     parser.add_argument("out", nargs="?", type=Path, help="the folder to create")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights [fp32]")
     parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes", type=parse_size,
-                        help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
-    folder("--config_from", help="with config.json and the tokenizer, or the adapter's config")
-    folder("--base_model", help="with the frozen parameters that CHECKPOINT lacks")
+                        help="maximum size of a file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
+    folder("--config_from", help="source of config.json and the tokenizer, or of the adapter's config")
+    folder("--base_model", help="source of the frozen parameters that CHECKPOINT lacks")
     parser.add_argument("--prefix", default="", metavar="NAME", help="only the tensors NAME.*, renamed without NAME.")
-    flag("--merge_lora", help="write the whole model with the adapter merged, not the adapter alone")
+    flag("--merge_lora", help="merge the adapter into the base model")
     flag("--keep_tied", help="write tied weights under all their names")
     flag("--overwrite", help="replace OUT if it exists")
     flag("--sync", help="flush OUT to the disk before exiting [only with --overwrite]")
     flag("--without_checksums", help="accept files without checksums")
     flag("--verify", help="read the output again and compare")
     flag("--dry_run", help="check everything and list the files without writing them")
-    flag("--inspect", help="print what CHECKPOINT contains; takes no OUT")
+    flag("--inspect", help="print what CHECKPOINT contains, without OUT")
     flag("--json", help="with --inspect: as JSON")
 
 

@@ -46,7 +46,7 @@ _EXCLUSIVE = [
     ("validation_file", "dataset_name", "a data set has its own splits"),
     ("test_file", "dataset_name", "a data set has its own splits"),
     ("warmup_ratio", "warmup_steps", "they set the same thing"),
-    ("validation_file", "validation_split", "rows are held out only where there is no validation file"),
+    ("validation_file", "validation_split", "rows are held out only if there is no validation file"),
 ]  # fmt: skip
 # further pairs, for which the command line does not replace the file's setting
 _CONFLICTS = [

@@ -46,15 +46,15 @@ class ModelSettings(PretrainedSettings):
     """The pretrained model and how it is adapted."""
 
     problem_type: ProblemType | None = None
-    """What the labels mean; inferred from the label column when not given."""
+    """The type of the labels; default: inferred from the label column."""
     lora_r: int | None = Field(default=None, ge=1)
-    """The rank of LoRA, usually 8 or 16: only its matrices and the head are trained. Off when not given."""
+    """The rank of LoRA, usually 8 or 16: only its matrices and the head are trained. Off by default."""
     lora_alpha: int | None = Field(default=None, ge=1)
-    """LoRA's output is scaled by lora_alpha / lora_r; twice the rank when not given."""
+    """LoRA's output is scaled by lora_alpha / lora_r; default: twice the rank."""
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Dropout of the input of LoRA's matrices, 0 when not given; `dropout` overrides it."""
+    """Dropout of the input of LoRA's matrices, default 0; `dropout` overrides it."""
     lora_target_modules: str | None = None
-    """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
+    """Layers with LoRA, `query,value` or `all-linear`; default: peft's choice for the architecture."""
     freeze_layers: int | None = Field(default=None, ge=0)
     """Freeze the embeddings and this many of the first layers; 0 freezes only the embeddings."""
     reinit_layers: int | None = Field(default=None, ge=1)
@@ -70,9 +70,9 @@ class ObjectiveSettings:
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
     """The loss of classes; focal (Lin et al., 2017) gives rows with confident correct predictions less weight."""
     focal_gamma: float | None = Field(default=None, ge=0)
-    """The exponent of `--loss focal`: 2 when not given; 0 is the cross entropy."""
+    """The exponent of `--loss focal`, default 2; 0 is the cross entropy."""
     class_weights: str | None = None
-    """The weight of a row's loss by class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5` (others 1)."""
+    """Weights of the loss by class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5` (others 1)."""
     pos_weight: str | None = None
     """Multi-label: the weight of positive labels: `balanced`, or `A=3,B=10` (others 1)."""
     sampling: Literal["balanced", "sqrt"] | None = None
@@ -96,9 +96,9 @@ class DistillationSettings:
     teacher: str | None = None
     """A classifier for the same labels, a run's model folder or a hub name; its outputs are cached."""
     distillation_temperature: float | None = Field(default=None, gt=0)
-    """Divides the logits of teacher and student: above 1 probabilities become softer; 2 when not given."""
+    """Divides the logits of teacher and student: above 1 probabilities become softer; default 2."""
     distillation_alpha: float | None = Field(default=None, ge=0, le=1)
-    """The weight of the teacher's term in the loss, 0.5 when not given; the labels' term has the rest."""
+    """The weight of the teacher's loss, default 0.5; the labels' loss has the rest."""
 
     @property
     def mixture(self) -> tuple[float, float]:
@@ -114,19 +114,19 @@ class TextSettings:
     train_file: str | None = None
     """CSV, TSV, JSON, JSONL, Parquet, also .gz, .bz2, .xz; several by a pattern, 'part-*.csv'; .txt: only texts."""
     validation_file: str | None = None
-    """Evaluated during training; when not given, a part of the training rows is held out."""
+    """Evaluated during training; default: a part of the training rows is held out."""
     test_file: str | None = None
     """Evaluated once, at the end, with the best model."""
     dataset_name: str | None = None
-    """A data set on the hub, or a folder `datasets.load_dataset` reads; instead of the files."""
+    """A data set on the hub, or a folder that `datasets.load_dataset` reads; instead of files."""
     dataset_config_name: str | None = None
     """The configuration of `dataset_name`."""
     text_column: str | None = None
-    """Inferred from names and content when not given; `title,text` joins both with the separator token."""
+    """`title,text` joins two columns with the separator token; default: inferred from names and content."""
     encoding: str = "utf-8"
-    """Of CSV, TSV and JSON files; `gb18030` for GBK files."""
+    """The encoding of CSV, TSV and JSON files; `gb18030` for GBK."""
     delimiter: str | None = None
-    """The delimiter of CSV and TSV files, one character or `tab`; by the file's ending when not given."""
+    """The delimiter of CSV and TSV files, one character or `tab`; default: by the file's ending."""
     quoting: Literal["csv", "none"] = "csv"
     """CSV and TSV files: csv: cells may be in double quotes; none: a double quote is part of the text."""
     sample_by: Literal["line", "paragraph"] = "line"
@@ -136,19 +136,19 @@ class TextSettings:
     validation_split: float = Field(default=0.1, gt=0, lt=1)
     """The part of the training rows that is held out when there is no validation file."""
     preprocessing_num_workers: int | None = Field(default=None, ge=1)
-    """Threads of a fast tokenizer; all cores when not given."""
+    """Threads of a fast tokenizer; default: all cores."""
     drop_empty_text: bool = False
     """Leave out rows whose text, title or label is empty or blank; otherwise they are an error."""
     max_length: int | None = Field(default=None, ge=2)
-    """Tokens; longer texts are truncated. The model's limit when not given."""
+    """Tokens; longer texts are truncated. Default: the model's limit."""
     min_length: int | None = Field(default=None, ge=1)
-    """Tokens; texts with fewer are left out, from training and from evaluation."""
+    """Tokens; shorter texts are left out of training and evaluation."""
     max_train_samples: int | None = Field(default=None, ge=1)
     """For a quick test: the number of training rows, drawn by `data_seed`."""
     max_eval_samples: int | None = Field(default=None, ge=1)
     """For a quick test: the number of rows of each evaluated split, drawn by `data_seed`."""
     data_seed: int | None = Field(default=None, ge=0, lt=2**31)
-    """Draws the rows that are held out, or used in a quick test; `seed` when not given. `seed` decides their order."""
+    """The seed that draws rows to hold out or for a quick test; default: `seed`, which decides their order."""
 
     @property
     def header(self) -> list[str]:
@@ -161,7 +161,7 @@ class DataSettings(TextSettings):
     """Where the texts and labels are."""
 
     label_column: str | None = None
-    """Inferred from its name when not given. Several, `a,b,c`: multi-label for 0/1, regression for other numbers."""
+    """Several, `a,b,c`: multi-label for 0/1, regression for other numbers; default: inferred from the name."""
     label_names_file: str | None = None
     """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or `{"0": "joy", ...}`."""
     text_pair: str | None = None
@@ -184,9 +184,9 @@ class TrainingSettings:
     """The default of `max_tokens_per_batch` there."""
 
     output_dir: str | None = None
-    """The run's folder; a new one under runs/ when not given."""
+    """The run's folder; default: a new one under runs/."""
     overwrite_output_dir: bool = False
-    """If the folder holds a run, rename that to NAME.old-TIME instead of stopping with an error."""
+    """If the folder contains a run, rename it to NAME.old-TIME instead of ending with an error."""
     num_train_epochs: float = Field(default=3.0, gt=0)
     """Passes over the training rows."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -194,12 +194,12 @@ class TrainingSettings:
     global_batch_size: int = Field(default=32, ge=1)
     """Samples per optimizer step, over all processes and micro-batches."""
     per_device_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 32
-    """The most samples of one micro-batch on one process, or `auto`: what fits. Sets gradient accumulation."""
+    """Maximum samples of a micro-batch on one process, or `auto`: what fits. Determines gradient accumulation."""
     per_device_eval_batch_size: int | None = Field(default=None, ge=1)
-    """The most samples of one evaluation batch; twice the training one when not given."""
+    """Maximum samples of an evaluation batch; default: twice `per_device_batch_size`."""
     max_tokens_per_batch: int | None = Field(default=None, ge=2)
-    """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long. When
-    not given 2048 on a CPU, and on a GPU no limit, or 16384 in recipes for long texts."""
+    """Maximum tokens of a micro-batch with padding, in evaluation too: fewer samples of long texts. Default: 2048 on a
+    CPU, on a GPU no limit, or 16384 in recipes for long texts."""
     group_by_length: bool = True
     """Put texts of similar length into the same batch."""
     learning_rate: float = Field(default=5e-5, gt=0)
@@ -209,21 +209,21 @@ class TrainingSettings:
     optimizer_args: str | None = None
     """Its arguments except the learning rate and weight decay: `momentum=0.9`, `betas=(0.9,0.95),eps=1e-6`."""
     layerwise_lr_decay: float | None = Field(default=None, gt=0, le=1)
-    """The ratio of a layer's learning rate to that of the layer above, 0.95 say; the head has `learning_rate`."""
+    """The ratio of a layer's learning rate to that of the layer above, e.g. 0.95; the head has `learning_rate`."""
     unfreeze_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between unfreezing one more layer, from the top; at first only the head is trained."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled decay of the weights; biases and norms have none."""
+    """Decoupled weight decay; not applied to biases and norms."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Evaluate and save an exponential moving average of the weights with this decay per step: 0.99, 0.999."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """The share of all optimizer steps that warm up."""
+    """Warm-up, as a fraction of all optimizer steps."""
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps that warm up; instead of the ratio."""
+    """Warm-up in optimizer steps; instead of the ratio."""
     lr_scheduler_type: SchedulerName = "linear"
     """The schedule after the warm-up, counted in optimizer steps."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Clips the norm of the whole gradient; 0 turns clipping off."""
+    """The norm to which the gradient of all parameters is clipped; 0: no clipping."""
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
     """For single-label classification, and for titles."""
     seed: int = Field(default=42, ge=0, lt=2**31)
@@ -242,33 +242,33 @@ class TrainingSettings:
     torch_compile: bool = False
     """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. Slower on a CPU."""
     logging_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps between gathering losses; when not given 1 on a CPU, about a second of steps on GPUs."""
+    """Optimizer steps between gathering losses; default: 1 on a CPU, about a second of steps on GPUs."""
     log_level: Literal["debug", "info", "warning", "error"] | None = None
-    """The lowest level that is logged to stderr; `info`, or the application's configuration, when not given."""
+    """The lowest level that is logged to stderr; default: `info`, or the application's configuration."""
     save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The dtype of the weights in the saved model."""
     eval_every: int | None = Field(default=None, ge=1)
-    """Optimizer steps between evaluations; once an epoch when not given."""
+    """Optimizer steps between evaluations; default: once an epoch."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Optimizer steps between checkpoints; only at a stop signal, when not given."""
+    """Optimizer steps between checkpoints; default: only at a stop signal."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept, in addition to the best one."""
     checkpoint_in_background: bool = False
-    """Write checkpoints while training continues; needs memory for a copy, three times the weights' size."""
+    """Write checkpoints while training continues; needs host memory for a copy, three times the weights' size."""
     resume: Literal["auto", "no"] | str = "auto"
     """auto: continue from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
-    """In eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression, pretraining) or rougeL (titles)."""
+    """In eval.jsonl; default: macro F1, micro F1 (multi-label), loss (regression, pretraining) or rougeL (titles)."""
     greater_is_better: bool | None = None
-    """Whether a greater value of it is better; by default, unless it ends in loss, error, mse, mae or perplexity."""
+    """Whether a greater value is better; default: true unless its name ends in loss, error, mse, mae or perplexity."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Stop after this many evaluations without a better metric."""
+    """Stop after this many evaluations without improvement of the metric."""
     report_to: str = "auto"
     """Trackers: tensorboard, wandb, mlflow, swanlab, trackio (several: a,b) or none; auto: tensorboard if installed."""
     run_name: str | None = None
-    """The run's name in trackers; that of its folder when not given."""
+    """The run's name in trackers; default: the folder's name."""
     project: str | None = None
-    """The project of trackers (mlflow's experiment); the recipe's name when not given."""
+    """The project in trackers (mlflow's experiment); default: the recipe's name."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -281,8 +281,8 @@ class TrainingSettings:
         return self.per_device_batch_size
 
     def limit_tokens(self, device: str, longest: int) -> Self:
-        """With the default of `max_tokens_per_batch` for this device, and for texts of at most `longest` tokens; but
-        without one on a CPU where `per_device_batch_size` is `auto`, that is as much as fits."""
+        """Sets the default of `max_tokens_per_batch` for this device and texts of at most `longest` tokens; none on a
+        CPU if `per_device_batch_size` is `auto`."""
         default = default_tokens_per_batch(device, self.tokens_on_gpu)
         measured = device == "cpu" and self.per_device_batch_size == "auto"
         if self.max_tokens_per_batch is not None or default is None or measured:
@@ -298,7 +298,7 @@ class LongTrainingSettings(TrainingSettings):
 
 
 def default_tokens_per_batch(device: str, on_gpu: int | None) -> int | None:
-    """On a CPU the activations of more tokens do not fit its caches: docs/scaling.md has the times."""
+    """The default of `max_tokens_per_batch`: a CPU's caches do not hold more activations (docs/scaling.md)."""
     return 2048 if device == "cpu" else on_gpu
 
 

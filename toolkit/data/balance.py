@@ -28,7 +28,7 @@ def weigh_classes(
 ) -> tuple[dict[str, Split], np.ndarray | None, list[str], str]:
     """(the splits with `weights`, for `--class_weights`, and the training split with `chances`, for `--sampling`; the
     weights of positive labels, for `--pos_weight`, (classes,) float32 or None; lines about the classes and their
-    weights; advice where classes are uneven and no setting compensates for it).
+    weights; advice if classes are uneven and no setting compensates for it).
 
     Raises UserError naming every setting that does not apply to this kind of labels.
     """
@@ -129,7 +129,7 @@ def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, writt
 
 
 def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> str:
-    """A line with settings that help, where the model may ignore the rarest class."""
+    """A line with settings that help, if the model may ignore the rarest class."""
     present = [place for place in order if counts[place]] or order
     most, least = counts[present[0]], counts[present[-1]]
     name, rarest = labels.names[present[0]], labels.names[present[-1]]

@@ -33,7 +33,7 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """(B, S) int64: `input_ids`; `attention_mask` where anything is padded; `token_type_ids` of pairs."""
+    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded; `token_type_ids` of pairs."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
@@ -41,13 +41,13 @@ class Batch:
     ids: torch.Tensor
     """(B,) int64: rows in the source."""
     samples: int
-    """Without padding samples."""
+    """Number of samples, without padding samples."""
     tokens: int
-    """Without padding."""
+    """Number of tokens, without padding."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
     token_samples: torch.Tensor | None = field(default=None, kw_only=True)
-    """(R, S) int64, where a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
+    """(R, S) int64, if a row of `input_ids` (R, S) holds several samples: the sample of each token, B or more for
     padding; None: row i is sample i."""
 
 
@@ -104,7 +104,7 @@ def micro_batches(
 
     None has more than `per_device` samples, or more than `max_tokens` tokens with padding unless it is a single text;
     its texts are of one bucket (`Split.buckets`). Ranks compute texts of similar length at the same time. A
-    micro-batch is empty where there are fewer samples than ranks.
+    micro-batch is empty if there are fewer samples than ranks.
     """
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
@@ -228,7 +228,7 @@ class Collator:
         return self.move(padded)
 
     def move(self, array: np.ndarray) -> torch.Tensor:
-        """To the device, asynchronously."""
+        """Copies to the device, asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()

@@ -23,7 +23,7 @@ _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_json(path: Path, settings: TextSettings, kind: str) -> tuple[str, Iterator[pyarrow.RecordBatch]]:
-    """(a note where rows are lists, or --column_names is ignored; batches of the rows, whose columns and types widen
+    """(a note if rows are lists, or --column_names is ignored; batches of the rows, whose columns and types widen
     from batch to batch)."""
     batches = in_batches(parse_json(path, kind, settings.encoding))
     first = next(batches, [])
@@ -127,7 +127,7 @@ class _Records:
         """`first`: the first rows of the file, which decide whether all are lists."""
         self.path, self.rows = path, 0
         self.names: list[str] = []
-        """The columns, where rows are lists."""
+        """The columns, if rows are lists."""
         self.types: dict[str, pyarrow.DataType] = {}
         """The type of each column in the rows so far."""
         if first and all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):

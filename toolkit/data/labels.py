@@ -38,13 +38,13 @@ class Labels(Targets):
 
     problem_type: ProblemType
     names: tuple[str, ...]
-    """Class names by id; for regression the columns, or `score_0, score_1` where one column holds lists."""
+    """Class names by id; for regression the columns, or `score_0, score_1` if one column holds lists."""
     columns: tuple[str, ...]
-    """Of the table: one column, or one for each output."""
+    """Columns of the table: one, or one for each output."""
     multi_hot: bool = False
     """Whether cells hold a 0 or 1 for every class (in a list, or in columns) instead of class names."""
     values: tuple[str, ...] = ()
-    """The cell value of each class, where --label_names_file renames it."""
+    """The cell value of each class, if --label_names_file renames it."""
 
     column_setting, usual_columns = "label_column", USUAL
 
@@ -188,7 +188,7 @@ def find_labels(
     """Infers from the label column of `rows` (default: all) of the training table what a model predicts.
 
     Strings and integers are classes, numbers with a fraction are regression; lists, or several columns, are regression
-    with several outputs where they hold numbers with fractions, and multi-label where they hold names or 0/1.
+    with several outputs if they hold numbers with fractions, and multi-label if they hold names or 0/1.
     `problem_type` overrides. `class_names`: cell value -> class name. Raises UserError when the column is missing or
     ambiguous, a label is empty, or there are fewer than two classes.
     """
@@ -235,7 +235,7 @@ def find_labels(
     elif not multi_hot and len(names) > most_classes:
         raise UserError(
             f"{table.name}: column {column!r} holds {len(names)} different values in {len(rows)} rows: is it the "
-            "label? Name another with --label_column, or say with --problem_type what it is (regression, "
+            "label? Name another with --label_column, or pass --problem_type (regression, "
             "single_label_classification or multi_label_classification)"
         )
     same = multi_hot and len(values) == 1  # as class numbers, too
@@ -246,7 +246,7 @@ def find_labels(
 
 
 def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[str], bool]:
-    """(the names in the lists of a column, False); where each list has a 0 or 1 per class, (the indices, True)."""
+    """(the names in the lists of a column, False); if each list has a 0 or 1 per class, (the indices, True)."""
     names, widths, flags = set[str](), set[int](), True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
@@ -322,7 +322,7 @@ def _class_feature(table: Table, column: str) -> Any:
 
 
 def _guess(cells: Sequence[Any], where: str) -> ProblemType:
-    """The problem type that fits the cells of a column. Raises UserError where they are ambiguous."""
+    """The problem type that fits the cells of a column. Raises UserError if they are ambiguous."""
     values = [value for value in cells if not _is_missing(value) and value != ""]
     lists = [_parsed_list(value) for value in values]
     if values and None not in lists:
@@ -335,7 +335,7 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
     if all(None not in items for items in parts):
         several = next(value for value, items in zip(values, parts, strict=True) if len(items) > 1)
         raise UserError(
-            f"{where} holds {several!r}: write 1.5, [1.5, 2.5] or several columns (--label_column a,b) where these are "
+            f"{where} holds {several!r}: write 1.5, [1.5, 2.5] or several columns (--label_column a,b) if these are "
             f"numbers to predict, or pass --problem_type single_label_classification, or {MULTI} for lists"
         )
     return "single_label_classification"
@@ -351,8 +351,8 @@ def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
         return "regression"
     if fractions or (even and numbers and len(lists[0]) > 1 and not set(items) <= {0, 1}):
         raise UserError(
-            f"{where} holds {str(lists[0])[:40]}: pass --problem_type regression where these are numbers to predict, "
-            f"as many in each row, or --problem_type {MULTI} where they are classes"
+            f"{where} holds {str(lists[0])[:40]}: pass --problem_type regression if these are numbers to predict, "
+            f"as many in each row, or --problem_type {MULTI} if they are classes"
         )
     return MULTI
 
@@ -372,7 +372,7 @@ def _to_float(value: Any) -> float | None:
 
 
 def _is_blank(value: Any, problem: ProblemType) -> bool:
-    """In multi-label data an empty string is a row without classes, not a missing label."""
+    """Whether a label is missing. In multi-label data an empty string is a row without classes instead."""
     return _is_missing(value) or (problem != MULTI and not str(value).strip())
 
 
@@ -413,7 +413,7 @@ def _number(value: Any, where: str) -> float:
     if number is None or not math.isfinite(number):
         raise UserError(f"{where}: the label {value!r} is not a number")
     if abs(number) > float(np.finfo(np.float32).max):
-        raise UserError(f"{where}: the label {value!r} is more than a model's numbers hold (3.4e38): scale the labels")
+        raise UserError(f"{where}: the label {value!r} exceeds the range of float32 (3.4e38): scale the labels")
     return number
 
 

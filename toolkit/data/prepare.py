@@ -50,17 +50,17 @@ class Prepared:
     validation: Split
     test: Split | None
     file_digests: Mapping[str, str] = field(default_factory=dict)
-    """Of the content of each split's file."""
+    """Digests of the content of each split's file."""
     feature_facts: Mapping[str, Any] = field(default_factory=dict)
     """What features return from `Feature.data_facts`."""
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: the weight of positive labels in the loss (--pos_weight)."""
     advice: str = ""
-    """A line where the classes are uneven and no setting compensates for it."""
+    """A line if the classes are uneven and no setting compensates for it."""
 
     @property
     def labels(self) -> Labels:
-        """The targets, where these are labels."""
+        """The targets, if these are labels."""
         return cast(Labels, self.targets)
 
     @property
@@ -143,7 +143,7 @@ def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: 
 
 
 def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
-    """Raises UserError where processes have different settings. Paths may differ: their content is compared later."""
+    """Raises UserError if processes have different settings. Paths may differ: their content is compared later."""
     paths = {"train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"}
     paths |= {name for feature in features() for name in feature.paths}
     paths |= {"dataset_name"} if Path(str(settings.data.dataset_name)).is_dir() else set()
@@ -154,7 +154,7 @@ def _require_equal_settings(accelerator: Accelerator, settings: Any) -> None:
 def _facts(
     settings: Any, tokenizer: Any, model_config: Any, targets_class: type[Targets], has_validation: bool
 ) -> dict[str, Any]:
-    """The settings that the tokens depend on; the seed only where rows are drawn."""
+    """The settings that the tokens depend on; the seed only if rows are drawn."""
     data = settings.data
     pair = getattr(data, "text_pair", None) is not None
     facts = {"layout": _LAYOUT, **targets_class.data_facts(settings)}
@@ -285,7 +285,7 @@ class _Preparation:
             if blank.all():
                 raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
             if blank.any() and not self.settings.data.drop_empty_text:
-                hint = " (or --sample_by paragraph, where they separate texts)" * table.name.endswith(".txt")
+                hint = " (or --sample_by paragraph, if they separate texts)" * table.name.endswith(".txt")
                 raise UserError(
                     f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
                     f"{table.listing(np.flatnonzero(blank))}): fill them, or pass --drop_empty_text{hint}"
@@ -397,7 +397,7 @@ def _find_overlaps(splits: dict[str, Rows]) -> Iterator[str]:
 
 
 def _token_notes(split: str, counts: tokens.Counts, rows: int, max_length: int) -> Iterator[str]:
-    """Raises UserError where most tokens are unknown: the model cannot read the language of the texts."""
+    """Raises UserError if most tokens are unknown: the model cannot read the language of the texts."""
     unknown = counts.unknown / max(1, counts.tokens)
     share = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
     if unknown > MAX_UNKNOWN:

@@ -43,7 +43,7 @@ _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "t
 
 
 def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Table]:
-    """The splits that the settings name: `train`, and `validation` and `test` where given. `labelled`: whether a label
+    """The splits that the settings name: `train`, and `validation` and `test` if given. `labelled`: whether a label
     column is needed. Raises UserError."""
     name = settings.dataset_name
     if not name:
@@ -52,7 +52,7 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
             if labelled and Path(file).suffix == ".txt" and not settings.delimiter:
                 raise UserError(
                     f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter where its lines "
-                    "have several columns (and --column_names where the first line does not name them)"
+                    "have several columns (and --column_names if the first line does not name them)"
                 )
         return {split: read_file(file, settings) for split, file in files.items() if file}
     splits = read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
@@ -135,7 +135,7 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
     import pyarrow
 
     schema = widest = None
-    while schema is None or schema != widest:  # a second pass, where a later row had another column or a wider type
+    while schema is None or schema != widest:  # a second pass, if a later row had another column or a wider type
         files: list[FileRows] = []
         schema, rows = widest, 0
         writer: Any = None
@@ -172,7 +172,7 @@ def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
 
 
 def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
-    """The schema of these rows and those before. Raises UserError where the files do not fit together."""
+    """The schema of these rows and those before. Raises UserError if the files do not fit together."""
     if before is None:
         return schema
     if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
@@ -209,7 +209,7 @@ def format_of(path: Path) -> str:
 
 
 def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.RecordBatch]]:
-    """(how the file is read, where a setting or its form decides that, and which settings are ignored; its rows, at
+    """(how the file is read, if a setting or its form decides that, and which settings are ignored; its rows, at
     most BATCH_ROWS at a time)."""
     kind = format_of(path)
     if kind == ".parquet":
@@ -355,7 +355,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
 
 
 def _refuse_addresses(folder: Path) -> None:
-    """Raises UserError where the README of a folder names a URL, which `datasets` would fetch."""
+    """Raises UserError if the README of a folder names a URL, which `datasets` would fetch."""
     from huggingface_hub import metadata_load
 
     readme, configs = folder / "README.md", folder / ".huggingface.yaml"

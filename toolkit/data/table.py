@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 FileRows = tuple[int, str, str]
-"""A file's first row in the table, its name, and how it was read, where a setting or its form decides that."""
+"""A file's first row in the table, its name, and how it was read, if a setting or its form decides that."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Table:
         return f"{name}, row {row - start + 1}"
 
     def listing(self, rows: Iterable[int]) -> str:
-        """At most ten rows: `2, 3`, or where the table has several files `a.csv, row 2, b.csv, row 1`."""
+        """At most ten rows: `2, 3`, or, if the table has several files, `a.csv, row 2, b.csv, row 1`."""
         several = len(self._loaded[1]) > 1
         return listing(self.where(row) if several else row + 1 for row in rows)
 
@@ -135,19 +135,19 @@ class Table:
 
     def text_column(self, name: str | None, excluded: Iterable[str | None] = ()) -> str:
         """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the
-        only text column that is not `excluded`. Raises UserError where none or several are possible."""
+        only text column that is not `excluded`. Raises UserError if none or several are possible."""
         columns = self.find_columns(name, USUAL_TEXT, "text_column")
         if not columns:
             others = [other for other in self.rows.column_names if other not in excluded]
             columns = tuple(name for name in others if self._contains_text(name))
             if len(columns) != 1:
-                header = " (or all with --column_names, where the first line is no header)"
+                header = " (or all with --column_names, if the first line is no header)"
                 raise self.ambiguous_column("text", "text_column", columns or others, header)
             delimiters = r"[;|,；，]" if ".tsv" in self.name else r"[;|\t；，]"
             if len(self.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
                 raise UserError(
                     f"{self.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or "
-                    "--column_names text where the first line is no header, or name it with --text_column"
+                    "--column_names text if the first line is no header, or name it with --text_column"
                 )
         return ",".join(columns)
 
@@ -179,7 +179,7 @@ class Table:
             yield [_join_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
 
     def ambiguous_column(self, what: str, setting: str, names: Sequence[str], hint: str = "") -> UserError:
-        """The error where it is unclear which column is the text, the label, ..."""
+        """The error if it is unclear which column is the text, the label, ..."""
         remedy = f"Name one of {listing(names)} with --{setting}" if names else "There is no other than the text"
         return UserError(f"{self.name}: which column is the {what}? {remedy}{hint}")
 
@@ -195,7 +195,7 @@ class Targets:
     """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or a feature's subclass."""
 
     column_setting: ClassVar[str | None]
-    """The setting that names their column; None where they need only the text."""
+    """The setting that names their column; None if they need only the text."""
     usual_columns: ClassVar[tuple[str, ...]]
     """Common names of that column."""
     split_class: ClassVar[type[Split]] = Split
@@ -212,12 +212,12 @@ class Targets:
 
     @classmethod
     def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
-        """Setting -> column of further texts; rows where one is empty are not used."""
+        """Setting -> column of further texts; rows in which one is empty are not used."""
         return {}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
-        """Infers the targets from these rows of the training table. Raises UserError where they are ambiguous."""
+        """Infers the targets from these rows of the training table. Raises UserError if they are ambiguous."""
         raise NotImplementedError
 
     @classmethod
@@ -249,7 +249,7 @@ class Targets:
         """(outputs, truth) of some samples, to try metrics on before training; None: random logits."""
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
-        """(samples,) the class of each sample, for a stratified validation split; None where there are no classes."""
+        """(samples,) the class of each sample, for a stratified validation split; None if there are no classes."""
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """Writes a split's targets next to its tokens: `labels.npy`, and other files that its `split_class` reads.
@@ -264,7 +264,7 @@ class Rows:
 
     table: Table
     columns: tuple[str, ...]
-    """The text column, or several as `title,text`; and the column of second texts, where there is one."""
+    """The text column, or several as `title,text`; and the column of second texts, if there is one."""
     separator: str
     """Between the texts of several columns."""
     numbers: np.ndarray

@@ -107,7 +107,7 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
 
 
 def spreadsheet_encoding(file: str, encoding: str) -> str:
-    """`utf-8-sig` where the UTF-8 file begins with a byte order mark, without which Excel shows Chinese as garbage."""
+    """`utf-8-sig` if the UTF-8 file begins with a byte order mark, without which Excel shows Chinese as garbage."""
     if encoding.lower().replace("_", "-") not in ("utf-8", "utf8") or not Path(file).is_file():
         return encoding
     with io.BufferedReader(_Unpacked(Path(file))) as buffer:
@@ -129,7 +129,7 @@ def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do; none where most text that is
+    """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
     not ASCII does decode: then the file is damaged."""
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
     replacing = codecs.getincrementaldecoder(encoding)("replace")
@@ -266,7 +266,7 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
 
 
 def _other_delimiter(header: Sequence[str]) -> str:
-    """The remedy where the header is one cell with another delimiter in it; else ""."""
+    """The remedy if the header is one cell with another delimiter in it; else ""."""
     names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
     other = next((name for each, name in names.items() if len(header) == 1 and each in header[0]), None)
     return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
@@ -282,7 +282,7 @@ def _height(row: list[str]) -> int:
 
 
 def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
-    """Raises UserError where a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
+    """Raises UserError if a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
     without quotes, and it would become two rows."""
     for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
         if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
@@ -295,7 +295,7 @@ def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]
 def _refuse_quoted_rows(
     path: Path, lines: list[str], delimiter: str, rows: list[list[str]], starts: Sequence[int], rows_read: int
 ) -> None:
-    """Raises UserError where an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
+    """Raises UserError if an unclosed quote makes rows, up to another row's quote, one cell: each line of the cell
     has as many cells as the header, and in some column a value that other rows have there."""
     heights = list(map(_height, rows))
     width = max(map(len, rows))
@@ -314,7 +314,7 @@ def _refuse_quoted_rows(
             number = rows_read + sum(map(_is_filled, rows[:place]))
             raise UserError(
                 f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
-                f"up to line {starts[place] + heights[place] - 1}: where double quotes are part of the texts, pass "
+                f"up to line {starts[place] + heights[place] - 1}: if double quotes are part of the texts, pass "
                 "--quoting none; else double it"
             )
 
@@ -343,7 +343,7 @@ def check_column_names(path: Path, names: Sequence[str]) -> None:
 
 
 def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Schema:
-    """The columns of both, of types that hold both. Raises pyarrow's errors where there is none."""
+    """The columns of both, of types that hold both. Raises pyarrow's errors if there is none."""
     import pyarrow
 
     return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")

@@ -31,7 +31,7 @@ _BATCH_TEXTS = 2000
 # characters per token of max_length: of longer texts only the beginning is tokenized, if that is certain to be enough
 _LONG_TEXT, _BEGINNING = 64, 16
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
-"""Texts, and second texts where they are pairs."""
+"""Texts, and the second texts of pairs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LengthBuckets:
 
     @classmethod
     def of_model(cls, config: Any) -> LengthBuckets | None:
-        """For a model's config; None where the width of a batch does not change the outputs."""
+        """For a model's config; None if the width of a batch does not change the outputs."""
         config = pretrained.encoder_config(config)
         if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
             return None
@@ -75,11 +75,11 @@ class Split:
     rows: np.ndarray
     """(samples,) int64, the sample ids: their rows in the source, from 0."""
     buckets: LengthBuckets | None = field(default=None, kw_only=True)
-    """Set where the width of a batch changes the model's outputs."""
+    """Set if the width of a batch changes the model's outputs."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
-    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None where the tokenizer has no types."""
+    """(tokens,) int8, of pairs: 0 or 1, the text of each token; None if the tokenizer has no types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
-    """(samples,) float32: the weight of each sample's loss (--class_weights); 1 where None."""
+    """(samples,) float32: the weight of each sample's loss (--class_weights); 1 if None."""
     chances: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float64, sampling probabilities (--sampling), their sum is 1; None: an epoch has each sample once."""
     columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
@@ -129,7 +129,7 @@ class Split:
         return [text if isinstance(text, str) else join_pair(*text) for text in lines]
 
     def group_cells(self) -> list[dict[str, str]]:
-        """{column: cell} of each sample, of the source's columns that group rows; empty where there are none."""
+        """{column: cell} of each sample, of the source's columns that group rows; empty if there are none."""
         return read_lines(self.folder / "groups.jsonl")
 
     def groups(self) -> dict[str, list[str]]:
@@ -160,7 +160,7 @@ def join_pair(text: str, second: str) -> str:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The items of a JSONL file; empty where it is missing."""
+    """The items of a JSONL file; empty if it is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
@@ -183,7 +183,7 @@ def save_texts(path: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
 
 @contextlib.contextmanager
 def append_to_npy(path: Path, dtype: Any) -> Iterator[Callable[[np.ndarray], None]]:
-    """Gives a function that appends arrays to a new .npy file: numpy's header has room for any length."""
+    """Yields a function that appends arrays to a new .npy file: numpy's header has room for any length."""
     length = 0
 
     def header() -> None:
@@ -288,7 +288,7 @@ class Block(NamedTuple):
     lengths: np.ndarray
     """(texts,) int64."""
     types: np.ndarray | None
-    """(tokens,) int8, of pairs, where the tokenizer has them."""
+    """(tokens,) int8, of pairs, if the tokenizer has them."""
     truncated: int
     """Texts that were truncated."""
 
@@ -341,7 +341,7 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
 
 
 def beginnings(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
-    """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut where this leaves their first `max_length`
+    """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut if this leaves their first `max_length`
     tokens as they are: each word is tokenized alone, and the cut can only change the last words."""
     backend, size = tokenizer.backend_tokenizer, _BEGINNING * max_length
     long = {place: text[:size] for place, text in enumerate(texts) if len(text) > _LONG_TEXT * max_length}
@@ -358,7 +358,7 @@ def beginnings(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequenc
 def encode_texts(
     tokenizer: Any, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs where there are any."""
+    """Texts (and second texts) in memory -> `input_ids`, `offsets`, and `token_types` of pairs if there are any."""
     parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
     pending = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
     blocks = list(encode_blocks(tokenizer, pending, max_length, len(texts)))
@@ -404,7 +404,7 @@ def has_token_types(config: Any) -> bool:
 
 
 def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
-    """`max_length`, or the model's limit when not given. Raises UserError when the model has fewer positions."""
+    """`max_length`, or by default the model's limit. Raises UserError if the model has fewer positions."""
     config = pretrained.encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its variants count positions from pad_token_id + 1

@@ -32,7 +32,7 @@ class Answers:
     """Why a prediction may be None."""
 
     def load(self, settings: ModelSettings) -> Any:
-        """Loads the saved model. Raises UserError where it cannot be loaded."""
+        """Loads the saved model. Raises UserError if it cannot be loaded."""
         raise NotImplementedError
 
     def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> Any:
@@ -41,7 +41,7 @@ class Answers:
         raise NotImplementedError
 
     def answers(self, outputs: Any) -> Iterator[dict[str, Any]]:
-        """For each sample: `prediction`, and the other keys of its line in predictions.jsonl."""
+        """Yields `prediction`, and the other keys of its line in predictions.jsonl, for each sample."""
         raise NotImplementedError
 
     def metrics(self, outputs: Any, truth: Sequence[Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ClassAnswers(Answers):
         return logits
 
     def abstains(self, probability: float) -> bool:
-        """Whether to predict None where the best class has this probability."""
+        """Whether to predict None if the best class has this probability."""
         return False
 
     def answers(self, outputs: np.ndarray) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _decode_label(label: Any, labels: Labels) -> Any:
 
 
 def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs. Raises UserError where one has no name, or another's."""
+    """A saved model's labels, in the order of its outputs. Raises UserError if one has no name, or another's."""
     where = f"{config.name_or_path}: id2label in config.json"
     if sorted(config.id2label) != list(range(config.num_labels)):
         raise UserError(f"{where} has {listing(config.id2label)}, and needs a name for 0 to {config.num_labels - 1}")
@@ -198,7 +198,7 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
 
 
 def _regression_metrics(guess: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
-    """(N, C) numbers -> means over the outputs, and `per_output` where there are several."""
+    """(N, C) numbers -> means over the outputs, and `per_output` if there are several."""
     from scipy.stats import pearsonr
     from sklearn import metrics as sk
 

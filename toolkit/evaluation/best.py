@@ -63,7 +63,7 @@ class Best:
         return self.patience_counter >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: JSON."""
+        """Returns what a checkpoint stores, as JSON."""
         value = None if math.isinf(self.value) else self.value
         state = {"value": value, "step": self.step, "waited": self.patience_counter}
         return {"metric": self.metric, "sign": self.sign, **state}

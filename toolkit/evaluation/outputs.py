@@ -59,7 +59,7 @@ class Evaluation:
 
 
 def drop_redundant_f1(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Numbers without the micro F1 where it equals the accuracy, as for every single-label task."""
+    """Numbers without the micro F1 if it equals the accuracy, as for every single-label task."""
     redundant = numbers.get("f1_micro") == numbers.get("accuracy")
     return {name: value for name, value in numbers.items() if not (redundant and name == "f1_micro")}
 
@@ -158,7 +158,7 @@ class Outputs:
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
         """Adds `accelerator.gather_for_metrics(batch.padded(...))` without the padding. Raises StopRequested on all
-        ranks where one of them has got a stop signal, and UserError for outputs without ids."""
+        ranks if one of them has received a stop signal, and UserError for outputs without ids."""
         if isinstance(gathered, torch.Tensor) or gathered[0].shape[1:] != (2,) or gathered[0].is_floating_point():
             raise UserError(f"{self.split.name}: outputs without the ids of their samples: {GATHER}")
         ids, signals = gathered[0].cpu().numpy().T
@@ -170,7 +170,7 @@ class Outputs:
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.
 
-        Raises, on every rank, ExactlyOnceError where a sample is missing or duplicated, and UserError where an output
+        Raises, on every rank, ExactlyOnceError if a sample is missing or duplicated, and UserError if an output
         is not finite.
         """
         columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)] or [np.array([], np.int64)]

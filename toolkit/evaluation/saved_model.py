@@ -55,7 +55,7 @@ def _saved_columns(name: str) -> dict[str, Any]:
 
 
 def training_quoting(name: str, file: str) -> Literal["csv", "none"]:
-    """The `--quoting` that the model was trained with, where the training file has the format of `file`: with another
+    """The `--quoting` that the model was trained with, if the training file has the format of `file`: with another
     the texts would silently differ in their double quotes."""
     run = training_run(name)
     settings = run["settings"] or run["data"]
@@ -67,7 +67,7 @@ def choose_columns(
     name: str, table: Table, text: str | None, pair: str | None, label: str | None = None
 ) -> tuple[str, str | None]:
     """The columns of texts and of second texts: `text` and `pair`, or else those that the model was trained on; for
-    texts one that is neither `label` nor usual for labels. Raises UserError where one is missing or unclear."""
+    texts one that is neither `label` nor usual for labels. Raises UserError if one is missing or unclear."""
     run = training_run(name)["data"]
     trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
     parts = table.columns_of(trained)
@@ -77,14 +77,14 @@ def choose_columns(
     elif not text and existing:
         raise UserError(
             f"{table.name}: the model was trained on the columns {trained}, and this file has only "
-            f"{listing(existing)}: pass --text_column {','.join(existing)} where it is to read no more"
+            f"{listing(existing)}: pass --text_column {','.join(existing)} if it should read only these"
         )
     column = table.text_column(text, [*table.find_columns(label, USUAL, "label_column"), pair])
     return column, table.pair_column(pair, column)
 
 
 def choose_labels(name: str, table: Table, column: str | None, labels: Labels) -> Labels | None:
-    """The model's labels with their columns and format in this file, by default as in training; None where it has no
+    """The model's labels with their columns and format in this file, by default as in training; None if it has no
     label column. Raises UserError."""
     run = training_run(name)["data"]
     names = run.get("label_columns", [])
@@ -114,7 +114,7 @@ class SavedModel:
         """Cache folders that `tokenize` has filled for all ranks."""
 
     def choose_max_length(self, max_length: int | None, pairs: bool = False) -> int:
-        """Tokens per text. Raises UserError where the model cannot read so many."""
+        """Tokens per text. Raises UserError if the model cannot read so many."""
         return choose_max_length(max_length, self.tokenizer, self.config, pairs)
 
     def load(

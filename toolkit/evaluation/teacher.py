@@ -82,7 +82,7 @@ def _logits(
 
 
 def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
-    """For each class of the data the index of the teacher's output."""
+    """Returns the index of the teacher's output for each class of the data."""
     if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
         raise UserError(
             f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data have "

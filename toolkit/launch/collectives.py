@@ -34,7 +34,7 @@ def nccl_error() -> str:
 
 
 def backends() -> set[Any]:
-    """Of all groups of all ranks: with FSDP2 on GPUs tensors have NCCL, and objects gloo."""
+    """Backends of the groups of all ranks: under FSDP2 on GPUs NCCL for tensors, gloo for objects."""
     distributed: Any = sys.modules.get("torch.distributed")
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # no groups; one is being created or destroyed
         world = distributed.get_world_size()

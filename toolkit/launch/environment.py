@@ -124,7 +124,7 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
 
 def accelerate_launch_words(generations: int = 1) -> Sequence[str] | None:
     """The arguments of the `accelerate launch` that is this process's parent, or the nearest of several generations of
-    ancestors; None where there is none."""
+    ancestors; None if there is none."""
     with contextlib.suppress(psutil.Error):
         lines = (parent.cmdline() for parent in psutil.Process().parents()[:generations])
         return next(filter(None, map(accelerate_arguments, lines)), None)
@@ -139,7 +139,7 @@ def attempt() -> int:
 
 def launcher_start() -> float:
     """When the launcher that counts the restarts was started, in seconds since the epoch: before the first attempt. 0
-    where it cannot be read."""
+    if it cannot be read."""
     with contextlib.suppress(psutil.Error):
         parents = psutil.Process().parents()
         return next((each.create_time() for each in parents if _RESTARTS not in each.environ()), 0.0)

@@ -138,7 +138,7 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """One line where a message explains the error; otherwise a traceback."""
+    """One line if a message explains the error; otherwise a traceback."""
     if explained := exit_state.explain and exit_state.explain(error):
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _stdout_is_closed():

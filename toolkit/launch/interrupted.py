@@ -27,14 +27,14 @@ def report_interrupt() -> None:
 
 
 def write_exit_code(code: int) -> None:
-    """For our launcher, if it started this process: by the process that reports why it ends. The first one counts."""
+    """Writes the code for our launcher, if it started this process; the first process that reports a cause counts."""
     if path := os.environ.get(EXIT_CODE_FILE):
         with contextlib.suppress(OSError), Path(path).open("x", encoding="ascii") as file:
             file.write(str(code))
 
 
 def exit_on_sigint() -> None:
-    """Until `restore_sigint`. No effect at an interactive prompt, or where SIGINT is ignored."""
+    """Exits on SIGINT until `restore_sigint`. No effect at an interactive prompt, or if SIGINT is ignored."""
     interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     if not interactive and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with contextlib.suppress(ValueError):  # not the main thread

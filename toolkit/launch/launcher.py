@@ -173,7 +173,7 @@ def _forward_signal(number: int, _: FrameType | None) -> None:
 
 
 def _count_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory since boot; 0 where it does not count them."""
+    """Processes that the kernel has killed for lack of memory since boot; 0 if it does not count them."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])

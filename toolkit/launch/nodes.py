@@ -28,7 +28,7 @@ class Nodes:
     rank_source: str
     """The option, variable or address that gave the rank, for the user."""
     addresses: tuple[str, ...]
-    """By rank; only node 0's without a list of machines."""
+    """Addresses by rank; only node 0's without a list of machines."""
     port: int
 
     @property
@@ -36,7 +36,7 @@ class Nodes:
         return self.addresses[0]
 
     def address_of(self, rank: int) -> str:
-        """As in the settings; empty if it is not listed."""
+        """The address in the settings; empty if it is not listed."""
         return self.addresses[rank] if rank < len(self.addresses) else ""
 
     def others(self) -> list[str]:

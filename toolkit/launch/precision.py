@@ -37,7 +37,7 @@ _SECTIONS: Kinds = dict.fromkeys(("bf16", "fp16"), (lambda value: isinstance(val
 Widths = tuple[int, int]
 """(hidden_size, intermediate_size) of a layer."""
 Milliseconds = dict[str, float]
-"""Of a forward and backward pass of the layer, by precision: no, bf16."""
+"""Time of a forward and backward pass of the layer, by precision: no, bf16."""
 
 BERT_BASE: Widths = (768, 3072)
 # bf16 must be this many times as fast to be worth its rounding
@@ -77,7 +77,7 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
 
 
 def enabled_in_deepspeed_config() -> str | None:
-    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None. Raises UserError where
+    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None. Raises UserError if
     one is not a section."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     config: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def enabled_in_deepspeed_config() -> str | None:
 
 
 def refuse_other_precision(mixed_precision: str | None) -> None:
-    """Raises UserError for fp8, and where this launch's DeepSpeed config enables another precision by name: accelerate
+    """Raises UserError for fp8, and if this launch's DeepSpeed config enables another precision by name: accelerate
     would compute in that one for `no`."""
     if (mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "fp8":
         raise UserError("mixed_precision fp8 of the accelerate config is not supported: pass --mixed_precision bf16")
@@ -113,7 +113,7 @@ def _of_gpu(device: int) -> tuple[str, str]:
 
 
 def missing_kernels(device: int) -> str:
-    """That this build of torch has no kernels for a GPU (V100 and older with CUDA 13); empty where it has."""
+    """That this build of torch has no kernels for a GPU (V100 and older with CUDA 13); empty if it has."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -176,7 +176,7 @@ def measure_cached(widths: Widths) -> Milliseconds:
 
 
 def slowest_times(trials: Iterable[Milliseconds | None]) -> Milliseconds:
-    """Over the ranks that measured: a step takes as long as its slowest rank."""
+    """The slowest times of the ranks that measured: a step takes as long as its slowest rank."""
     measurements = [trial for trial in trials if trial]
     return {name: max(trial[name] for trial in measurements) for name in ("no", "bf16")}
 

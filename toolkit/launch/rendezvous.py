@@ -68,7 +68,7 @@ class Rendezvous:
     """One rank's part of the rendezvous. After `join`, `peers` lists all ranks in order."""
 
     store: PrefixStore
-    """With a prefix of this rendezvous."""
+    """The store, with a prefix of this rendezvous."""
 
     def __init__(self, me: Peer, seconds: float) -> None:
         """The ranks wait `seconds` for each other."""

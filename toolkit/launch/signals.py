@@ -125,7 +125,7 @@ class StopSignals:
         while not self._exited.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
-            # a large file takes long, also where another rank or DeepSpeed writes it
+            # a large file takes long, also if another rank or DeepSpeed writes it
             is_saving = any("/toolkit/checkpoint/" in file or file.endswith(_CHECKPOINTS) for file, _ in stack)
             detector = failure_detector.current
             moving = stack, detector.position_of_main() if detector else ""  # which may compute metrics for all ranks

@@ -188,7 +188,7 @@ def _check_fsdp_config(place: Place) -> None:
 
 
 def _set_sharded_type(on_cpu: bool, timeout: timedelta) -> None:
-    """Accelerate looks at the FSDP plugin where the type is MULTI_GPU only. A process's first accelerator turns that
+    """Accelerate looks at the FSDP plugin if the type is MULTI_GPU only. A process's first accelerator turns that
     into FSDP; the next one, of another fold, say, would ignore the plugin (accelerate 1.15). And on a CPU it would run
     DDP, though torch shards on a CPU mesh as well. Raises UserError for offloading there, which torch does not do."""
     from accelerate import DistributedType, PartialState
@@ -248,7 +248,7 @@ def launch_config() -> dict[str, Any] | None:
 
 def _parse_launch(words: Sequence[str]) -> dict[str, Any] | None:
     """The config of `accelerate launch` with these arguments, parsed by accelerate: the file, the options that override
-    it, and the `source` of num_processes; None where it cannot be parsed."""
+    it, and the `source` of num_processes; None if it cannot be parsed."""
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 
@@ -365,7 +365,7 @@ def _flag(name: str) -> bool:
 
 
 def _set_threads(place: Place) -> None:
-    """On GPUs too: an optimizer in host memory would compute on the one core that launchers give a process."""
+    """Sets the threads, on GPUs too: an optimizer in host memory would use the one core of its process."""
     import torch
 
     threads = environment.user_threads(os.environ) or _cores_per_process(place)

@@ -30,7 +30,7 @@ transforms_active = require(torch._C, "_are_functorch_transforms_active", "torch
 
 @functools.cache
 def install() -> None:
-    """Makes transformers' attention `sdpa` use this one where it is faster. Only once: `--padding_free` registers
+    """Makes transformers' attention `sdpa` use this one if it is faster. Only once: `--padding_free` registers
     another one later."""
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
@@ -107,13 +107,13 @@ def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
 
 
 def refuse_second_derivatives() -> None:
-    """Called in a backward pass: raises UserError where its graph is to be differentiated, too."""
+    """Called in a backward pass: raises UserError if its graph is to be differentiated, too."""
     if torch.is_grad_enabled():
         raise UserError("create_graph=True (a gradient penalty, say) needs --attn_implementation eager")
 
 
 def _finite(mask: Tensor) -> Tensor:
-    """With a low number for -inf, from which a row that hides all keys would become NaN."""
+    """Replaces -inf by a low number: a row that hides all keys would become NaN."""
     return mask.clamp(min=max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min))
 
 
@@ -159,7 +159,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _mask_scores(scores: Tensor, mask: Tensor) -> None:
-    """In place; a bool mask is True for keys to hide."""
+    """Masks scores in place; a bool mask is True for keys to hide."""
     if mask.dtype == torch.bool:
         scores.masked_fill_(mask, torch.finfo(scores.dtype).min)
     else:

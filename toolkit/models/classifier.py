@@ -50,7 +50,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     with `lora_r`, a PeftModel.
 
     A new head and LoRA are initialized by the seed: equal in every process under every strategy, since nothing is
-    sharded before `accelerator.prepare`. Raises UserError where the model cannot be loaded or an option does not fit.
+    sharded before `accelerator.prepare`. Raises UserError if the model cannot be loaded or an option does not fit.
     """
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
@@ -90,7 +90,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
 
 
 def _reorder_head(model: Any, order: list[int]) -> None:
-    """Gives the outputs of a head that was trained on the same classes the order of the data's."""
+    """Reorders the outputs of a head that was trained on the same classes in another order."""
     prefix, size = f"{model.base_model_prefix}.", len(order)
     modules = [(name, part) for name, part in model.named_modules() if getattr(part, "out_features", None) == size]
     # Perceiver's is inside the encoder
@@ -168,7 +168,7 @@ def choose_attention(model: Any, attention: str | None) -> None:
 
 def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
     """Installs the attention, turns gradient checkpointing on, and freezes unused parameters (`inputs`: see
-    `freeze_unused`). Raises UserError where the model does not support it."""
+    `freeze_unused`). Raises UserError if the model does not support it."""
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:

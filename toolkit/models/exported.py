@@ -32,7 +32,7 @@ class ExportedClassifier(torch.nn.Module):
     """Takes the inputs of a batch, and returns an object with `logits` (B, C) float32."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        """Raises UserError where the runtime is not installed or cannot read the file."""
+        """Raises UserError if the runtime is not installed or cannot read the file."""
         super().__init__()
         kind = str(export_format(folder))
         require_extra(kind, kind, _PACKAGES[kind])

@@ -1,4 +1,4 @@
-"""Makes the last layer of a BERT-like classifier compute only the first token, where nothing reads the others.
+"""Makes the last layer of a BERT-like classifier compute only the first token, if nothing reads the others.
 
 The head reads only the first token's hidden state. So the last layer's query, output projection and feed-forward
 network are computed for that position only, keys and values for all. Logits and gradients do not change. A training
@@ -80,7 +80,7 @@ def _attend_from_first_token(
 
 
 def read_first_token_only(model: Any) -> bool:
-    """Makes the last layer of a known classifier compute only the first position where only logits are read. Returns
+    """Makes the last layer of a known classifier compute only the first position if only logits are read. Returns
     whether it does.
 
     Parameters, classes and saved files do not change. All positions are computed for callers that read hidden states or
@@ -113,7 +113,7 @@ def read_first_token_only(model: Any) -> bool:
 
 
 def _head_of(model: Any) -> Any:
-    """transformers' head, which reads only `hidden_states[:, 0]`; None where it was replaced."""
+    """transformers' head, which reads only `hidden_states[:, 0]`; None if it was replaced."""
     model_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))  # FSDP2 subclasses it
     family = model_class.__name__.removesuffix(_CLASSIFIER)
     name, kind = ("bert.pooler", "BertPooler") if family == "Bert" else ("classifier", f"{family}ClassificationHead")
@@ -154,7 +154,7 @@ def _has_foreign_hooks(module: Any) -> bool:
 
 @torch.no_grad()
 def _logits_of_probe(model: Any) -> Tensor:
-    """Of two short samples, one of them padded, without dropout or random numbers."""
+    """Logits of two short samples, one of them padded, without dropout or random numbers."""
     training, ids = model.training, torch.arange(2, 10).view(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     logits: Tensor = model.eval()(input_ids=ids, attention_mask=mask).logits

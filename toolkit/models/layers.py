@@ -49,7 +49,7 @@ def distances(model: torch.nn.Module) -> dict[int, int]:
 
 def keep_layers(model: Any, count: int, name: str) -> None:
     """Keeps `count` layers, evenly spaced from the first to the last, as DistilBERT started from six of BERT's twelve
-    (Sanh et al., 2019). Raises UserError where there are fewer, or they share weights."""
+    (Sanh et al., 2019). Raises UserError if there are fewer, or they share weights."""
     layers = _layers_of(model, count, "num_hidden_layers", name)
     total = len(layers)
     places = np.linspace(0, total - 1, count).round().astype(int).tolist()
@@ -69,7 +69,7 @@ def keep_layers(model: Any, count: int, name: str) -> None:
 
 
 def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> None:
-    """Freezes the embeddings and the first `count` layers. Raises UserError where there are fewer, or one of them is
+    """Freezes the embeddings and the first `count` layers. Raises UserError if there are fewer, or one of them is
     among the last ones that were `reinitialized`."""
     layers = _layers_of(model, count, "freeze_layers", name)
     if reinitialized and count + reinitialized > len(layers):

@@ -177,7 +177,7 @@ def _load(name: str, config: Any) -> tuple[Any, set[str], list[str]]:
 
 
 def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
-    """With BERT's sizes and its tokenizer's ids; BigBird's default ids are those of another vocabulary."""
+    """A config with BERT's sizes and its tokenizer's ids; BigBird's default ids are those of another vocabulary."""
     options = {name: getattr(bert.config, name) for name in _COPIED}
     # from the weights: transformers unties an output layer that differs, whatever the config says
     options["tie_word_embeddings"] = bert.get_output_embeddings().weight is bert.get_input_embeddings().weight

@@ -32,7 +32,7 @@ _HYPERPARAMETERS = (
 
 def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
     """Writes `model_folder`/README.md atomically, from the files of the run and `last`, the evaluation of the saved
-    model. Raises OSError where a file is missing or cannot be written."""
+    model. Raises OSError if a file is missing or cannot be written."""
     record = Record.load(run_folder, last)
     settings, model_class = record.settings, architecture(model_folder)
     step = read_step(model_folder) or record.last_step or 0

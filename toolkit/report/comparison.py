@@ -38,7 +38,7 @@ _COSTS = ("strategy", "mixed_precision", "steps", "seconds", "samples_per_second
 
 class ComparedRun:
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises UserError where the folder holds no run."""
+        """Raises UserError if the folder holds no run."""
         run_config(folder)
         self.folder, self.name, self.record = folder, name, Record.load(folder)
         self.predictions = self.record.of_last(list(self.record.predictions(folder)))
@@ -69,7 +69,7 @@ class ComparedRun:
 
 def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[ComparedRun]]:
     """(the object that `toolkit compare --json` prints, the compared runs, the best first). Raises UserError for
-    folders without a run, and where no two runs can be compared."""
+    folders without a run, and if no two runs can be compared."""
     names = [Path(folder).resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder).rstrip("/") for folder in folders]
@@ -223,7 +223,7 @@ class Scores(NamedTuple):
 
     names: Sequence[str]
     rows: Any
-    """(N, F) sparse; for classes the first column is 1 where the row's whole prediction is right."""
+    """(N, F) sparse; for classes the first column is 1 if the row's whole prediction is right."""
     metrics: Callable[[np.ndarray], np.ndarray] = np.asarray
     """(R, F) means over rows -> (R, M)."""
 
@@ -243,7 +243,7 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
     binarizer = MultiLabelBinarizer(classes=classes, sparse_output=True)
 
     def label_sets(key: str) -> Any:
-        labels = (line[key] for line in lines)  # a name, None where the model abstained, or a list of names
+        labels = (line[key] for line in lines)  # a name, None if the model abstained, or a list of names
         return binarizer.fit_transform([[x] if isinstance(x, str) else x or [] for x in labels])
 
     return class_scores(label_sets("label"), label_sets("prediction"), problem_type)
@@ -294,7 +294,7 @@ def p_values(one: Scores, other: Scores) -> dict[str, float]:
         return dict.fromkeys(one.names, 1.0)
 
     def statistic(swapped: np.ndarray, _: np.ndarray, axis: int = -1) -> np.ndarray:
-        """(..., D), 1 where the predictions are swapped -> (..., M) differences."""
+        """(..., D), 1 if the predictions are swapped -> (..., M) differences."""
         moved = (change @ swapped.reshape(-1, differing).T).T / count
         difference = one.metrics(one.rows.mean(axis=0) + moved) - other.metrics(other.rows.mean(axis=0) - moved)
         return difference.reshape(*swapped.shape[:-1], -1)

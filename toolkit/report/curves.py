@@ -51,7 +51,7 @@ class Chart:
 class Line(NamedTuple):
     name: str
     values: pd.Series
-    """By step, NaN where a value is not finite."""
+    """Values by step, NaN if not finite."""
     kind: Literal["plain", "points", "smooth", "mean"] = "plain"
     """`points`: a dot for each value; `smooth`: a moving average over pale values; `mean`: the average alone."""
 
@@ -91,7 +91,7 @@ def charts(record: Record) -> list[Chart]:
 
 
 def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
-    """By step; NaN where a value is not finite."""
+    """Values by step, NaN if not finite."""
     # the first line of a step: the last step may be evaluated again with tuned decisions
     values = pd.Series({line["step"]: line[name] for line in reversed(lines) if name in line}, dtype=float)
     return values.where(np.isfinite(values)).sort_index()

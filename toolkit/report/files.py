@@ -75,8 +75,8 @@ class RunFiles:
 
     def truncate_to_checkpoint(self, manifest: Mapping[str, Any] | None) -> None:
         """Truncates metrics.jsonl and eval.jsonl to the step of this run's checkpoint, after which the steps are done
-        again, and removes predictions.jsonl where it is of an evaluation after the checkpoint. Warns about lines that
-        have been lost since. Removes the files where there is no checkpoint."""
+        again, and removes predictions.jsonl if it is of an evaluation after the checkpoint. Warns about lines that
+        have been lost since. Removes the files if there is no checkpoint."""
         if not self.writes:
             return
         step, counts = (manifest["step"], manifest.get("lines", {})) if manifest else (0, {})
@@ -121,12 +121,12 @@ class RunFiles:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(dumps(line) + "\n")
             except OSError:
-                os.truncate(path, size)  # no half line where the disk is full
+                os.truncate(path, size)  # no half line if the disk is full
                 raise
 
 
 def write_atomically(path: Path, parts: Iterable[str]) -> None:
-    """Writes a file under another name and renames it. Raises UserError where the disk is full."""
+    """Writes a file under another name and renames it. Raises UserError if the disk is full."""
     with (
         explain_write_errors(path),
         replace_file(path, flush=False) as draft,
@@ -177,7 +177,7 @@ class Record:
 
     @classmethod
     def load(cls, folder: Path, last: Evaluation | None = None) -> Record:
-        """`last`: by default the last one in eval.jsonl. Raises OSError where config.json is missing."""
+        """`last`: by default the last one in eval.jsonl. Raises OSError if config.json is missing."""
         config = (folder / "config.json").read_text(encoding="utf-8")
         if Path.home().name:
             config = re.sub(rf'(?<![\w.-]){re.escape(str(Path.home()))}(?=["/ ])', "~", config)
@@ -272,7 +272,7 @@ class Record:
             yield line
 
     def of_last(self, lines: list[_Line]) -> list[_Line]:
-        """What was read from predictions.jsonl; [] where it is not of the last evaluation (the run was killed before it
+        """What was read from predictions.jsonl; [] if it is not of the last evaluation (the run was killed before it
         wrote it)."""
         return lines if len(lines) == self.last.numbers.get("num_samples") else []
 
@@ -323,7 +323,7 @@ def last_evaluation(folder: Path, step: int | None = None) -> Evaluation:
 
 
 def run_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run. Raises UserError where `folder` holds none."""
+    """config.json of a run. Raises UserError if `folder` holds none."""
     if not (folder / "config.json").is_file():
         runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
         hint = f": did you mean {runs[0]}?" if runs else ""
@@ -338,7 +338,7 @@ def run_config(folder: Path) -> dict[str, Any]:
 
 
 def architecture(model_folder: Path) -> str:
-    """The class in a saved model's config.json; "" where it cannot load the weights: a model that is not of
+    """The class in a saved model's config.json; "" if it cannot load the weights: a model that is not of
     transformers, or whose head the recipe replaced."""
     path = model_folder / "config.json"
     if not path.is_file():

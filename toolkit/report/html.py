@@ -61,11 +61,11 @@ class Page:
     last: Evaluation
     """The evaluation of the rows in predictions.jsonl."""
     texts: Sequence[str]
-    """The texts of its rows; empty where this machine does not have them."""
+    """The texts of its rows; empty if this machine does not have them."""
     worst: Sequence[Sample]
     """The worst mistakes, in the order of the page."""
     options: argparse.Namespace | None
-    """Of `toolkit report`."""
+    """Options of `toolkit report`."""
 
 
 def write_report(
@@ -77,7 +77,7 @@ def write_report(
     `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the
     name of a grouping (length, source) to the group of each row, `options` are those of `toolkit report`, `name` is
     the folder's on the page, if `folder` is a draft.
-    Raises ValueError for another number of texts than rows, OSError where a file is missing.
+    Raises ValueError for another number of texts than rows, OSError if a file is missing.
     """
     record, rows = Record.load(folder, last), last.numbers.get("num_samples", 0)
     if texts and len(texts) != rows:
@@ -105,7 +105,7 @@ def write_report(
 
 def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
     """Writes the report from the files of a run, and returns its path; `options`: of `toolkit report`. The texts come
-    from the cache of this machine, if it still has them. Raises UserError where `folder` holds no run."""
+    from the cache of this machine, if it still has them. Raises UserError if `folder` holds no run."""
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
         parser = argparse.ArgumentParser()

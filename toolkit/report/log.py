@@ -107,7 +107,7 @@ class RunLog:
 
 
 def class_lines(evaluation: Evaluation) -> list[str]:
-    """F1 of each class, the lowest first where there are many."""
+    """F1 of each class, the lowest first if there are many."""
     classes = evaluation.numbers.get("per_class", {})
     names = list(classes)
     if len(names) > _MAX_CLASSES:
@@ -142,7 +142,7 @@ def start_trackers(
     """Starts the trackers of `--report_to` on the main process, each in its folder within the run folder.
 
     `project` is the default of `--project`, `config` holds all settings; TensorBoard drops events after `step`. Raises
-    UserError where one cannot start: no login, no answer from its server.
+    UserError if one cannot start: no login, no answer from its server.
     """
     run_name, project = settings.run_name or folder.name, settings.project or project
     for name in tracker_names(settings.report_to) if accelerator.is_main_process else []:
@@ -313,7 +313,7 @@ class RunSummary:
 
 
 def _missing_packages(report_to: str) -> str:
-    """What the run will not write because a package is missing, and how to install it; "" where nothing is missing."""
+    """What the run will not write because a package is missing, and how to install it; "" if nothing is missing."""
     lacking = {} if is_installed("matplotlib") else {"report": "report.html will have no curves"}
     if report_to == "auto" and not is_installed("tensorboard"):
         lacking["tensorboard"] = "there will be no TensorBoard files"
@@ -321,7 +321,7 @@ def _missing_packages(report_to: str) -> str:
 
 
 def runnable_command(command: str) -> str:
-    """The command, with its folder where this environment is not activated."""
+    """The command, with its folder if this environment is not activated."""
     installed, on_path = Path(sys.executable).parent / command, shutil.which(command)
     if on_path and Path(on_path).resolve() == installed.resolve():
         return command

@@ -27,9 +27,8 @@ class Average:
     @torch.no_grad()
     def update(self, updates: int) -> None:
         """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's `ExponentialMovingAverage`
-        the decay is at most (1 + updates) / (10 + updates): a short run would give the first weights too much weight.
-        """
-        if self._trained is None:  # once: it builds maps of all parameters
+        the decay is at most (1 + updates) / (10 + updates), so that the first weights do not dominate a short run."""
+        if self._trained is None:  # cached: it builds maps of all parameters
             live = self._live()
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
         tensors, optimizer = self._trained

@@ -194,7 +194,7 @@ class Checkpoints:
 
     def notes(self) -> list[str]:
         """Lines for the log: settings without effect, the size of checkpoints, nodes without a shared disk. Raises
-        UserError where this strategy's state cannot be saved: at the start, not at the first save."""
+        UserError if this strategy's state cannot be saved: at the start, not at the first save."""
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
         state, lines = self.live(), []
@@ -227,7 +227,7 @@ class Checkpoints:
         return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(existing))
 
     def wait(self) -> None:
-        """Waits for a checkpoint in the background. Raises UserError where it cannot be written."""
+        """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -235,7 +235,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where a checkpoint cannot be written, after removing it unless only its links failed."""
+    """Raises UserError if a checkpoint cannot be written, after removing it unless only its links failed."""
     remedy = "Free some space (is the disk full?) or lower --keep_checkpoints, and run the same command again"
     try:
         with explain_write_errors(folder, f"earlier checkpoints are untouched. {remedy}"):

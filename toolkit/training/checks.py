@@ -29,7 +29,7 @@ _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.op
 
 
 def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
-    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty where they can."""
+    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty if they can."""
     name, plugin = type(optimizer).__name__, accelerator.state.deepspeed_plugin
     offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
     device = torch.device("cpu") if offloads else accelerator.device
@@ -159,8 +159,8 @@ def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, se
         return
     schedule = getattr(scheduler, "scheduler", scheduler)
     raise UserError(
-        f"run.resume() got a {type(schedule).__name__} that is not made for the optimizer that `prepare` returned, to "
-        f"step once with it, for any number of processes: make it by `toolkit.custom_scheduler` ({OWN_SCHEDULE})"
+        f"run.resume() got a {type(schedule).__name__} that does not follow the optimizer that `prepare` returned: "
+        f"create it with `toolkit.custom_scheduler` ({OWN_SCHEDULE})"
     )
 
 

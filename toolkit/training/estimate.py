@@ -88,7 +88,7 @@ def count_activations(
 
 
 def _mask_bytes(model: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Of the padding mask (B, 1, S, S), which SDPA on a GPU converts to `dtype` in each layer and keeps for backward.
+    """Bytes of the padding mask (B, 1, S, S), which SDPA on a GPU casts to `dtype` in each layer, for backward too.
     The model above runs without one."""
     samples, length = shapes["input_ids"]
     if samples == 1 or getattr(getattr(model, "config", None), "_attn_implementation", "") != "sdpa":
@@ -115,34 +115,34 @@ def memory_of(
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     moments = _STATE_BYTES.get(settings.optimizer.lower(), 8) + (0 if settings.ema_decay is None else 4)
     per_device = settings.per_device_batch_size
-    is_less = per_device != "auto" and per_device * processes < settings.global_batch_size
-    accumulates = is_less or settings.max_tokens_per_batch is not None
-    summed = 4 * trained if accumulates and not settings.sync_each_batch else 0  # gradients, reduced once a step
-    if strategy in ("single", "ddp"):  # others of DDP are views of its buckets
-        return Memory(4 * total, 4 * trained, moments * trained, summed * (strategy == "ddp"), activations)
+    splits = per_device != "auto" and per_device * processes < settings.global_batch_size
+    accumulates = splits or settings.max_tokens_per_batch is not None
+    accumulated = 4 * trained if accumulates and not settings.sync_each_batch else 0  # gradients reduced once a step
+    if strategy in ("single", "ddp"):  # DDP's gradients are views of its buckets, except accumulated ones
+        return Memory(4 * total, 4 * trained, moments * trained, accumulated * (strategy == "ddp"), activations)
     autocast, shard = uses_autocast(strategy, settings), trained / processes
     size = 4 if autocast else _DTYPES[precision].itemsize
     if strategy == "fsdp2":
         layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
-        gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside layers, a layer and the next one
+        gathered = total - sum(layers) + 2 * max(layers, default=0)  # outside the layers, and two layers
         unsharded = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # until the last micro-batch
         return Memory(4 * total / processes, 4 * shard + unsharded, moments * shard, 2 * size * gathered, activations)
-    unsharded = summed if autocast else 0  # see `coalesce_reductions`
+    unsharded = accumulated if autocast else 0  # see `coalesce_reductions`
     offloaded = strategy.endswith("offload")
     resident = 0 if offloaded and device != "cpu" else 1  # fraction of offloadable state on the device
     if strategy.startswith("zero3"):
         # weights stay gathered from forward to backward if they are reused within this many parameters
         gathered = total if 2 * total <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         masters = 0 if autocast and not offloaded else 4  # fp32 weights are the masters
-        weight, state = resident * size / processes, resident * (masters + moments) * shard  # bytes of one, of all
+        weight, state = resident * size / processes, resident * (masters + moments) * shard  # of one weight, of all
         return Memory(weight * total, weight * trained + unsharded, state, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
-    buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # and a copy of the reduced one
+    buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # and a copy to reduce
     if strategy == "zero1":
         gradients: float = size * trained
     elif offloaded:
         gradients = resident * 4 * shard + unsharded
-    else:  # the shards are views of unsharded gradients; without those, accumulated shards and those of a micro-batch
+    else:  # shards are views of unsharded gradients; or else accumulated shards and those of a micro-batch
         gradients = unsharded or size * shard * (1 + accumulates)
     return Memory(size * total, gradients, resident * (4 + moments) * shard, size * buckets, activations)
 
@@ -169,7 +169,7 @@ def fit_batch_size(
     accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: Settings
 ) -> Settings:
     """Replaces `--per_device_batch_size auto` by the largest micro-batch of the longest texts that fits all ranks. Call
-    this before `accelerator.prepare`. Raises UserError where not even one text fits."""
+    this before `accelerator.prepare`. Raises UserError if not even one text fits."""
     if settings.per_device_batch_size != "auto":
         return settings
     longest = int(train.lengths.max())

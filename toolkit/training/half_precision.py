@@ -32,7 +32,7 @@ from toolkit.utils.compat import require
 
 
 def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
-    """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError where
+    """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError if
     DeepSpeed does not support weights in fp16."""
     half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
     if half and (accelerator.mixed_precision == "no" or not (zero or accelerator.is_fsdp2)):
@@ -151,7 +151,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def _add_autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """As `Accelerator.prepare_model` does. A bound forward stays bound, so a copy of the model calls its own."""
+    """Wraps forward as `Accelerator.prepare_model` does; bound, so that a copy of the model calls its own forward."""
     function: Callable[..., Any] | None = getattr(model.forward, "__func__", None)
     forward = convert_outputs_to_fp32(autocast(accelerator)(function or model.forward))
     model.forward = MethodType(forward, model) if function else forward
@@ -180,7 +180,7 @@ def keep_scale_with_gradients(accelerator: Accelerator) -> None:
 
 
 def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | None:
-    """The state of fp16's loss scale; None where none is used."""
+    """The state of fp16's loss scale; None if none is used."""
     scaler = _deepspeed_scaler(optimizer)
     if scaler is not None:
         return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
@@ -203,6 +203,6 @@ def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any
 
 
 def _deepspeed_scaler(optimizer: Any) -> Any:
-    """None where the scale is constant: in fp32 and bf16 it is 1."""
+    """None if the scale is constant: in fp32 and bf16 it is 1."""
     scaler = getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None

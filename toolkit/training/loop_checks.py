@@ -32,7 +32,7 @@ from toolkit.utils.modules import autograd_leaves, unwrapped
 
 
 class LoopChecks:
-    """The checks of one run. Methods raise UserError where the loop has not called what it must."""
+    """The checks of one run. Methods raise UserError if the loop has not called what it must."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -51,11 +51,11 @@ class LoopChecks:
         self._rates: list[float] = []
         """The learning rates with which DeepSpeed has stepped."""
         self._accumulates: torch.nn.Module | None = None
-        """The model, where each micro-batch adds to its parameters' `grad`."""
+        """The model, if each micro-batch accumulates into its parameters' `grad`."""
         self._weights: dict[str, tuple[int, float]] = {}
-        """Of the weights that DeepSpeed has copied."""
+        """Checksums of the weights that DeepSpeed has copied."""
         self._gradients: dict[str, tuple[int, float]] = {}
-        """Of the first step's gradients with fp16's loss scale."""
+        """Checksums of the first step's gradients while fp16's loss scale is in them."""
         self._unchecked: torch.nn.Module | None = None
         """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
@@ -101,7 +101,7 @@ class LoopChecks:
                 shapes = gather_object([[tuple(each.shape) for each in tree_leaves(tensor) if torch.is_tensor(each)]])
                 if any(each != shapes[0] for each in shapes):
                     raise UserError(
-                        f"step {self._step}: accelerator.gather got other shapes in other processes: "
+                        f"step {self._step}: accelerator.gather got different shapes in different processes: "
                         f"{listing(map(str, shapes), 4)}: use `accelerator.reduce` of sums"
                     )
             return gather(tensor)
@@ -145,7 +145,7 @@ class LoopChecks:
         if self._first is None:
             self._check_weights(unwrapped(model))
         if not unwrapped(model).training:
-            raise UserError(f"step {number} begins without dropout: call `model.train()` in each (or use --dropout 0)")
+            raise UserError(f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
             raise UserError(
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
@@ -171,19 +171,19 @@ class LoopChecks:
             self._weights = _checksums(_trained(unwrapped(model)))
 
     def _check_weights(self, model: torch.nn.Module) -> None:
-        """Before the first step."""
+        """Refuses weights that have changed before the first step."""
         half = self.accelerator.state.deepspeed_plugin and self.accelerator.mixed_precision != "no"
         if not half and (fault := checks.low_precision_fault(model)):
             raise UserError(fault)
         weights = _checksums(_trained(model)) if self._weights else {}
         if changed := [name for name, checksum in self._weights.items() if weights.get(name) != checksum]:
             raise UserError(
-                f"{listing(changed, 4)}: DeepSpeed trains copies of the weights that `prepare` got: change weights "
+                f"{listing(changed, 4)}: DeepSpeed trains copies of the weights passed to `prepare`: change weights "
                 "before `prepare`, or launch with ddp"
             )
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """In the first step and until the second, refuses what DeepSpeed's copies and FSDP2's shards make wrong."""
+        """Until the second step, refuses uses of weights that are wrong with DeepSpeed's copies and FSDP2's shards."""
         if self._first == self._step and self.accelerator.is_fsdp2:
             self._after_backward.enter_context(RefuseLocalNumbers())
             self._after_backward.callback(register_optimizer_step_pre_hook(refuse_stale_parameters).remove)
@@ -203,7 +203,7 @@ class LoopChecks:
             yield
 
     def check_losses(self, losses: torch.Tensor) -> None:
-        """Of a micro-batch (B,), in `Step.mean`."""
+        """Checks a micro-batch's losses (B,); called by `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
         if not losses.requires_grad:
@@ -214,8 +214,8 @@ class LoopChecks:
         sharded = prepared(model)[1] if model is not None else []
         if model is not None and all(each.grad is None for each in sharded or model.parameters()):
             raise UserError(
-                f"step {self._step}: the first micro-batch left no gradients: call `accelerator.backward` in each, and "
-                "`optimizer.zero_grad()` only after `optimizer.step()`"
+                f"step {self._step}: no gradients after the first micro-batch: call `accelerator.backward` in each, "
+                "and `optimizer.zero_grad()` only after `optimizer.step()`"
             )
         self._means += 1
         if self._unchecked is None:
@@ -233,14 +233,14 @@ class LoopChecks:
         self._in_first.close()
         if loss is not self.mean_loss:
             raise UserError(
-                f"step {self._step}: `accelerator.backward` takes what `step.mean` returned, once in each micro-batch; "
-                "add terms to the losses, `step.mean(losses + term)`: to the mean they would add once per micro-batch"
+                f"step {self._step}: pass the result of `step.mean` to `accelerator.backward`, once per micro-batch; "
+                "add terms to the losses: `step.mean(losses + term)`"
             )
         self.mean_loss = None
         self._backwards += 1
 
     def end_step(self, number: int, micro_batches: int) -> None:
-        """Before the metrics of a step with `micro_batches` are gathered."""
+        """Checks a step with `micro_batches`, before its metrics are gathered."""
         self._after_backward.close()
         self._model, self._gradients = None, {}
         if number != self._step:  # none of them was computed
@@ -266,13 +266,13 @@ class LoopChecks:
         if self._backwards < expected:
             raise UserError(
                 f"step {self._step}: `accelerator.backward` was called {self._backwards} times in {expected} "
-                "micro-batches: call it in each, not `.backward()`, since it scales the gradients"
+                "micro-batches: call it in each, and not `.backward()`, which does not scale the gradients"
             )
 
 
 def refuse_changes(model: Any, first: bool = False) -> None:
-    """Raises UserError where `requires_grad` of a parameter has changed since the model was prepared, or, in the
-    `first` step, where parameters were added or replaced: a strategy allocates gradients and masters in `prepare`.
+    """Raises UserError if `requires_grad` of a parameter has changed since the model was prepared, or, in the
+    `first` step, if parameters were added or replaced: a strategy allocates gradients and masters in `prepare`.
     Cheap enough for each step."""
     module = unwrapped(model)
     before, parameters = prepared(module)
@@ -314,7 +314,7 @@ def _checksums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[i
 
 
 def refuse_different_weights(model: torch.nn.Module) -> None:
-    """Raises UserError where processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
+    """Raises UserError if processes would give FSDP2 shards of different weights: DDP and ZeRO take rank 0's."""
     parameters = ((name, each.detach()) for name, each in model.named_parameters() if not each.is_meta)
     weights = {name: each.flatten()[:4].view(torch.uint8).tolist() for name, each in parameters}  # nan equals nan
     ranks = gather_object([weights])
@@ -323,13 +323,13 @@ def refuse_different_weights(model: torch.nn.Module) -> None:
 
 
 def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
-    """A hook before the forward pass of an evaluation."""
+    """Refuses dropout in an evaluation; a hook before its forward pass."""
     if model.training:
         raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
-    """Raises UserError where losses depend on parameters outside the model; with `uses_all` also where they do not
+    """Raises UserError if losses depend on parameters outside the model; with `uses_all` also if they do not
     depend on all trained ones."""
     module = unwrapped(model)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -37,7 +37,7 @@ def peak_flops(device_name: str, mixed_precision: str) -> float | None:
 
 
 def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | None:
-    """Returns a function (lengths of texts) -> operations of a training step; None where the config lacks
+    """Returns a function (lengths of texts) -> operations of a training step; None if the config lacks
     `num_hidden_layers` or `hidden_size`, and for an encoder-decoder. Assumes that all layers attend to the whole text,
     and a BigBird's to its blocks."""
     config: Any = getattr(model, "config", None)
@@ -63,7 +63,7 @@ def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | No
 
 
 def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[np.ndarray, float], float] | None:
-    """Returns a function (lengths of a step's texts, its seconds) -> MFU over all devices; None where the peak or the
+    """Returns a function (lengths of a step's texts, its seconds) -> MFU over all devices; None if the peak or the
     operations are unknown."""
     name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else ""
     peak, count = peak_flops(name, accelerator.mixed_precision), training_flops(unwrapped(model))

@@ -92,7 +92,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Creates `--optimizer` for the parameters that require gradients. Raises UserError where that fails."""
+    """Creates `--optimizer` for the parameters that require gradients. Raises UserError if that fails."""
     name = settings.optimizer
     kind, arguments = optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:

@@ -39,7 +39,7 @@ class _CannotTryError(Exception):
 
 
 def step_fault(optimizer: Optimizer, device: torch.device, *arguments: None) -> str:
-    """The error of `optimizer.step(*arguments)` in the loop (it needs a closure, say, or sparse gradients); empty where
+    """The error of `optimizer.step(*arguments)` in the loop (it needs a closure, say, or sparse gradients); empty if
     it works, or the optimizer cannot be copied."""
     with _fixed_seed(device), contextlib.suppress(_CannotTryError):
         rows, steps = _TRIALS[0]
@@ -54,7 +54,7 @@ def step_fault(optimizer: Optimizer, device: torch.device, *arguments: None) -> 
 
 
 def shard_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
-    """Why updates of shards in two processes differ from those of unsharded parameters; empty where they are equal.
+    """Why updates of shards in two processes differ from those of unsharded parameters; empty if they are equal.
     `stage`: of ZeRO; 0 for FSDP2."""
     try:
         for rows, steps in _TRIALS:
@@ -69,7 +69,7 @@ def shard_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
 
 
 def _first_difference(optimizer: Optimizer, device: torch.device, stage: int, rows: int, steps: int) -> int:
-    """The number of the first step that differs with shards; 0 where all are equal."""
+    """The number of the first step that differs with shards; 0 if all are equal."""
     unsharded = _copy_of(optimizer, device, rows)
     before = [[each.detach().clone() for each in group["params"]] for group in unsharded.param_groups]
     trials = [(_copy_of(optimizer, device, rows), shard) for shard in _shardings(device, stage)]
@@ -91,7 +91,7 @@ def _first_difference(optimizer: Optimizer, device: torch.device, stage: int, ro
 
 
 def _shardings(device: torch.device, stage: int) -> list[Sharding]:
-    """For each of two ranks; for FSDP2 also this process's DTensors, since some operations do not support these."""
+    """The shardings of two ranks; for FSDP2 also this process's DTensors, which some operations do not support."""
     shardings: list[Sharding] = [partial(_flat if stage else _rows, rank=rank) for rank in range(2)]
     if stage or not torch.distributed.is_initialized():
         return shardings
@@ -135,8 +135,8 @@ def _step(optimizer: Optimizer, stage: int) -> None:
 
 
 def _set_gradients(optimizer: Optimizer, number: int) -> None:
-    """Of step `number`: rows of different norms; in every second step orthogonal to the weights, as before a norm
-    (AdamP tests for that); some very small and large ones, for optimizers that clip."""
+    """Sets gradients of step `number`: rows of different norms; in every second step orthogonal to the weights, as
+    before a norm (AdamP tests for that); some very small and large ones, for optimizers that clip."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             rows = weight.detach().reshape(len(weight) if weight.dim() > 1 else 1, -1)

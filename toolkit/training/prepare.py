@@ -268,7 +268,7 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 def _set_bucket_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
-    """As accelerate does, with the model's largest width in place of a config's `hidden_size`."""
+    """Sets the sizes as accelerate does, with the model's largest width in place of a config's `hidden_size`."""
     shapes = map(full_shape, model.parameters())
     width = max((min(shape) for shape in shapes if len(shape) > 1), default=1)
     sizes = {

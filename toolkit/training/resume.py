@@ -37,7 +37,7 @@ from toolkit.utils.files import read_table
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a run starts: at the first undamaged one of `candidates`; at step 0 where there are none."""
+    """Where a run starts: at the first undamaged one of `candidates`; at step 0 if there are none."""
 
     candidates: list[Path] = field(default_factory=list)
     """Checkpoints, newest first."""
@@ -68,7 +68,7 @@ def previous_attempt_in(checkpoints: Path) -> bool:
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The checkpoints that `--resume` names. Raises UserError where none is complete, or one is of another job."""
+    """The checkpoints that `--resume` names. Raises UserError if none is complete, or one is of another job."""
     if resume == "no":
         return Origin()
     path = _resume_path(resume, checkpoints)
@@ -95,7 +95,7 @@ def _resume_path(resume: str, checkpoints: Path) -> Path:
     if not path.exists() and (checkpoints / resume).is_dir():
         path = checkpoints / resume
     if path.is_file():
-        raise UserError(f"--resume {resume} is a file: name the checkpoint's folder, {path.parent}")
+        raise UserError(f"--resume {resume} is a file: pass the checkpoint's folder, {path.parent}")
     if not resume or not path.is_dir():
         remedy = "pass auto, no, a checkpoint's folder, or best, last or step-... of this run"
         raise UserError(f"--resume {resume or repr(resume)}: no such folder: {remedy}")
@@ -128,13 +128,13 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 
 def _checksum(model: Path) -> str:
-    """Of the folder's config and weights; of its exported graph where that is all it has."""
+    """Checksum of the folder's config and weights, or of its exported graph if it has no weights."""
     graph = (".onnx", ".onnx_data", ".data", ".xml", ".bin")
     return model_checksum(model, graph) if export_format(model) else model_checksum(model)
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UserError where the checkpoint's `identity` is not this run's."""
+    """Raises UserError if the checkpoint's `identity` is not this run's."""
     manifest = folders.read_manifest(folder)
     saved, current = dict(manifest["identity"]), facts["identity"]
     sources = {
@@ -163,14 +163,14 @@ class Resumed:
     same_run: bool
     """Whether this run saved it."""
     lines: list[str]
-    """For the log."""
+    """Lines for the log."""
 
 
 def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:
     """Restores the newest undamaged checkpoint into model, optimizer, schedule and random generators; all ranks must
     call it. `ignored`: settings that do not affect training and may change.
 
-    Returns None where the run starts at step 0. Raises UserError where all candidates are damaged.
+    Returns None if the run starts at step 0. Raises UserError if all candidates are damaged.
     """
     skipped = [f"checkpoint {why}: skipped" for why in origin.skipped]
     for folder in origin.candidates:
@@ -187,7 +187,7 @@ def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[
 
 @contextlib.contextmanager
 def _verified_copy(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Path, str]]:
-    """Gives (this rank's path of a checkpoint on rank 0's disk, what is wrong with it, the same on all ranks)."""
+    """Yields (this rank's path of a checkpoint on rank 0's disk, its fault or "", the same on all ranks)."""
     accelerator = checkpoints.accelerator
     fault = broadcast_object_list([folders.find_fault(folder) if accelerator.is_main_process else ""])[0]
     if fault:
@@ -239,7 +239,7 @@ def _resume_from(
 
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
-    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint where it is missing, newer than
+    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is missing, newer than
     the resumed one or of another `--save_dtype`. Where the best checkpoint is gone, the next evaluation counts as the
     best."""
     model_folder, best, dtype = checkpoints.path.with_name("model"), checkpoints.best, checkpoints.settings.save_dtype
@@ -271,7 +271,7 @@ def restore_randomness(path: Path, states: dict[str, Any]) -> None:
 
 
 def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
-    """Raises UserError where a checkpoint has more steps than the run, or all of them and settings have changed."""
+    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings have changed."""
     fault = f"has taken {step} steps, but the settings ask for {total} in total" * (step > total)
     if step == total and changes:
         fault = f"is of a finished run, and the changed settings would have no effect ({'; '.join(changes)})"

@@ -34,7 +34,7 @@ class RunFolder:
     origin: Origin
     """The checkpoints from which the run may resume."""
     lock: FileLock | None = None
-    """Of the main process, held while this object exists, against a second run in the same folder."""
+    """Held by the main process while this object exists, so that no second run uses the folder."""
 
     @property
     def model(self) -> Path:
@@ -44,7 +44,7 @@ class RunFolder:
 def open_run_folder(
     accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
 ) -> RunFolder:
-    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError where the folder holds
+    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError if the folder holds
     a run that `--resume` excludes, or that cannot be resumed."""
     folder, fault = None, ""
     if accelerator.is_main_process:
@@ -92,7 +92,7 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
         if moves_aside:
             old = path.resolve()
             if Path.cwd().is_relative_to(old):
-                raise UserError(f"--overwrite_output_dir would move the current folder, {old}: start from another")
+                raise UserError(f"--overwrite_output_dir would move the current folder, {old}: start in another folder")
             folder = old if path.is_symlink() else path  # a link to another disk stays
             aside = _unused_path(folder.with_name(f"{folder.name}.old-{stamp}"))
             folder.rename(aside)
@@ -112,7 +112,7 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
 
 
 def _lock(path: Path) -> FileLock | None:
-    """Locks the folder, if it exists. Raises UserError where another process has locked it."""
+    """Locks the folder, if it exists. Raises UserError if another process has locked it."""
     if not path.is_dir():
         return None
     lock = FileLock(path / ".lock", timeout=0)
@@ -142,7 +142,7 @@ def _holder(path: Path) -> str:
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """The sections of the config.json in the folder; none where it cannot be read."""
+    """The sections of the config.json in the folder; none if it cannot be read."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -151,7 +151,7 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _can_continue(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
-    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 where it has none yet."""
+    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 if it has none yet."""
     if origin.candidates:
         return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():

@@ -46,7 +46,7 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
 
 def refuse_copies(accelerator: Accelerator, model: Any) -> None:
     """Makes a recipe's `model.state_dict()` (with `torch.save` or `save_pretrained`, too), `model.load_state_dict` and
-    `copy.deepcopy(model)` raise UserError where the strategy has shards, or trains its own copies of weights."""
+    `copy.deepcopy(model)` raise UserError if the strategy has shards, or trains its own copies of weights."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin or accelerator.is_fsdp2:
         for part in {model, *unwrapped(model).modules()}:
@@ -144,7 +144,7 @@ class RefuseLocalNumbers(TorchFunctionMode):
         placements = getattr(args[0], "placements", ()) if args and function.__name__ in _TO_NUMBERS else ()
         if not all(each.is_replicate() for each in placements) and not _called_by_strategy():
             raise UserError(
-                f"{function.__name__}() of a DTensor is that of one process: use `.full_tensor()` in all first"
+                f"{function.__name__}() of a DTensor covers one shard: call `.full_tensor()` in all processes first"
             )
         return function(*args, **(kwargs or {}))
 

@@ -36,7 +36,7 @@ from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
 from toolkit.utils.modules import unwrapped
 
-# How often metrics and stop signals are gathered on a GPU where --logging_steps is not set
+# How often metrics and stop signals are gathered on a GPU if --logging_steps is not set
 _GATHER_SECONDS = 1.0
 # Each step that fp16 skips halves the loss scale: 16 in a row take it from 2**16 to 1
 _MAX_SKIPPED = 15
@@ -56,7 +56,7 @@ class Schedule:
 
 
 def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> Schedule:
-    """Raises UserError where a text is longer than `max_tokens_per_batch`."""
+    """Raises UserError if a text is longer than `max_tokens_per_batch`."""
     longest, max_tokens = int(train.lengths.max()), settings.max_tokens_per_batch
     if max_tokens is not None and longest > max_tokens:
         why = f"--max_tokens_per_batch {max_tokens} is less than the longest text, which has {longest} tokens"
@@ -79,16 +79,16 @@ class StepMetrics:
     """Mean over the global batch's samples, or their target tokens."""
     learning_rate: float
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
     samples: int
     tokens: int
-    """Of this step, without padding."""
+    """Tokens of this step, without padding."""
     samples_per_second: float
     tokens_per_second: float
     padding: float
     """Fraction of padding among all computed tokens."""
     mfu: float | None
-    """Over all devices (`toolkit.training.mfu`); None where their peak is unknown."""
+    """Utilization of all devices (`toolkit.training.mfu`); None if their peak is unknown."""
     peak_memory_bytes: int
     """Maximum over processes since the start or the last evaluation: device memory, or resident memory on a CPU."""
 
@@ -116,7 +116,7 @@ class Step:
     """Set when they are gathered."""
     _batch: Batch | None = None
     _computed_tokens: int = 0
-    """Of this process, with padding."""
+    """Tokens that this process has computed, with padding."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
 
@@ -137,13 +137,13 @@ class Step:
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches. The gradients of `model` are synchronised in the last one, or in each
-        with `sync_each_batch`. Raises UserError where `requires_grad` of a parameter has changed."""
+        with `sync_each_batch`. Raises UserError if `requires_grad` of a parameter has changed."""
         accelerator, sync_each_batch = self.steps.accelerator, self.steps.settings.sync_each_batch
         if sync_each_batch is None:
             sync_each_batch = accelerator.is_fsdp2
         self.steps.model, checks = model, self.steps.checks
         checks.begin_step(self.number, model, accumulates=sync_each_batch or not accelerator.is_fsdp2)
-        self._losses, self._ids, self._computed_tokens = [], [], 0  # of the last pass, where there are two
+        self._losses, self._ids, self._computed_tokens = [], [], 0  # only the last of two passes counts
         prefetched = [*self.collations[1:], self.next_step.collations[0] if self.next_step else None]
         for collation, prefetch in zip(self.collations, prefetched, strict=True):
             accelerator.sync_gradients = collation is self.collations[-1]
@@ -169,7 +169,7 @@ class Step:
             raise UserError("call step.mean() inside `for batch in step.micro_batches(model)`")
         if losses.shape != batch.weights.shape:
             shapes = f"shape {tuple(batch.weights.shape)}, and got {tuple(losses.shape)}"
-            remedy = "leave the mean over the batch out (reduction='none')"
+            remedy = "use reduction='none', without a mean over the batch"
             raise UserError(f"step.mean() takes one loss per sample, {shapes}: {remedy}")
         checks = self.steps.checks
         checks.check_losses(losses)
@@ -222,14 +222,14 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Device memory where the device counts it, otherwise the process's largest resident size."""
+    """Device memory if the device reports it, otherwise the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return memory.peak_resident_bytes()
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """On CUDA, and on a CPU under Linux (proc(5))."""
+    """Resets the peak on CUDA, and on a CPU under Linux (proc(5))."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -241,7 +241,7 @@ class Steps:
     """Iterates over the optimizer steps of a run; the order of samples does not depend on the processes."""
 
     def __init__(self, accelerator: Accelerator, train: Split, tokenizer: Any, settings: TrainingSettings) -> None:
-        """Raises UserError where a text is longer than `max_tokens_per_batch`."""
+        """Raises UserError if a text is longer than `max_tokens_per_batch`."""
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         if accelerator.device.type == "cpu":
@@ -265,7 +265,7 @@ class Steps:
         self._steps_per_gather, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
     def _seed_dropout(self) -> None:
-        """Different on each process and after the steps of a resumed run; the weights have been initialized before."""
+        """Seeds dropout by process and by the steps of a resumed run; the weights have been initialized before."""
         seed = self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0) + 1_000_003 * self.done
         set_seed(seed % 2**31, device_specific=True)
 
@@ -295,7 +295,7 @@ class Steps:
                 indices = order[number % per_epoch]
                 collate = self.collate.at(epoch, number / max(1, self.schedule.total_steps - 1))
                 tokens, denominator = train.lengths[indices].sum(), collate.loss_denominators(indices).sum()
-                # 1 where no text has a target token: their loss is 0
+                # 1 if no text has a target token: their loss is 0
                 yield Step(self, number + 1, indices, int(tokens), denominator.item() or 1, collate)
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:
@@ -327,7 +327,7 @@ class Steps:
             yield each.metrics
 
     def _gather(self, finished: list[Step], signal: int) -> None:
-        """With one small collective and one copy to the host, for any number of steps."""
+        """Gathers any number of steps by one small collective and one copy to the host."""
         device, count, start = self.accelerator.device, len(finished), time.perf_counter()
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         computed = [step._computed_tokens for step in finished]
@@ -368,7 +368,7 @@ class Steps:
             )
 
     def _broadcast_buffers(self) -> None:
-        """Gives all processes rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with
+        """Broadcasts rank 0's running means (BatchNorm's), as DDP does: otherwise each would evaluate with
         other ones."""
         accelerator = self.accelerator
         if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):

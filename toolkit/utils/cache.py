@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 FILES = "files.json"
-"""In each cached folder, written last: its source, and the size and checksum of every file."""
+"""Written last into each cached folder: its source, and the size and checksum of every file."""
 _LOG_SECONDS = 300.0
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 

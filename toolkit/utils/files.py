@@ -266,7 +266,7 @@ def refuse_link_out(path: Path, folder: Path) -> None:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raises UserError for what `git clone` leaves in the place of a large file where Git LFS is not installed."""
+    """Raises UserError for what `git clone` leaves in the place of a large file if Git LFS is not installed."""
     with path.open("rb") as file:
         if file.read(20) == b"version https://git-":
             fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it from the hub's page"

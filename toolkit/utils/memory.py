@@ -55,7 +55,7 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
 
 
 def explain_without_batch(error: Exception) -> str | None:
-    """As `explain`, where a model is prepared or an optimizer takes its step: no smaller batch helps there."""
+    """As `explain`, while a model is prepared or an optimizer steps: a smaller batch does not help then."""
     if not is_out_of_memory(error):
         return None
     return (
@@ -69,7 +69,7 @@ def _quoted(error: Exception) -> str:
 
 
 def peak_resident_bytes() -> int:
-    """This process's largest resident size (proc(5)); where that is unknown, getrusage's, which on Linux begins at the
+    """This process's largest resident size (proc(5)); if that is unknown, getrusage's, which on Linux begins at the
     size of the process that started this one."""
     with contextlib.suppress(OSError):
         if line := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")):
@@ -125,13 +125,13 @@ def machine_memory() -> int:
 
 
 def container_memory() -> list[str]:
-    """A container's memory limit, use and statistics; empty where there are none."""
+    """A container's memory limit, use and statistics; empty if there are none."""
     names = (("max", "limit_in_bytes"), ("current", "usage_in_bytes"), ("stat", "stat"))
     return [read_cgroup(f"memory.{second}", f"memory/memory.{first}") for second, first in names]
 
 
 def read_cgroup(*names: str) -> str:
-    """The first of these files of a container (version 2, then 1); empty where there is none."""
+    """The first of these files of a container (version 2, then 1); empty if there is none."""
     files = (_CGROUP / name for name in names)
     return next((file.read_text(encoding="ascii").strip() for file in files if file.is_file()), "")
 

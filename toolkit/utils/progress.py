@@ -20,7 +20,7 @@ class Progress:
         self.terminal, self.shown = sys.stderr.isatty(), False
 
     def update(self, done: int, part: float | None = None) -> None:
-        """`part`: the share of the work that is done, where it is not that of the rows."""
+        """`part`: the share of the work that is done, if it is not that of the rows."""
         now, part = time.monotonic(), done / max(1, self.total) if part is None else part
         if now < self.due or not part:
             return

@@ -113,7 +113,7 @@ def remedy(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     if "code" in names or "toolkit" in names:
         lines.append("copy the same code to all machines (`git pull`, or rsync the folder)")
     if "device" in names:
-        lines.append("`toolkit doctor` where it is cpu shows why torch sees no GPU there")
+        lines.append("`toolkit doctor` on the machine with cpu shows why torch sees no GPU there")
     if "python" in names:
         lines.append("use the same Python on all machines")
     return ", and ".join(lines)

@@ -14,7 +14,7 @@ _ROWS = 64  # of a merged weight, summed at a time
 
 
 def widen(block: bytearray | memoryview, dtype: str, name: str = "") -> np.ndarray:
-    """A block's numbers as fp32. Raises UserError, naming the tensor, where one becomes infinite."""
+    """A block's numbers as fp32. Raises UserError, naming the tensor, if one becomes infinite."""
     if dtype == "BF16":
         bits = np.frombuffer(block, np.uint16).astype(np.uint32)
         bits <<= 16
@@ -23,7 +23,7 @@ def widen(block: bytearray | memoryview, dtype: str, name: str = "") -> np.ndarr
 
 
 def narrow(values: np.ndarray, dtype: str, name: str = "") -> memoryview:
-    """fp32 numbers as bytes of `dtype`. Raises UserError where one becomes infinite."""
+    """fp32 numbers as bytes of `dtype`. Raises UserError if one becomes infinite."""
     numbers = _round_to_bf16(values) if dtype == "BF16" else _cast(values, dtype, name)
     return numbers.data.cast("B")
 
@@ -47,7 +47,7 @@ def _round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _cast(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
-    """numpy's cast. Raises UserError where a finite number becomes infinite."""
+    """numpy's cast. Raises UserError if a finite number becomes infinite."""
     with np.errstate(all="ignore", over="raise"):
         try:
             return numbers.astype(_NUMPY[dtype], copy=False)

@@ -55,7 +55,7 @@ class ConvertSettings:
     overwrite: bool = False
     verify: bool = False
     sync: bool = False
-    """Flushes the output to the disk; always done where it replaces another."""
+    """Flushes the output to the disk; always done if it replaces another."""
     dry_run: bool = False
     without_checksums: bool = False
     """Also converts files without checksums, in which damage cannot be detected."""
@@ -205,7 +205,7 @@ def _averages(reader: CheckpointReader) -> dict[str, TensorIndex]:
 def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     """The tensors whose names begin with `prefix`, by the model's names.
 
-    Raises UserError where there are none, or the checkpoint has several models and `prefix` is empty.
+    Raises UserError if there are none, or the checkpoint has several models and `prefix` is empty.
     """
     prefix = prefix and prefix.rstrip(".") + "."
     states = reader.details.get("states")
@@ -298,7 +298,7 @@ def _from_base(
 ) -> dict[str, TensorIndex]:
     """The base model's tensors that a checkpoint lacks.
 
-    `missing`: parameters that the checkpoint omits -> shape, or None where it does not record them. If it records
+    `missing`: parameters that the checkpoint omits -> shape, or None if it does not record them. If it records
     nothing, as DeepSpeed's, all of the base model's tensors are taken that it lacks. Raises UserError when there is no
     base model, or it lacks a missing parameter, or has it in another shape.
     """
@@ -335,7 +335,7 @@ def _from_base(
 
 
 def _match_prefix(base: Mapping[str, TensorIndex], names: Collection[str]) -> Mapping[str, TensorIndex]:
-    """The base model's tensors, with a prefix (`bert.`) added or removed where more of them then match `names`."""
+    """The base model's tensors, with a prefix (`bert.`) added or removed if more of them then match `names`."""
     added = Counter(prefix for prefix, _, rest in (name.partition(".") for name in names) if rest in base)
     removed = Counter(prefix for prefix, _, rest in (name.partition(".") for name in base) if rest in names)
     choices = [base]

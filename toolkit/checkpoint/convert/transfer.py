@@ -48,7 +48,7 @@ class Output:
     def convert(self, numbers: memoryview, first: int) -> memoryview:
         """The output's bytes of the tensor's elements `numbers`, from `first` on.
 
-        Raises UserError where a finite number becomes infinite.
+        Raises UserError if a finite number becomes infinite.
         """
         if self.delta is None and self.tensor.dtype == self.dtype:
             return numbers
@@ -92,7 +92,7 @@ def split_into_shards(outputs: Iterable[Output], max_bytes: int, is_adapter: boo
 def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     """Writes the files, and the index of several, and returns the bytes read.
 
-    Raises UserError for a wrong checksum, a truncated file, or a number that becomes infinite; OSError where the disk
+    Raises UserError for a wrong checksum, a truncated file, or a number that becomes infinite; OSError if the disk
     cannot be written.
     """
     parts: dict[Member, list[_Part]] = defaultdict(list)

@@ -48,7 +48,7 @@ def is_tag_folder(folder: Path) -> bool:
 
 
 def find_tag_folder(root: Path) -> Path | None:
-    """The folder that `latest` names; None if there are no tags. Raises UserError where `latest` names none of them."""
+    """The folder that `latest` names; None if there are no tags. Raises UserError if `latest` names none of them."""
     tags = sorted(entry.name for entry in root.iterdir() if is_tag_folder(entry))
     choices, latest = listing(root / tag for tag in tags), root / "latest"
     if not latest.is_file():
@@ -68,7 +68,7 @@ def find_tag_folder(root: Path) -> Path | None:
 def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = None) -> CheckpointReader:
     """Opens a tag folder of save_checkpoint (ZeRO stage 0 to 3). `path`: as the user passed it.
 
-    Raises UserError where a file is missing, damaged or of another save.
+    Raises UserError if a file is missing, damaged or of another save.
     """
     models, optimizers, stage, world = _open_files(tag_folder)
     model, content = models[0], models[0].content
@@ -108,7 +108,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
 
 def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], int, int]:
     """(model files: one under stages 0 to 2, by rank under stage 3; optimizer files by rank, none under stage 0; the
-    ZeRO stage; the world size). Raises UserError where files are missing, damaged or of different saves."""
+    ZeRO stage; the world size). Raises UserError if files are missing, damaged or of different saves."""
     paths = _files_by_rank(folder)
     models = [_open(path, "module") for path in paths["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in paths["optimizer"].values()]
@@ -137,7 +137,7 @@ def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], i
 
 
 def _files_by_rank(folder: Path) -> dict[str, dict[int, Path]]:
-    """By kind (model, optimizer) and rank."""
+    """Files by kind (model, optimizer) and rank."""
     files: dict[str, dict[int, Path]] = {"model": {}, "optimizer": {}}
     for path in sorted(folder.iterdir()):
         match = _FILE.fullmatch(path.name)
@@ -230,7 +230,7 @@ class _Rank:
         return {index: counts[index] | states[index] for index in steps if index in states}
 
     def flat(self, number: int, key: str) -> TensorIndex:
-        """A group's flat buffer of masters (key "") or of a state; empty where the rank has only padding."""
+        """A group's flat buffer of masters (key "") or of a state; empty if the rank has only padding."""
         tensor, masters = self.groups[number].get(key), self.groups[number][""]
         if tensor is None:
             return TensorIndex(key, (0,), masters.dtype, ())
@@ -241,7 +241,7 @@ class _Rank:
         return flat
 
     def addresses(self, number: int) -> dict[str, tuple[int, int]]:
-        """Parameter -> (first element, elements) in this rank's partition of a group, where the file has them."""
+        """Parameter -> (first element, elements) in this rank's partition of a group, if the file has them."""
         zero = (self.opened.content.get("ds_config") or {}).get("zero_optimization") or {}
         mappings = self.content.get("param_slice_mappings") or []
         # those of 0.19.8 are wrong under round_robin_gradients, which reorders parameters
@@ -333,7 +333,7 @@ def _tensors_of_group(
 
 
 def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
-    """The optimizer's values for a whole group, by rank where they differ. Raises UserError for different steps."""
+    """The optimizer's values for a whole group, by rank if they differ. Raises UserError for different steps."""
     by_key: dict[str, list[Scalar]] = {}
     for rank in ranks:
         for key, value in rank.groups[number].items():

@@ -92,7 +92,7 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
 
 def _only_checkpoint_in(path: Path) -> Path:
     """The only `checkpoint-N` of transformers' Trainer, `checkpoint_N` of accelerate, or file that may be a model's
-    state. Raises UserError where there is none, or several."""
+    state. Raises UserError if there is none, or several."""
     if any((path / "model").glob("*.safetensors")):
         raise UserError(
             f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
@@ -110,7 +110,7 @@ def _only_checkpoint_in(path: Path) -> Path:
 
 
 def _check(reader: CheckpointReader, folder: Path) -> None:
-    """Raises UserError where files are of different saves, or one is outside the folder."""
+    """Raises UserError if files are of different saves, or one is outside the folder."""
     files = {span.member.file for tensor in reader.tensors() for span in tensor.spans} | {reader.model_folder or folder}
     for file in sorted(file for file in files if file.is_relative_to(folder)):
         refuse_link_out(file, folder)

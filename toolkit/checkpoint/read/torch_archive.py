@@ -30,12 +30,12 @@ class TorchArchive:
     file: Path
     content: Any
     members: Mapping[str, Member]
-    """By name in the zip file: `ARCHIVE/data/KEY` is the storage KEY."""
+    """Members by name in the zip file: `ARCHIVE/data/KEY` is the storage KEY."""
     archive: str
     """The file's name when it was saved, without suffix; `archive` if torch got none."""
 
     def index(self, name: str, tensor: Any) -> TensorIndex:
-        """The index of a tensor of this file. Raises UserError where it is not contiguous or its bytes are missing."""
+        """The index of a tensor of this file. Raises UserError if it is not contiguous or its bytes are missing."""
         if type(tensor) is not Tensor:
             raise UserError(f"{self.file}: {name} is a {type(tensor).__name__} where a tensor should be")
         if not tensor.contiguous or tensor.bits:
@@ -91,7 +91,7 @@ def open_torch_archive(file: Path, start: int = 0, size: int | None = None) -> T
 
 
 def read_member(member: Member, max_bytes: int) -> bytes:
-    """Reads a member and checks its CRC32. Raises UserError, also where it has more than `max_bytes`."""
+    """Reads a member and checks its CRC32. Raises UserError, also if it has more than `max_bytes`."""
     if member.size > max_bytes:
         raise UserError(f"{member.file}: {member.name} has {member.size:,} bytes, more than it can have: damaged?")
     content = bytearray(member.size)

@@ -21,7 +21,7 @@ from toolkit.checkpoint.tensor_index import DTYPES, ITEM_BYTES
 from toolkit.errors import UserError
 
 MAX_BYTES = 64 << 20
-"""Of a pickle; one of 10,000 tensors has about 1 MiB."""
+"""Largest size of a pickle; one of 10,000 tensors has about 1 MiB."""
 _MAX_OPERATIONS = 5_000_000
 _MAX_DEPTH = 100
 
@@ -77,7 +77,7 @@ class Tensor:
 
     @property
     def contiguous(self) -> bool:
-        """In row-major order."""
+        """Whether elements are in row-major order."""
         expected = 1
         for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if length != 1 and step != expected:
@@ -183,7 +183,7 @@ class _Unpickler(_Python):
 
 
 def _key(value: Any) -> Any:
-    """Returns a dict's key, or raises MalformedError where it could be slow to hash."""
+    """Returns a dict's key, or raises MalformedError if it could be slow to hash."""
     parts = value if type(value) is tuple and len(value) <= 16 else (value,)
     for part in parts:
         kind = type(part)

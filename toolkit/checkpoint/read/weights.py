@@ -28,7 +28,7 @@ from toolkit.utils.files import read_table
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", ".metadata"
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-"""Of a file that may be a model's state."""
+"""Suffixes of files that may be a model's state."""
 
 _Chunks = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 """(tensor, offsets of a chunk) -> (file, first byte, bytes)."""
@@ -215,7 +215,7 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
 
 
 def _joined_chunks(folder: Path, name: str, entry: Mapping[str, Any], chunks: _Chunks) -> TensorIndex:
-    """Joins a tensor's chunks. Raises ValueError where it is not sharded along its first dimension."""
+    """Joins a tensor's chunks. Raises ValueError if it is not sharded along its first dimension."""
     shape, shards = entry["size"], []
     for chunk in entry["chunks"]:
         offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]

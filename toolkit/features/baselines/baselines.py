@@ -49,7 +49,7 @@ def write_baselines(
 
 
 def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
-    """The content of baselines.json; None where it is not of this evaluation."""
+    """The content of baselines.json; None if it is not of this evaluation."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         same = (content["split"], content["num_samples"]) == (last.split, last.numbers.get("num_samples"))

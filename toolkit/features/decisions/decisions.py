@@ -45,7 +45,7 @@ _COVERAGES = np.linspace(1, 0.05, 20)
 
 @dataclass(frozen=True)
 class Decisions(ClassAnswers):
-    """Answers after a temperature and thresholds; None where the probability is below `abstain_below`."""
+    """Answers after a temperature and thresholds; None if the probability is below `abstain_below`."""
 
     temperature: float = 1.0
     thresholds: Mapping[str, float] = field(default_factory=dict)
@@ -139,7 +139,7 @@ _KINDS: Kinds = {
 
 
 def saved_decisions(model: str, labels: Labels) -> Decisions | None:
-    """Reads decisions.json of a model's folder, or of a name on the hub; None where there is none.
+    """Reads decisions.json of a model's folder, or of a name on the hub; None if there is none.
 
     Raises UserError for a file that is damaged or of a model with other labels.
     """

@@ -22,14 +22,14 @@ class Devices:
     gpus: Sequence[Sequence[str]] = ()
     """Rows of nvidia-smi: index, name, MiB of memory, MiB in use, driver version."""
     driver_fault: str = ""
-    """The error of nvidia-smi; "" where it works or is not installed."""
+    """The error of nvidia-smi; "" if it works or is not installed."""
     torch: str = ""
     cuda: str | None = None
     accelerator: str = "cpu"
     names: Sequence[str] = ()
     """The GPUs that torch sees."""
     faults: Sequence[str] = ()
-    """Of those that this build of torch has no kernels for."""
+    """Errors for devices that this build of torch has no kernels for."""
     nccl: str = ""
     gloo: bool = True
     warnings: Sequence[str] = ()

@@ -82,7 +82,7 @@ def _explain_missing(error: RendezvousError, rank: int, job: Job) -> Finding:
 
 
 def _all_reduce(rendezvous: Rendezvous, uses_nccl: bool) -> AllReduce:
-    """With gloo, then with NCCL if gloo worked and every machine has GPUs."""
+    """Runs an all-reduce with gloo, then with NCCL if gloo worked and every machine has GPUs."""
     results: AllReduce = {}
     with_nccl = all(rendezvous.exchange(uses_nccl, _EXCHANGE_SECONDS))
     for backend in ("gloo", "nccl") if with_nccl else ("gloo",):

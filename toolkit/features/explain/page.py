@@ -62,7 +62,7 @@ class Explanation(NamedTuple):
 def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]) -> dict[int, Explanation]:
     """Explains samples by the run's saved model in this process -> place of a sample -> explanation.
 
-    Raises UserError where captum is missing, and for tokenizers without offsets.
+    Raises UserError if captum is missing, and for tokenizers without offsets.
     """
     require_extra("--explain", "explain", "captum")
     settings = ModelSettings(model_name_or_path=str(folder / "model"))

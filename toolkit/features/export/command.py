@@ -50,7 +50,7 @@ _SMOOTHING = 0.8
 def export(options: Any) -> None:
     """Writes the folder `options.out` atomically. `options` holds the arguments of `toolkit export`.
 
-    Raises UserError for a model that cannot be exported, and where too many predictions of the exported model differ.
+    Raises UserError for a model that cannot be exported, and if too many predictions of the exported model differ.
     """
     out, source = Path(options.out), Path(model_path(options.model))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -133,7 +133,7 @@ def _load_texts(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
 
 
 def _training_data(name: str, saved: Any, max_length: int | None) -> Any:
-    """The data of the run that trained the model; None where the model is not in a run folder, or a fold's."""
+    """The data of the run that trained the model; None if the model is not in a run folder, or a fold's."""
     run = training_run(name)
     if not run["identity"] or run["settings"].get("folds"):
         return None

@@ -16,7 +16,7 @@ _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalise(text: str) -> str:
-    """In lower case, without punctuation and repeated spaces."""
+    """Returns the text in lower case, without punctuation and repeated spaces."""
     return re.sub(r"[\W_]+", " ", text.casefold()).strip() or text
 
 
@@ -59,7 +59,7 @@ def _shingles(text: str) -> np.ndarray:
 
 
 def _band_keys(text: str) -> list[bytes]:
-    """A key for each band; equal where all MinHashes of the band are equal."""
+    """A key for each band; equal if all MinHashes of the band are equal."""
     hashes = _shingles(text)
     minima = np.array([((hashes * factor) >> np.uint64(32)).min() for factor in _MULTIPLIERS])
     return [part.astype(np.uint32).tobytes() for part in minima.reshape(_BANDS, _ROWS)]

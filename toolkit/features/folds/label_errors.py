@@ -57,7 +57,7 @@ def _find_in_classes(probabilities: np.ndarray, labels: np.ndarray, answers: np.
 
 
 def balanced_skill(labels: np.ndarray, answers: np.ndarray) -> float:
-    """Balanced accuracy, adjusted so that one answer for all rows has 0; 1 where all rows have the same class.
+    """Balanced accuracy, adjusted so that one answer for all rows has 0; 1 if all rows have the same class.
 
     Takes classes (N,), or (N, C) of 0 and 1: then the mean over the labels that occur in some rows, not in all."""
     columns = zip(labels.T, answers.T, strict=True) if labels.ndim == 2 else [(labels, answers)]

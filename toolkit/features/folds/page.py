@@ -93,7 +93,7 @@ def write_folds(folder: Path) -> list[str]:
 
 
 def _differing_settings(folds: Sequence[dict[str, Any]]) -> list[str]:
-    """A warning where the command has changed between folds."""
+    """A warning if the command has changed between folds."""
     names = {name for name, value in folds[0].items() if any(fold.get(name) != value for fold in folds)}
     names -= {"output_dir", "overwrite_output_dir"}
     return [f"the folds were trained with different settings: {listing(sorted(names))}"] if names else []

@@ -76,7 +76,7 @@ def select_rows(
 
 
 def refuse_leaks(settings: Any, accelerator: Accelerator | None) -> None:
-    """Raises UserError where `--model_name_or_path` or `--teacher` was trained on the labels of these rows, which
+    """Raises UserError if `--model_name_or_path` or `--teacher` was trained on the labels of these rows, which
     out-of-fold predictions would repeat. Warns of other teachers: what they were trained on is unknown."""
     values = flat(settings)
     for setting in ("model_name_or_path", "teacher"):
@@ -102,7 +102,7 @@ def _source(values: Mapping[str, Any], folder: str | None = None) -> list[Any]:
 def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:
     """The fold to train now, from 1. A collective. `digest`: of the rows and how they are read.
 
-    Raises UserError where the folder has folds of other data or another number of folds, or all are done.
+    Raises UserError if the folder has folds of other data or another number of folds, or all are done.
     """
     fold, fault = 1, ""
     if accelerator is None or accelerator.is_main_process:
@@ -142,7 +142,7 @@ def _next(folder: Path, folds: int, digest: str) -> int:
 
 
 def split_fold(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
-    """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class where there are classes.
+    """({"train": rows, "validation": rows}, note) of one of `folds` folds, stratified by class if there are classes.
     All rows of a text are in one fold. Raises UserError for fewer texts than folds."""
     import pandas as pd
     from sklearn.model_selection import KFold, StratifiedKFold
@@ -171,7 +171,7 @@ def text_digest(text: str) -> str:
 def correct_labels(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
     """(the training rows with the labels of `--label_corrections`, without the rows it leaves out, a note).
 
-    Raises UserError naming the line and the row where the file does not fit.
+    Raises UserError naming the line and the row if the file does not fit.
     """
     index_of = {int(row): index for index, row in enumerate(rows.numbers)}
     corrections = _read_corrections(Path(file))

@@ -22,9 +22,9 @@ class HubSettings:
     push_to_hub: bool = False
     """Upload model/ when the run has ended."""
     hub_model_id: str | None = None
-    """The repository: NAME or OWNER/NAME; the name of output_dir when not given."""
+    """The repository: NAME or OWNER/NAME; default: the name of output_dir."""
     hub_private_repo: bool | None = None
-    """Make a new repository private; the owner's default when not given."""
+    """Make a new repository private; default: the owner's setting."""
 
 
 class HubFeature(Feature):

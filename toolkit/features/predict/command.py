@@ -314,7 +314,7 @@ def sibling(source: Path, ending: str) -> Path:
 
 
 def _choose_output(options: Any) -> Path:
-    """The file to write. Raises UserError where that is impossible, before any work."""
+    """The file to write. Raises UserError if that is impossible, before any work."""
     source = Path(options.file)
     if source.is_dir():
         raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")

@@ -106,7 +106,7 @@ def _output_folder(options: Any) -> Path:
 
 
 def _evaluate(split: Split, logits: np.ndarray, answers: ClassAnswers) -> Evaluation:
-    """With the plain loss, without class weights or other options of training; on the main process."""
+    """Evaluates on the main process, with the plain loss: no class weights or other options of training."""
     compute_metrics = partial(classification_metrics, labels=answers.labels)
     losses = sample_losses(torch.from_numpy(logits), torch.from_numpy(split.labels), answers.labels.problem_type)
     numbers = {"num_samples": len(split), "loss": float(losses.double().mean())}

@@ -64,7 +64,7 @@ class Parts:
         return dict(sorted((int(match[1]), int(match[2])) for match in matches if match))
 
     def missing(self, rows: int) -> list[str]:
-        """The gaps between the parts, in rows from 1: `1 to 65536`. Raises UserError where two parts have a row."""
+        """The gaps between the parts, in rows from 1: `1 to 65536`. Raises UserError if two parts have a row."""
         gaps, at = [], 0
         for start, end in [*self.finished().items(), (rows, rows)]:
             if start < at:  # windows of different versions of a library
@@ -75,7 +75,7 @@ class Parts:
         return gaps
 
     def write(self, start: int, rows: Any, columns: dict[str, list[Any]]) -> None:
-        """Writes a part: rows (an Arrow table) with the columns of predictions. Raises UserError where another job has
+        """Writes a part: rows (an Arrow table) with the columns of predictions. Raises UserError if another job has
         taken the folder, before this one had a part."""
         if self.facts and self.facts != self._saved_facts():
             raise UserError(f"{self.folder} belongs to another prediction now: name another --output for one of them")

@@ -41,7 +41,7 @@ EVALUATION_DRAW = Draw(0, 0, 0.15)
 
 
 def count_masked(maskable: np.ndarray, probability: float) -> np.ndarray:
-    """(samples,) maskable tokens -> (samples,) int64 masked tokens, at least 1 where any is maskable."""
+    """(samples,) maskable tokens -> (samples,) int64 masked tokens, at least 1 if any is maskable."""
     return np.minimum(np.maximum(np.floor(maskable * probability + 0.5), 1), maskable).astype(np.int64)
 
 
@@ -156,7 +156,7 @@ class Masks(Targets):
         return np.ones((1, 2)), np.ones(1)
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
-        """Writes `labels`, and, for whole words, `words`. Raises UserError where no token is maskable."""
+        """Writes `labels`, and, for whole words, `words`. Raises UserError if no token is maskable."""
         ids, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets"))
         ordinary = ~special_tokens(tokenizer)
         maskable = [np.count_nonzero(ordinary[ids[start:end]]) for start, end in itertools.pairwise(offsets.tolist())]

@@ -36,7 +36,7 @@ as many, since each part reads the whole output layer."""
 
 def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
     """An encoder with masked-language head for batches of `MaskingCollator`, in float32 on the CPU, with equal weights
-    on all ranks. Raises UserError where it cannot be loaded, or has no head and `new_head` is off."""
+    on all ranks. Raises UserError if it cannot be loaded, or has no head and `new_head` is off."""
     name, config = str(settings.model_name_or_path), load_config(settings)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
         why = f"transformers has no masked-language head for a {config.model_type}"
@@ -61,7 +61,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
 
 def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     """Makes a masked-language model accept `target_positions` and `target_ids` (B, K) and then return `logits`
-    (B, K, 2): the loss of each masked token, and in evaluation 1 where the most probable token is correct."""
+    (B, K, 2): the loss of each masked token, and in evaluation 1 if the most probable token is correct."""
     masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()
     training, ids = model.training, torch.full((1, 8), 3)
     with torch.no_grad(), cpu_attention(model):

@@ -25,8 +25,8 @@ class MaskingSettings:
     """Which tokens are masked."""
 
     mlm_probability: str | None = None
-    """The share of tokens that is masked, or `0.30:0.15`, from the first step to the last; 0.15 when not given, 0.30
-    for ModernBERT and EuroBERT."""
+    """Fraction of tokens to mask, or `0.30:0.15`, from the first step to the last; default: 0.15, or 0.30 for
+    ModernBERT and EuroBERT."""
     whole_word_mask: bool = False
     """Mask whole words instead of single tokens; Chinese words are found by jieba."""
 

@@ -37,7 +37,7 @@ class _EndOfSweep(BaseException):
 
 
 Values = list[str] | methodcaller
-"""Of a setting: a list, or for a range the function that suggests one in an optuna trial."""
+"""Values of a setting: a list, or for a range the function that suggests one in an optuna trial."""
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
@@ -281,7 +281,7 @@ def _name(trial: Any) -> str:
 
 
 def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
-    """(--metric_for_best_model and its sign, step -> its value so far, negated where lower is better)."""
+    """(--metric_for_best_model and its sign, step -> its value so far, negated if lower is better)."""
     from toolkit.report.files import Record
 
     if not (folder / "eval.jsonl").exists():

@@ -13,10 +13,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     configs = "run the best settings under each config"
     add("recipe", metavar="RECIPE.py")
     add("--search", action="append", default=[], metavar="NAME=VALUES", help=search)
-    add("--trials", type=int, metavar="N", help="runs of the search in all [20]")
-    add("--seeds", type=int, metavar="N", help="run the best settings with N seeds in all")
+    add("--trials", type=int, metavar="N", help="total runs of the search [20]")
+    add("--seeds", type=int, metavar="N", help="run the best settings with N seeds")
     add("--configs", type=lambda text: text.split(","), default=[], metavar="FILE,FILE", help=configs)
-    add("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
+    add("--output_dir", metavar="FOLDER", help="folder of the sweep [runs/sweep-RECIPE], with a folder for each run")
 
 
 FEATURE = Feature(Command(

@@ -23,7 +23,7 @@ from toolkit.features.titles.readable import readable
 from toolkit.launch.precision import autocast
 from toolkit.utils.modules import unwrapped
 
-_DEFAULT_MAX_LENGTH = 33  # where generation_config.json sets none
+_DEFAULT_MAX_LENGTH = 33  # if generation_config.json sets none
 
 
 def title_metrics(titles: Sequence[str], references: Sequence[str], segmenter: Any = "auto") -> dict[str, Any]:

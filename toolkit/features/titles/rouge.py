@@ -20,7 +20,7 @@ from toolkit.utils.extras import require_extra
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 FOREIGN_SHARE = 0.2
-"""Where the share of Chinese among the references' letters is greater, `auto` takes jieba; where only that of all
+"""If the share of Chinese among the references' letters is greater, `auto` takes jieba; if only that of all
 letters but a-z is, char (whole words of Korean or Russian)."""
 
 _HAN = re.compile(f"[{HAN}]")
@@ -29,7 +29,7 @@ _CHARACTERS = re.compile(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+(?:(?<=\d)\.\d+)*")
 
 
 def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", "jieba", "char"]:
-    """Replaces `auto`. Raises UserError for `word` where it would ignore the references' letters: every score would be
+    """Replaces `auto`. Raises UserError for `word` if it would ignore the references' letters: every score would be
     0."""
     if segmenter in ("jieba", "char"):
         return segmenter
@@ -46,7 +46,7 @@ def resolve(segmenter: Segmenter, references: Sequence[str]) -> Literal["word", 
 def scores(predictions: Sequence[str], references: Sequence[str], segmenter: Segmenter) -> list[dict[str, float]]:
     """{rouge1, rouge2, rougeL} of each pair: F-measures from 0 to 1; 0 for an empty text.
 
-    Raises UserError where the extra `titles` is not installed, ValueError for lists of different lengths.
+    Raises UserError if the extra `titles` is not installed, ValueError for lists of different lengths.
     """
     require_extra("ROUGE", "titles", "rouge_score")
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second

@@ -22,7 +22,7 @@ class TitleDataSettings(TextSettings):
     """Columns of texts and titles."""
 
     title_column: str | None = None
-    """Found by its name (title, summary, ...) when not given."""
+    """Default: detected by its name (title, summary, ...)."""
     max_target_length: int = Field(default=32, ge=2)
     """Tokens of a title, its end token included: longer ones are truncated in training; none longer is generated."""
 

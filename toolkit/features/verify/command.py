@@ -50,7 +50,7 @@ class Trial:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Tokens per step: equal where a step took the same samples."""
+    """Tokens per step: equal if a step took the same samples."""
     difference: float | None = None
     """The largest relative difference of a step's loss or (weighted) gradient norm."""
     reason: str = ""
@@ -60,7 +60,7 @@ class Trial:
         return not self.error and (self.difference is None or self.difference <= self.allowed)
 
     def difference_from(self, other: Trial, steps: int | None = None) -> float:
-        """Over the first `steps`, without those that fp16 skips, whose gradient is infinite."""
+        """The largest difference in the first `steps`, without those that fp16 skips, whose gradient is infinite."""
         if len(self.losses) != len(other.losses):
             return math.inf
         weight, differences = 1.0 if self.precision == "no" else _GRADIENT_WEIGHT, [0.0]
@@ -89,7 +89,7 @@ class Trial:
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
-    """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 where a run differs."""
+    """`words`: the command line of the recipe and of its launcher. Exits with 0, or 1 if a run differs."""
     if not Path(options.recipe).is_file():
         raise UserError(f"there is no recipe {options.recipe}: pass its path, such as recipes/cls.py")
     verification = Verification(options, [word for word in words if word != "--"])
@@ -190,7 +190,7 @@ def _reason_of_size(trial: Trial, one: Trial) -> str:
 
 
 def _reason_of_strategy(trial: Trial, one: Trial) -> str:
-    """Why a config gives other numbers, where one process gives the same with any micro-batches."""
+    """Why a config gives other numbers, if one process gives the same with any micro-batches."""
     if trial.tokens != one.tokens:
         return "its steps use other samples (a custom loader or order?): take the batches of step.micro_batches"
     if trial.difference_from(one, 1) <= trial.allowed:

@@ -1,7 +1,7 @@
 """Two implementations of the sparse attention of one layer, with the same results as transformers.
 
 `gathered` uses operators of every device. `flex` is one fused kernel for forward and one for backward on CUDA, compiled
-for each shape: so batches are split and padded to few shapes. `gathered` takes over for further shapes, and where one
+for each shape: so batches are split and padded to few shapes. `gathered` takes over for further shapes, and if one
 does not compile. On a CPU torch 2.13 compiles only its forward pass; uncompiled it is exact and dense, which the tests
 use. On an H100 a kernel took 4 to 17 seconds to compile; `gathered` is slower than transformers there.
 
@@ -44,7 +44,7 @@ _TILES = {"BLOCK_M": 64, "BLOCK_N": 64}  # of the forward kernel
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
-    """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
+    """flex_attention with a block mask, over 4 samples or one at a time; `gathered` if no kernel compiles."""
     has_no_data = type(query).__name__ == "FakeTensor"
     # a graph would have to build a mask in every layer
     if torch.compiler.is_compiling() or not (has_no_data or type(query) is Tensor):
@@ -148,7 +148,7 @@ _compiles: dict[tuple[Any, ...], bool] = {}
 
 
 def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask) -> Tensor | None:
-    """(B, nh, N * b, hs), or None where no kernel exists for such inputs. This does not change within a process, so
+    """(B, nh, N * b, hs), or None if no kernel exists for such inputs. This does not change within a process, so
     recomputed activations are the same."""
     query = inputs[0]
     if not _compiled_on(query.device.type):
@@ -180,7 +180,7 @@ def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask
 
 
 def _compiled_on(device: str) -> bool:
-    """On a CPU it runs uncompiled, since its compiled backward pass is missing."""
+    """Whether to compile: not on a CPU, where the compiled backward pass is missing."""
     return device != "cpu"
 
 

@@ -216,7 +216,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In at least float32."""
+    """Matrix product in at least float32."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     with _without_autocast(left):
         return left.to(dtype) @ right.to(dtype)
