@@ -25,7 +25,7 @@ from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
 from toolkit.checkpoint.model_folder import merge_lora
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
-from toolkit.features.padding_free import model as packing
+from toolkit.features.padding_free import packed as packing
 from toolkit.features.padding_free.packed import Packed
 from toolkit.models.bigbird import attention as ways
 from toolkit.models.classifier import load_classifier

@@ -406,8 +406,11 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
 def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
     leave = f"{AFTER}\n        if step.number == 4:\n            break"
     (tmp_path / "own_early.py").write_text(edited([]).replace(AFTER, leave), encoding="utf-8")
-    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--checkpoint_every", 9]
-    jobs = {"first": ["--eval_every", 9, "--logging_steps", 9], "second": ["--eval_every", 3]}
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model]
+    jobs = {
+        "first": ["--eval_every", 9, "--logging_steps", 9, "--checkpoint_every", 9],
+        "second": ["--eval_every", 3, "--checkpoint_every", 2],
+    }
     run_jobs(tmp_path, [], [["own_early", *files, *COMMON, *more, "--output_dir", tmp_path / name]
                             for name, more in jobs.items()])  # fmt: skip
     for name, evaluations in {"first": [4], "second": [3, 4]}.items():
@@ -417,6 +420,12 @@ def test_a_loop_that_ends_early_is_logged_evaluated_and_saved(tmp_path: Path, ti
         assert steps == evaluations or steps == [*evaluations, 3]  # the best at the end, if that is not the last
         assert (run / "checkpoints" / "last").resolve().name == "step-00000004"
         assert (run / "model" / "model.safetensors").is_file()
+
+
+def test_a_recipe_that_does_not_finish_says_so(tmp_path: Path, tiny_model: Path, reviews: Path) -> None:
+    (tmp_path / "own_return.py").write_text(edited([]).replace(AFTER, f"{AFTER}\n        return"), encoding="utf-8")
+    files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
+    assert f"{tmp_path / 'run'}: `run.finish" in run_jobs(tmp_path, [], [["own_return", *files, *COMMON]]).err
 
 
 @pytest.mark.multiprocess

@@ -23,6 +23,7 @@ from toolkit.errors import UserError, first_line
 from toolkit.evaluation import ComputeMetrics, Evaluation
 from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.best import make_best
+from toolkit.launch.exit_state import exit_state
 from toolkit.launch.signals import StopRequested
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
@@ -87,6 +88,7 @@ class Run:
         """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
         runs if a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
         for an optimizer or scheduler that is not prepared, and for a compiled model."""
+        exit_state.unfinished = f"{self.folder.path}: `run.finish(evaluate)` was not called: no results were written"
         refuse_compiled(model)
         check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
@@ -209,6 +211,7 @@ class Run:
             self.say(f"no report of the stopped run: {first_line(error)}")
 
     def _close(self) -> None:
+        exit_state.unfinished = ""
         self.checkpoints.wait()
         self._log.close()
 

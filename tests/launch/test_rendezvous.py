@@ -244,10 +244,10 @@ def test_choose_interface(monkeypatch: pytest.MonkeyPatch, others: list[str], se
     me = SimpleNamespace(node="B", address="")
     peers = [me, me, *(SimpleNamespace(node="A", address=f"to {address}") for address in others)]
     ranks: Any = SimpleNamespace(address="127.0.0.1", me=me, peers=peers)
-    network.choose_interface(rendezvous._node_address(ranks))
+    network.choose_interface(rendezvous._node_address(ranks), "cpu")
     assert [os.environ.get(name) for name in names] == [chosen, f"={chosen}" if chosen and not setting else chosen]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7,none0")
-    refusal(network.choose_interface, "", says=["GLOO_SOCKET_IFNAME=eth7,none0", "lo"])
+    refusal(network.choose_interface, "", "cpu", says=["GLOO_SOCKET_IFNAME=eth7,none0", "lo"])
 
 
 def test_nodes_of_one_host_name() -> None:

@@ -114,8 +114,9 @@ class Table:
         """`title,text` -> both, unless a column has that very name; spaces around a name do not count."""
         if column in self.rows.column_names:
             return [column]
-        stripped = {name.strip(): name for name in reversed(self.rows.column_names)}
-        return [stripped.get(part, part) for name in column.split(",") if (part := name.strip())]
+        names = self.rows.column_names
+        columns = {name.strip(): name for name in reversed(names)} | {name: name for name in names}
+        return [columns.get(part, part) for name in column.split(",") if (part := name.strip())]
 
     def find_columns(self, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
         """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or

@@ -80,7 +80,7 @@ def _refuse_unpadded(accelerator: Accelerator, size: int) -> Iterator[list[Evalu
     def checked_gather(outputs: Any, *more: Any, **options: Any) -> Any:
         several = outputs if isinstance(outputs, tuple) else ()  # one tensor may be a sum
         lengths = {len(each) for each in several if torch.is_tensor(each) and each.dim()}
-        if lengths and lengths == {len(batch.ids) for batch in current} - {size} and accelerator.num_processes > 1:
+        if lengths and lengths == {len(batch.ids) for batch in current} - {1, size} and accelerator.num_processes > 1:
             raise UserError(f"gather_for_metrics got outputs that are not padded: {GATHER}")
         return gather(outputs, *more, **options)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 _MAX_FRAMES = 6
 _LIBRARY = re.compile("^(?!.*-packages/toolkit/).*(/lib/python[0-9]|-packages/)|^<frozen|/toolkit/launch/failure.py$")
+_COLLECTIVES = re.compile("-packages/(torch/distributed|deepspeed)/")
 _Call = tuple[str, int, str]  # file, line, function
 
 
@@ -46,7 +47,7 @@ def backends() -> set[Any]:
 def waits() -> bool:
     """Whether this process waits in a collective: its main thread is in one (gloo, whose record is not in order), or
     NCCL has not finished one that it has begun."""
-    if re.search("/torch/distributed/|/deepspeed/", next((file for file, *_ in _main_thread_calls()), "")):
+    if _COLLECTIVES.search(next((file for file, *_ in _main_thread_calls()), "")):
         return True
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", lambda _: "{}")
     with contextlib.suppress(RuntimeError, ValueError, LookupError):  # torch may change its private record
@@ -74,9 +75,17 @@ def position_of(error: BaseException) -> str:
 def describe_crash(dump: str) -> str:
     """`crashed (Fatal Python error: Aborted) at cls.py:31 main`, from a dump of `faulthandler`: its last thread is the
     main one. Empty without a dump."""
-    what, *_, main = dump.split("(most recent call first):") if "call first):" in dump else ("", "")
-    calls = re.findall(r'File "(.+)", line (\d+) in (.+)', main)
-    return f"crashed ({what.splitlines()[0]}) at {_format(calls)}" if what else ""
+    calls = _crashed_calls(dump)
+    return f"crashed ({dump.splitlines()[0]}) at {_format(calls)}" if calls else ""
+
+
+def is_in_collective(dump: str) -> bool:
+    return any(_COLLECTIVES.search(file) for file, *_ in _crashed_calls(dump)[:1])
+
+
+def _crashed_calls(dump: str) -> list[Any]:
+    threads = dump.partition("Current thread's C stack trace")[0].split("(most recent call first):")  # Python 3.14
+    return re.findall(r'File "(.+)", line (\d+) in (.+)', threads[-1])
 
 
 def _format(calls: Sequence[_Call]) -> str:

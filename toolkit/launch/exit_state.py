@@ -33,6 +33,8 @@ class ExitState:
     exit_code: int = 0
     rerun: bool = False
     """Call `main` again when it returns."""
+    unfinished: str = ""
+    """A warning for when `main` returns."""
     free: Callable[[], object] | None = None
     """Frees what a strategy keeps of a model when `main` has returned, before it is called again."""
 

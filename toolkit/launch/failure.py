@@ -25,6 +25,7 @@ from toolkit.launch.nodes import set_global_ranks
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.utils import collector
+from toolkit.utils.log import logger
 from toolkit.utils.versions import check_requirements
 
 # Without a failure detector a rank whose failure others report or have caused waits this long for its launcher's end.
@@ -34,7 +35,8 @@ _CONNECTION_ERRORS = re.compile(
     "|timed out waiting"
 )
 _MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
-    "'DistributedDataParallel' object has no attribute|in state_dict: \"module\\.": "use `toolkit.unwrapped(model)`",
+    "'DistributedDataParallel' object has no attribute|Missing key.s. in state_dict: \"module\\.": "use "
+    "`toolkit.unwrapped(model)`",
     "mixed torch.Tensor and DTensor": "FSDP2 has shards: call the model that `prepare` returned, and change weights or "
     "gradients in your optimizer's `step`, or launch with ddp",
 }
@@ -104,6 +106,8 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
             if options.deepspeed_config:
                 os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
         _call(main)
+        if exit_state.unfinished and place_of(os.environ).rank == 0:
+            logger.warning(exit_state.unfinished)
         _exit_with_others()
 
     _exit_on_failure(work)
@@ -147,11 +151,13 @@ def _describe(error: Exception) -> str:
         return f"error: {line}"
     for pattern, remedy in _MISUSES.items():
         if re.search(pattern, str(error)):
-            return f"error: {' '.join(str(error).split())[:200]}: {remedy}"
-    try:
-        check_requirements()
-    except UserError as unsupported:
-        return f"error: {unsupported}"
+            where = collectives.position_of(error)
+            return f"error: {' '.join(str(error).split())[:200]} (at {where}): {remedy}"
+    if isinstance(error, ImportError | AttributeError):
+        try:
+            check_requirements()
+        except UserError as unsupported:
+            return f"error: {unsupported}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if _is_connection_error(error):
         if failure_detector.current is not None and (others := failure_detector.current.describe_others()):

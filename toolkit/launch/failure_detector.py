@@ -123,6 +123,7 @@ class FailureDetector:
             os.register_at_fork(after_in_child=connection.close)  # or it stays open when this process dies
         if not faulthandler.is_enabled():  # a crash (gloo aborts a rank whose peer sends more) says where it was
             faulthandler.enable(self._connections[min(self._connections)])
+            os.register_at_fork(after_in_child=faulthandler.disable)  # its file may have the connection's number
         for watch in (self._watch_connections, self._watch_store):
             threading.Thread(target=watch, daemon=True, name="failure detector").start()
         atexit.register(self.mark_done)
@@ -256,8 +257,9 @@ class FailureDetector:
             "late": f"error: a collective {failure.message}",
             "lost": f"error: lost the connection to {machine}: it or the network is down ({failure.message})",
             "gone": f"error: {who} "
-            + (failure.message or "exited without an error message: it was killed or crashed; see the output there"),
-        }[failure.kind] + RESUME_HINT * (failure.kind == "lost" or (failure.kind == "gone" and not failure.message))
+            + (failure.message or "exited without an error message: it was killed or crashed")
+            + "; see the output there",
+        }[failure.kind] + RESUME_HINT * (failure.kind in ("lost", "gone"))
 
     def _write(self, failure: Failure) -> Failure:
         """Returns the run's failure: the first that was written, or this one if the store does not answer."""
@@ -321,7 +323,7 @@ class FailureDetector:
         if not (crash := collectives.describe_crash(dump)):
             return ""
         here = f"rank {self.me.rank} on {self.me.host} is at {self._position or collectives.main_thread_position()}"
-        return f"{crash}; {here}" + f"; perhaps {MISMATCH}" * ("Aborted" in crash)
+        return f"{crash}; {here}" + f"; perhaps {MISMATCH}" * collectives.is_in_collective(dump)
 
     def describe_others(self) -> str:
         """Where the other ranks were at their last heartbeats; empty if rank 0, whose store has them, has exited."""

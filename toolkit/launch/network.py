@@ -58,7 +58,7 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
 def _classify(error: OSError) -> tuple[str, str]:
     """(kind, detail) of an UnreachableError."""
     if isinstance(error, socket.gaierror):
-        return "name", "this name cannot be resolved here"
+        return "name", "this name cannot be resolved here (an address is written without port and brackets)"
     if isinstance(error, ConnectionRefusedError):
         return "refused", "the machine answers, but nothing listens on this port"
     if isinstance(error, TimeoutError):
@@ -168,9 +168,9 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def choose_interface(local_address: str) -> None:
-    """Makes gloo and NCCL use only the interface with this address, unless the user has set one. Raises UserError where
-    this machine has no such interface.
+def choose_interface(local_address: str, device: str) -> None:
+    """Makes gloo and NCCL use only the interface with this address, unless the user has set one. Raises UserError if
+    this machine has no such interface and needs one.
 
     Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the other node; NCCL uses
     the loopback only if it is named.
@@ -180,7 +180,7 @@ def choose_interface(local_address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
     setting, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), {*interfaces.values(), *psutil.net_if_addrs()}
-    if setting and not here.issuperset(setting.split(",")):
+    if device == "cpu" and setting and not here.issuperset(setting.split(",")):
         raise UserError(f"GLOO_SOCKET_IFNAME={setting}: {socket.gethostname()} has {listing(sorted(here))}: name one")
 
 

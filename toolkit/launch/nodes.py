@@ -196,7 +196,7 @@ def _rank(
     if count == 2 and len(machines) == 1:
         if not resolve_addresses(machines[0]):
             raise UserError(
-                f"the name {machines[0]} cannot be resolved here: give the first machine's IP address "
+                f"the name {machines[0]} cannot be resolved here: give the first machine's IP address alone "
                 "(`hostname -I` there), or add the name to /etc/hosts, or pass --machine_rank"
             )
         return 1, f"{machines[0]} is not an address of this machine"

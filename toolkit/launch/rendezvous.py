@@ -308,7 +308,7 @@ def join_ranks(place: Place, script: str, seconds: float, failure: str = "", dev
             port = network.free_port() if me.rank == 0 else 0
             os.environ["MASTER_PORT"] = str(current.exchange(port, seconds)[0])
             del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    network.choose_interface(_node_address(current))
+    network.choose_interface(_node_address(current), device)
     return current
 
 

@@ -54,6 +54,7 @@ class Checkpoints:
         self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
         self.settings = steps.settings
         self.path = run_folder / "checkpoints"
+        self._saved = 0  # the last step that this process saved
         self.continues = False  # whether this run resumed from one of them
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -74,6 +75,9 @@ class Checkpoints:
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
+        if last and step == self._saved:  # but its best model may be another one now
+            self.set_links()
+            return {}
         last = last or step == self.steps.schedule.total_steps or self.best.patience_exhausted
         due = last or step == self.best.step or step % every == 0 if every else last and self.continues
         if not self.steps.stop_signal and not due:
@@ -97,6 +101,7 @@ class Checkpoints:
             elif self.accelerator.is_main_process:
                 self._complete(folder, manifest, drafts)
         self.accelerator.wait_for_everyone()
+        self._saved = metrics.step
         size += sum(entry["bytes"] for entries in written for entry in entries.values())
         return int(broadcast_object_list([size])[0])
 

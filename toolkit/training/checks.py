@@ -117,14 +117,21 @@ def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
 
 
 def refuse_early_prepare(accelerator: Any) -> None:
-    """Makes `accelerator.prepare` raise UserError for a prepared model, and before `align_strategy` has seen one."""
+    """Makes `accelerator.prepare` raise UserError for a prepared model, and before `align_strategy` has seen one (but
+    for a frozen model, which accelerate only moves to the device in one process and under DDP)."""
     prepare, aligned = accelerator.prepare, list[bool]()
+    shards = accelerator.is_fsdp2 or accelerator.state.deepspeed_plugin
 
     def checked(*objects: Any, **options: Any) -> Any:
-        for before, after in (prepared(each) for each in objects if isinstance(each, torch.nn.Module)):
-            if after or not (before or aligned):
-                raise UserError("leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks")
-            aligned.append(True)
+        for model in (each for each in objects if isinstance(each, torch.nn.Module)):
+            before, after = prepared(model)
+            trains = shards or any(parameter.requires_grad for parameter in model.parameters())
+            if after or (trains and not (before or aligned)):
+                raise UserError(
+                    "leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks; move a second model "
+                    "to `accelerator.device`"
+                )
+            aligned.extend([True] * bool(before))
         return prepare(*objects, **options)
 
     accelerator.prepare = checked
@@ -133,7 +140,8 @@ def refuse_early_prepare(accelerator: Any) -> None:
 def refuse_compiled(model: torch.nn.Module) -> None:
     """Raises UserError for a model, or a part of it, that a recipe has compiled."""
     parts, module = (vars(part) for part in model.modules()), unwrapped(model)
-    forwards = any(hasattr(part.get("forward"), "_torchdynamo_orig_callable") for part in parts)
+    compiled = [part["forward"] for part in parts if hasattr(part.get("forward"), "_torchdynamo_orig_callable")]
+    forwards = any(not getattr(forward, "_torchdynamo_disable", False) for forward in compiled)
     if forwards or module._compiled_call_impl or any("_orig_mod." in name for name, _ in model.named_parameters()):
         raise UserError(
             "torch.compile renames the model's weights, and a whole compiled forward can hang in shards of weights: "

@@ -49,13 +49,16 @@ def requirements(package: str, extra: str = "") -> list[Any]:
 def check_requirements(extra: str = "", modules: Sequence[str] = ()) -> list[str]:
     """`transformers 5.30.0 (tested: <5.25,>=5.18)` for each library newer than pyproject.toml allows. Raises UserError
     for missing and older ones: they lack what is imported, or compute something else. `modules`: those of an extra."""
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
     newer, faults, remedies = [], [], []
     for needed in requirements(OURS, extra):
         version = versions([needed.name])[needed.name]
-        release = version and Version(version).base_version  # a vendor's 2.13.0a0 is its build of 2.13.0
-        if extra and needed.name.replace("-", "_") not in modules:
+        if extra and (needed.name.replace("-", "_") not in modules or not version):  # onnxruntime-gpu is imported, too
+            continue
+        try:
+            release = version and Version(version).base_version  # a vendor's 2.13.0a0 is its build of 2.13.0
+        except InvalidVersion:
             continue
         if not release or any(part.operator != "<" and not part.contains(release) for part in needed.specifier):
             faults.append(f"{needed.name} {version or 'is missing'}")
