@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import re
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ OURS = "finetune-toolkit"
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent.parent  # the package
+_PROJECT = _ROOT.parent / "pyproject.toml"
 _MAX_LISTED = 6
 _VERSION = re.compile(r"\d[\w.+!]{0,40}", re.ASCII)
 
@@ -33,10 +35,16 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def requirements(package: str, extra: str = "") -> list[Any]:
-    """What an installed package requires, or what an extra of it adds, as packaging's `Requirement`s. Empty for a copy
-    of the code that is not installed."""
+    """What a package requires, or what an extra of it adds, as packaging's `Requirement`s. Empty if it is neither
+    installed nor, as ours, in a clone, whose metadata stay those of the day it was installed."""
     from packaging.requirements import Requirement
 
+    if package == OURS and _PROJECT.is_file():
+        project = tomllib.loads(_PROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == OURS:
+            lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+            lines = list(map(Requirement, lines))
+            return [line for line in lines if line.marker is None or line.marker.evaluate()]
     try:
         lines = [Requirement(line) for line in importlib.metadata.requires(package) or []]
     except importlib.metadata.PackageNotFoundError:
