@@ -249,7 +249,7 @@ NO_LABEL = "no label: fill it or remove the row"
         ([1, 2], "regression", ["1", "good"], "'good' is not a number"),
         ([1, 2], "regression", ["1", ""], "'' is not a number"),
         ([1, 2], "regression", ["1", "inf"], "'inf' is not a number"),
-        ([1, 2], "regression", ["1", "1e39"], r"'1e39' is more than .* hold \(3\.4e38\)"),
+        ([1, 2], "regression", ["1", "1e39"], r"'1e39' .* \(3\.4e38\)"),
     ],
 )
 def test_a_label_that_cannot_be_meant_names_file_and_row(training: Any, problem: Any, other: Any, said: str) -> None:

@@ -48,7 +48,8 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
     exports = {}
     for to, int8 in KINDS:
         out = model.parent / f"{to}-{int8}"
-        words = ["--to", to, *["--int8"] * int8, "--max_drop", "5", "--max_changed", "5"]
+        # int8 without VNNI changes 2 of 21 answers of this hardly trained model
+        words = ["--to", to, *["--int8"] * int8, "--max_drop", "5", "--max_changed", "10"]
         exports[to, int8] = out, start(["toolkit", "export", model, out, *words]).succeeded()
     return exports
 
