@@ -38,6 +38,7 @@ from typing import Any
 
 import processes
 import trainer
+from machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
@@ -105,7 +106,7 @@ def introduction(name: str) -> list[str]:
     libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate"))
     command = f"`python benchmarks/gpu.py {' '.join(sys.argv[1:])}`, {date.today()}"
     return [f"# On {name}", "", (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace(
-        "-           ", "  "), "", f"{trainer.hardware()}, {libraries}; {command}"]  # fmt: skip
+        "-           ", "  "), "", f"{hardware()}, {libraries}; {command}"]  # fmt: skip
 
 
 # ---- the parts of the page

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni", "avx512f": "AVX-512",
@@ -28,3 +30,10 @@ def processor() -> str:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def hardware() -> str:
+    """The processor, and the GPU if there is one, which another process reads: CUDA does not survive a fork."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ", ".join(filter(None, [processor(), gpu.stdout.strip()]))

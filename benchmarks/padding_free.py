@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from machine import hardware
 
 DATA = {"128": ("demo:rotten-tomatoes", 3200, 14), "512": ("demo:imdb", 1280, 3)}  # samples of an epoch, steps of a run
 ROUNDS, WARM = 3, 1
@@ -135,7 +136,7 @@ def main() -> None:
     page += [(__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("  ", " ")]
     for case in cases():
         page += table(case, options.rounds)
-    page += ["", f"Medians (smallest to largest). {trainer.hardware()}, {libraries}; load average before: {load}; "
+    page += ["", f"Medians (smallest to largest). {hardware()}, {libraries}; load average before: {load}; "
              f"`python benchmarks/padding_free.py {' '.join(sys.argv[1:])}`, {date.today()}", ""]  # fmt: skip
     if options.write:
         path = Path(__file__).parent / "results" / "padding_free.md"

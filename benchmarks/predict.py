@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"torch fp32": ("no", None), "torch bf16": ("bf16", None),
@@ -225,7 +226,7 @@ def report(measured: list[dict[str, Any]]) -> str:
     about = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ")
     used = ", ".join(f"{name} {version(name)}" for name in libraries)
     amx = "with" if torch.cpu.get_capabilities().get("amx_int8") else "without"
-    made = f"{trainer.hardware()}, {amx} AMX, {used}, {date.today()}. Medians over rounds; ratios within a round."
+    made = f"{hardware()}, {amx} AMX, {used}, {date.today()}. Medians over rounds; ratios within a round."
     lines = ["# Labelling texts on a CPU", "", about, "", made]
     head = ["", "rows/s", "first, s", "peak MB", "CPU time: torch fp32 / this", "torch bf16 / this", "same answers"]
     for model, texts, rows in dict.fromkeys((each["model"], each["texts"], each["rows"]) for each in measured):

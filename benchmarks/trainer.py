@@ -37,7 +37,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from machine import processor
+from machine import hardware
 
 # Nothing heavy is imported here: Linux lets a child's ru_maxrss start at its parent's resident size.
 
@@ -433,13 +433,6 @@ def tables(results: dict[str, dict[str, Any]], samples: int, length: int) -> lis
         for task in TASKS
         for line in (f"## {titles[task]} of at most {length} tokens, one process", "", table(task, results[task]), "")
     ]
-
-
-def hardware() -> str:
-    """The CPU and its cores, and the GPU where there is one."""
-    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return ", ".join(filter(None, [processor(), gpu.stdout.strip()]))
 
 
 def main() -> None:

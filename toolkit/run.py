@@ -79,7 +79,7 @@ class Run:
         self._last: tuple[int, Evaluation] | None = None
         """The last evaluation, and the step of its weights."""
         self._gathered: StepMetrics | None = None
-        """Of the last step of this process, where they are gathered."""
+        """Metrics of the last step, if they were gathered at it."""
         self._started = time.monotonic()
 
     def resume(

@@ -117,9 +117,13 @@ def tasks() -> dict[str, type[Any]]:
 
 
 def parse(
-    settings_class: type[Settings], argv: Sequence[str] | None = None, demo: Path | None = None,
-    description: str | None = None, program: str | None = None, launch_help: bool = True,
-) -> Settings:  # fmt: skip
+    settings_class: type[Settings],
+    argv: Sequence[str] | None = None,
+    demo: Path | None = None,
+    description: str | None = None,
+    program: str | None = None,
+    launch_help: bool = True,
+) -> Settings:
     """`[FILE.yaml] --name value ...` -> settings; the command line overrides the file.
 
     Where neither names data or a model, the settings file `demo` supplies the rest. Raises UserError with all faults:

@@ -119,9 +119,13 @@ def evaluation_batches(
 
 
 def batches_of(
-    accelerator: Accelerator, split: Split, tokenizer: Any, per_device: int, max_tokens: int | None = None,
+    accelerator: Accelerator,
+    split: Split,
+    tokenizer: Any,
+    per_device: int,
+    max_tokens: int | None = None,
     report: ReportProgress | None = None,
-) -> Iterator[EvaluationBatch]:  # fmt: skip
+) -> Iterator[EvaluationBatch]:
     """Yields this rank's batches of a whole split, the longest texts first.
 
     Every rank gets the same number of batches, as collectives of sharded parameters need; a rank that runs out of
@@ -187,9 +191,12 @@ class Outputs:
         return [column[order] for column in columns[1:]]
 
     def evaluation(
-        self, losses: np.ndarray | None = None, metrics: Mapping[str, Any] | None = None,
-        predictions: Lines | None = None, logits: np.ndarray | None = None,
-    ) -> Evaluation:  # fmt: skip
+        self,
+        losses: np.ndarray | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        predictions: Lines | None = None,
+        logits: np.ndarray | None = None,
+    ) -> Evaluation:
         """Makes the evaluation from losses (N,) and metrics on the main process, and broadcasts its numbers; a
         collective, which the other ranks call without arguments. The loss is normalised as in a training step: the
         weighted sum over the split's loss denominator."""
@@ -204,9 +211,14 @@ class Outputs:
 
 @torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
 def predict(
-    accelerator: Accelerator, model: torch.nn.Module, split: Split, tokenizer: Any, per_device_batch_size: int,
-    max_tokens: int | None = None, report: ReportProgress | None = None,
-) -> np.ndarray | None:  # fmt: skip
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    split: Split,
+    tokenizer: Any,
+    per_device_batch_size: int,
+    max_tokens: int | None = None,
+    report: ReportProgress | None = None,
+) -> np.ndarray | None:
     """(N, C) float32 logits of a whole split on the main process, None on the others; a collective."""
     model.eval()
     outputs = Outputs(accelerator, split)

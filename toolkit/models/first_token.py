@@ -35,10 +35,15 @@ _LIBRARIES = {"torch", "deepspeed", "accelerate", "transformers", "toolkit"}
 
 
 def _classifier_forward(
-    self: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-    token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-    labels: Tensor | None = None, **options: Any,
-) -> Any:  # fmt: skip
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    **options: Any,
+) -> Any:
     if only_head_reads(self, options):
         options["first_token_only"] = True
     return type(self).forward(

@@ -69,9 +69,13 @@ class Page:
 
 
 def write_report(
-    folder: Path, last: Evaluation, texts: Sequence[str], options: argparse.Namespace | None = None,
-    groups: Mapping[str, Sequence[str]] | None = None, name: str = "",
-) -> None:  # fmt: skip
+    folder: Path,
+    last: Evaluation,
+    texts: Sequence[str],
+    options: argparse.Namespace | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    name: str = "",
+) -> None:
     """Writes `folder`/report.html atomically.
 
     `last` is the evaluation of the rows in predictions.jsonl, `texts` are their texts (or empty), `groups` maps the

@@ -46,9 +46,17 @@ class Checkpoints:
     and `identity`, which must be equal in a run that resumes it."""
 
     def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler,
-        tokenizer: Any, steps: Steps, best: Best, run_folder: Path, facts: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: AcceleratedScheduler,
+        tokenizer: Any,
+        steps: Steps,
+        best: Best,
+        run_folder: Path,
+        facts: dict[str, Any],
+    ) -> None:
         """`model` and `optimizer` are prepared."""
         self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
         self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts

@@ -62,9 +62,16 @@ class Muon(torch.optim.Optimizer):
     al., 2025, "Muon is Scalable for LLM Training"), so one learning rate, weight decay and schedule suits both."""
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], lr: float = 1e-3, weight_decay: float = 0.01, momentum: float = 0.95,
-        nesterov: bool = True, ns_steps: int = 5, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
         """`params`: parameter groups; Muon trains those whose `HIDDEN` is true."""
         groups = list(params)
         hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
@@ -142,9 +149,13 @@ def _arguments(text: str | None) -> dict[str, Any]:
 
 
 def parameter_groups(
-    model: torch.nn.Module, weight_decay: float, learning_rate: float = 0.0, layer_decay: float | None = None,
-    gradual: bool = False, muon: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+    model: torch.nn.Module,
+    weight_decay: float,
+    learning_rate: float = 0.0,
+    layer_decay: float | None = None,
+    gradual: bool = False,
+    muon: bool = False,
+) -> list[dict[str, Any]]:
     """Returns the parameters that require gradients in groups with and without weight decay (biases, norms).
 
     Parameters are chosen by name, since strategies that shard them change their shape. With `layer_decay` or `gradual`

@@ -79,9 +79,17 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, packed: Packed | None = None, sliding_window: int | None = None, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packed: Packed | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """transformers' attention `sdpa`; with `packed`, within each text.
 
     query (1, nh, T, hs), key and value (1, nh, T, hs) -> (1, T, nh, hs). query (N, nh, 1, hs), the first tokens only ->

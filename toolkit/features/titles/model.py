@@ -29,9 +29,13 @@ from toolkit.pretrained import explain_load_errors, load_config, quiet_transform
 
 
 def load_title_model(
-    settings: PretrainedSettings, long: PretrainedSettings, generation: GenerationSettings, tokenizer: Any,
-    max_target_length: int, seed: int,
-) -> EncoderDecoderModel:  # fmt: skip
+    settings: PretrainedSettings,
+    long: PretrainedSettings,
+    generation: GenerationSettings,
+    tokenizer: Any,
+    max_target_length: int,
+    seed: int,
+) -> EncoderDecoderModel:
     """The encoder of `long` with the decoder of `settings`, in float32 on the CPU, with equal weights on all ranks.
 
     `settings` names a BERT, a BigBird, or a saved encoder-decoder; `long` is `toolkit.models.to_bigbird.long_model` of

@@ -103,9 +103,15 @@ def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Ten
 class _Sparse(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, block: int, second: Tensor,
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        block: int,
+        second: Tensor,
         random: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         samples, heads, length, _ = query.shape
         context, ctx.block = like_projection(query), block
         # of logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms

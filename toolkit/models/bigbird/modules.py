@@ -84,10 +84,14 @@ class BigBirdModel(theirs.BigBirdModel):
     fast_attention: str  # one of ATTENTIONS
 
     def forward(
-        self, input_ids: torch.LongTensor | None = None, attention_mask: Tensor | None = None,
-        token_type_ids: torch.LongTensor | None = None, position_ids: torch.LongTensor | None = None,
-        inputs_embeds: Tensor | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         """As in transformers, for (B, S) ids or (B, S, H) embeddings and a mask (B, S). Raises UserError for attention
         weights, which are not computed, and for unsuitable inputs."""
         if options.get("output_attentions", self.config.output_attentions):
