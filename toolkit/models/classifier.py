@@ -173,8 +173,7 @@ def configure(model: Any, settings: PretrainedSettings, **inputs: Any) -> None:
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"{settings.model_name_or_path} does not support --gradient_checkpointing: leave it out")
-        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.18 has the old name only
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     freeze_unused(model, **inputs)
 
 

@@ -63,9 +63,6 @@ def keep_layers(model: Any, count: int, name: str) -> None:
         if isinstance(value, list) and len(value) == total and key != "pos_att_type":
             setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
-    for place, layer in enumerate(stack):
-        for part in layer.modules():  # places in a decoder's key-value cache
-            vars(part).update({key: place for key in ("layer_idx", "layer_id") if hasattr(part, key)})
 
 
 def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> None:
