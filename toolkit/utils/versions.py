@@ -18,7 +18,6 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pef
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent.parent  # the package
 _PROJECT = _ROOT.parent / "pyproject.toml"
-_MAX_LISTED = 6
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
@@ -104,5 +103,4 @@ def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str
         if len(hosts) > 1:
             differing = " and ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
             texts.append(f"{name} is {differing}")
-    rest = len(texts) - _MAX_LISTED
-    return "; ".join(texts[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
+    return "; ".join(texts)
