@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,19 +101,15 @@ def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[
 class Process:
     """A process in a new session, with its output in files. Leaving the context kills the session."""
 
-    def __init__(
-        self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1,
-        readers: Sequence[threading.Thread] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1) -> None:
         self.pid, self.poll = pid, poll
-        self._folder, self._stdin, self._readers = folder, stdin, readers
+        self._folder, self._stdin = folder, stdin
         self._lines_read = {"out": 0, "err": 0}
 
     def wait(self, seconds: float) -> int:
-        """Waits until its output streams are closed, too; returns its exit code (negative: the signal). After `seconds`
-        it kills the session and raises AssertionError."""
+        """Returns its exit code (negative: the signal). After `seconds` kills the session and raises AssertionError."""
         deadline = time.monotonic() + seconds
-        while (code := self.poll()) is None or any(reader.is_alive() for reader in self._readers):
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill_session()
                 left = self.left()
@@ -183,21 +178,11 @@ def _new_folder() -> Path:
 
 def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
     folder = _new_folder()
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
-
-    def copy(stream: Any, path: Path) -> None:
-        with stream, path.open("wb", buffering=0) as file:
-            while chunk := stream.read1(1 << 16):
-                file.write(chunk)
-
-    readers = []
-    for name, stream in (("out", process.stdout), ("err", process.stderr)):
-        (folder / name).touch()
-        readers.append(threading.Thread(target=copy, args=(stream, folder / name), daemon=True))
-        readers[-1].start()
-    return Process(folder, process.pid, process.poll, readers=readers)
+    with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
+            stdout=out, stderr=err, start_new_session=True)  # fmt: skip
+    return Process(folder, process.pid, process.poll)
 
 
 def fork(

@@ -82,14 +82,11 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
     sequence = all(hasattr(texts, name) for name in ("__len__", "__getitem__")) and getattr(texts, "ndim", 1) == 1
     if not sequence or isinstance(texts, str | bytes | Mapping):  # the items of a DataFrame are its columns' names
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
-    rows = [item if isinstance(item, tuple | list) and len(item) == 2 else (item,) for item in texts]
+    rows = [tuple(item) if isinstance(item, tuple | list) and len(item) == 2 else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
         if len(row) != width or not all(isinstance(text, str) for text in row):
-            shown = repr(row if len(row) > 1 else row[0])[:60]
-            raise UserError(
-                f"texts, row {number}: {shown} is not a {'text' if width == 1 else 'pair of texts'}: {hint}"
-            )
+            raise UserError(f"texts, row {number}: {repr(row)[:60]} is not like the first, or no text: {hint}")
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 

@@ -56,9 +56,7 @@ def main() -> None:
 def _run(table: dict[str, Command]) -> None:
     words = sys.argv[1:]
     if words and not words[0].startswith("-") and words[0] not in table:
-        recipes = " (recipes train: python recipes/cls.py --help)"
-        hint = recipes if words[0] == "train" else did_you_mean(words[0], table)
-        raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
+        raise UserError(f"there is no `toolkit {words[0]}`{did_you_mean(words[0], table)}: {', '.join(table)}")
     command, arguments = table.get(words[0]) if words else None, words[1:]
     if command and command.add_arguments is None:
         _call(command, arguments)

@@ -28,10 +28,10 @@ from toolkit.utils.log import logger
 
 _FEW_PARAMETERS = 10**8
 _MAX_WIDTH = 4096  # of a trial layer: config.json may hold any number
-# file names in checkpoints of DeepSpeed, Accelerate, torch and Lightning, and in a Trainer's output folder
+# file names in checkpoints of this toolkit, DeepSpeed, Accelerate, torch, Lightning and peft, and in a Trainer's folder
 _CHECKPOINT_FILES = re.compile(
-    r"latest|.*_(model|optim)_states\.pt|random_states_\d+\.pkl|pytorch_model_fsdp.*|\.metadata|checkpoint-\d+"
-    r"|.*\.(distcp|ckpt|pth?)",
+    r"manifest\.json|adapter_config\.json|latest|.*_(model|optim)_states\.pt|random_states_\d+\.pkl|pytorch_model_fsdp.*"
+    r"|\.metadata|checkpoint-\d+|.*\.(distcp|ckpt|pth?)",
     re.DOTALL,
 )
 _SECONDS = 5.0  # to wait for each address of the hub
@@ -197,21 +197,11 @@ def _refuse_wrong_folder(name: str) -> None:
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)
         raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{hint} [config.json]")
-    if (path / "manifest.json").is_file() and not (path / "config.json").is_file():
-        raise UserError(
-            f"--model_name_or_path {name} is a training checkpoint: convert it to a model folder with "
-            f"`toolkit convert {name} OUT`"
-        )
-    if (path / "adapter_config.json").is_file() and not _is_model(path):
-        raise UserError(
-            f"--model_name_or_path {name} is a LoRA adapter without its model: merge them with "
-            f"`toolkit convert {name} OUT --merge_lora --base_model FOLDER`"
-        )
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else [name] * path.is_file()
     if not _is_model(path) and any(map(_CHECKPOINT_FILES.fullmatch, names)):
         raise UserError(
-            f"--model_name_or_path {name} is a training checkpoint: convert it to a model folder with "
-            f"`toolkit convert {name} OUT --config_from FOLDER`, where FOLDER has the model's config.json and tokenizer"
+            f"--model_name_or_path {name} is a training checkpoint or a LoRA adapter: convert it to a model folder by "
+            f"`toolkit convert {name} OUT` (docs/convert.md)"
         )
     if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
         raise UserError(f"{name} is a run's folder: pass its model, {path / 'model'}")

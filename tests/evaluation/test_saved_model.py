@@ -78,7 +78,7 @@ def test_a_file_with_a_part_of_the_trained_columns(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "config.json").write_text('{"settings": {}, "data": {"text_column": "title,content"}}')
     model, table = str(tmp_path / "model"), Table(datasets.Dataset.from_dict({"content": ["a"]}), "f.csv", "")
-    refusal(choose_columns, model, table, None, None, says=["title,content", "--text_column content"])
+    refusal(choose_columns, model, table, None, None, says=["no column 'title'", "--text_column"])
     assert choose_columns(model, table, "content", None) == ("content", None)
 
 

@@ -101,10 +101,10 @@ def test_settings_reach_peft(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("querry", "(did you mean query?); its linear layers are dense, key, query, value, or all-linear"),
-        ("classifier", "no linear layer of the encoder"),
-        ("word_embeddings", "no linear layer of the encoder"),
-        ("", "is empty"),
+        ("querry", "(did you mean query?); it has dense, key, query, value, or all-linear"),
+        ("classifier", "only linear layers of the encoder"),
+        ("word_embeddings", "only linear layers of the encoder"),
+        ("", "it has dense"),
     ],
 )
 def test_wrong_target_modules(tiny_model: Path, name: str, says: str) -> None:

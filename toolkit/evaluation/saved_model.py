@@ -20,7 +20,7 @@ from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import format_of
 from toolkit.data.table import Table
 from toolkit.data.tokens import Split, choose_max_length, fingerprint, load_tokenizer, separator_of
-from toolkit.errors import UserError, listing
+from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, answers_for
 from toolkit.evaluation.outputs import ReportProgress
 from toolkit.launch import log_on_main
@@ -70,15 +70,8 @@ def choose_columns(
     texts one that is neither `label` nor usual for labels. Raises UserError if one is missing or unclear."""
     run = training_run(name)["data"]
     trained, pair = str(run.get("text_column") or ""), pair or run.get("text_pair")
-    parts = table.columns_of(trained)
-    existing = [part for part in parts if part in table.rows.column_names]
-    if not text and len(existing) == len(parts):
-        text = trained or None
-    elif not text and existing:
-        raise UserError(
-            f"{table.name}: the model was trained on the columns {trained}, and this file has only "
-            f"{listing(existing)}: pass --text_column {','.join(existing)} if it should read only these"
-        )
+    if not text and {*table.columns_of(trained)} & {*table.rows.column_names}:  # a missing one is an error below
+        text = trained
     column = table.text_column(text, [*table.find_columns(label, USUAL, "label_column"), pair])
     return column, table.pair_column(pair, column)
 

@@ -91,13 +91,12 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
 
 def _reorder_head(model: Any, order: list[int]) -> None:
     """Reorders the outputs of a head that was trained on the same classes in another order."""
-    prefix, size = f"{model.base_model_prefix}.", len(order)
-    modules = [(name, part) for name, part in model.named_modules() if getattr(part, "out_features", None) == size]
-    # Perceiver's is inside the encoder
-    if not (heads := [part for name, part in modules if not name.startswith(prefix)]) and len(modules) != 1:
+    modules = [part for name, part in model.named_modules() if not name.startswith(f"{model.base_model_prefix}.")]
+    heads = [part for part in modules if getattr(part, "out_features", None) == len(order)]
+    if not heads:
         classes = f"the classes {listing(model.config.label2id)}, in an order other than the data's"
         raise UserError(f"{type(model).__name__} has {classes}, and no linear layer as its head: reorder its outputs")
-    for parameter in (heads or [modules[0][1]])[-1].parameters():
+    for parameter in heads[-1].parameters():
         parameter.data = parameter.data[order]
 
 
@@ -220,11 +219,9 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
         return ExportedClassifier(Path(name), config)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if loading["missing_keys"]:
-        others = listing(sorted(loading["unexpected_keys"]), 2)
-        remedy = f"a recipe that changed the model saved {others} instead: load it with that recipe's class, or "
         raise UserError(
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): its "
-            f"predictions would be random; {remedy if others else ''}fine-tune it first, or pass a run's model folder"
+            "predictions would be random; fine-tune it first, or pass a run's model folder"
         )
     configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)

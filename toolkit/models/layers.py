@@ -63,9 +63,6 @@ def keep_layers(model: Any, count: int, name: str) -> None:
         if isinstance(value, list) and len(value) == total and key != "pos_att_type":
             setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
-    for place, layer in enumerate(stack):
-        for part in layer.modules():  # places in a decoder's key-value cache
-            vars(part).update({key: place for key in ("layer_idx", "layer_id") if hasattr(part, key)})
 
 
 def freeze_layers(model: Any, count: int, name: str, reinitialized: int = 0) -> None:
@@ -104,6 +101,4 @@ def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn
         raise UserError(f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out")
     if count > len(layers):
         raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
-    if setting != "freeze_layers" and any(isinstance(layer, torch.nn.LayerNorm) for layer in outer_layers(model)):
-        raise UserError(f"--{setting} {count}: {name} (XLM) has lists of norms, not of layers: leave it out")
     return layers

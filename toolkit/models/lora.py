@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from toolkit.config import ModelSettings
-from toolkit.errors import Faults, did_you_mean, listing
+from toolkit.errors import UserError, did_you_mean, listing
 
 ALL_LINEAR = "all-linear"  # peft's word
 
@@ -48,7 +48,7 @@ def fully_trained_modules(model: Any, new: Iterable[str]) -> list[str]:
 
 def target_modules(model: Any, setting: str | None, fully_trained: Sequence[str]) -> list[str]:
     """Names for peft (suffixes of module paths): those of the setting, or peft's for this architecture, or those of
-    all trainable linear layers of the encoder. Raises UserError with all wrong names."""
+    all trainable linear layers of the encoder. Raises UserError for a wrong name."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
     excluded = tuple(f"{name}." for name in fully_trained)
@@ -64,17 +64,13 @@ def target_modules(model: Any, setting: str | None, fully_trained: Sequence[str]
     names = [name for part in setting.split(",") if (name := part.strip())]
     if names == [ALL_LINEAR]:
         return every
-    faults, choices = Faults(), f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
-    if not names:
-        faults.add(f"--lora_target_modules is empty: {choices}")
-    for name in names:
+    for name in names or [""]:
         paths = {path for path, _ in model.named_modules() if _ends(path, [name])}
-        if not paths & linear:
-            near = did_you_mean(name, every)
-            faults.add(f"--lora_target_modules {name}: no linear layer of the encoder has this name{near}; {choices}")
-        elif any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in paths):
-            faults.add(f"--lora_target_modules {name} also matches modules other than linear layers; {choices}")
-    faults.raise_if_any()
+        if not paths & linear or any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in paths):
+            raise UserError(
+                f"--lora_target_modules {name}: not a name of only linear layers of the encoder"
+                f"{did_you_mean(name, every)}; it has {listing(every, 20)}, or {ALL_LINEAR} for all of them"
+            )
     return names
 
 

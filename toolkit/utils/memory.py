@@ -50,8 +50,7 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     ways = ways if samples > 1 else []
     ways += ["--gradient_checkpointing true"] * (recomputes is False)
     ways.append(f"--max_length {width // 2}")
-    where = f"{_device()} in {when} of {samples} x {width} tokens"
-    return f"out of memory{where}: pass {', or '.join(ways)} [{_quoted(error)}]"
+    return f"out of memory in {when} of {samples} x {width} tokens: pass {', or '.join(ways)} [{_quoted(error)}]"
 
 
 def explain_without_batch(error: Exception) -> str | None:
@@ -59,7 +58,7 @@ def explain_without_batch(error: Exception) -> str | None:
     if not is_out_of_memory(error):
         return None
     return (
-        f"out of memory{_device()}: weights, gradients and the optimizer's state do not fit: launch with zero2, zero3 "
+        f"out of memory: weights, gradients and the optimizer's state do not fit: launch with zero2, zero3 "
         f"or fsdp2 (accelerate_configs/), or pass --optimizer lion, --lora_r 8 or --freeze_layers N [{_quoted(error)}]"
     )
 
@@ -141,14 +140,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError) if torch else MemoryError):
         return True
     return isinstance(error, _ERRORS) and _MESSAGES.search(str(error)) is not None
-
-
-def _device() -> str:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return ""
-    free, total = torch.cuda.mem_get_info()
-    return f" on {torch.cuda.get_device_name()} ({free / 2**30:.1f} of {total / 2**30:.1f} GiB free)"
 
 
 @contextlib.contextmanager
