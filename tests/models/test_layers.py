@@ -72,6 +72,13 @@ def test_kept_layers_are_evenly_spaced() -> None:
     assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [kinds[place] for place in places])
 
 
+@pytest.mark.parametrize("change", [keep_layers, lambda model, *args: reinit_layers(model, *args, seed=1)])
+def test_layers_in_parts_are_refused(change: Any) -> None:
+    config = AutoConfig.for_model("xlm", emb_dim=16, n_layers=4, n_heads=2, n_words=32)
+    model = AutoModelForSequenceClassification.from_config(config)
+    refusal(change, model, 2, "M", match="_layers 2: M .*norms")
+
+
 def test_blocks_of_layers() -> None:
     """Funnel's: FSDP2 cannot shard a list."""
     sizes = {"d_model": 24, "n_head": 2, "d_head": 12, "d_inner": 8, "vocab_size": 50, "num_decoder_layers": 1}

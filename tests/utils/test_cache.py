@@ -13,11 +13,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import xxhash
 
 from tests.faults import Fault, refusal
 from toolkit.commands import cache as cache_command
 from toolkit.utils import cache
-from toolkit.utils.cache import cached_folder
+from toolkit.utils.cache import cached_digest, cached_folder
 
 
 def build_once(kind: str, digest: str, fill: Callable[[Path], object], source: str = "") -> Path:
@@ -174,3 +175,21 @@ def test_unreadable_cache(tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> No
     denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     monkeypatch.setattr(cache, "find_damage", denied)
     refusal(tokens, match=r"Permission denied.*TOOLKIT_CACHE")
+
+
+def test_cached_digest(tmp_path: Path, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_LARGE_BYTES", 4)
+    monkeypatch.setattr(cache, "_SETTLED_SECONDS", 1e9)
+    path, first = tmp_path / "a.csv", xxhash.xxh3_128(b"first").hexdigest()
+    path.write_bytes(b"first")
+    assert cached_digest(path) == first
+    assert not (toolkit_cache / "digests").exists()  # just written: another write might leave the same times
+    monkeypatch.setattr(cache, "_SETTLED_SECONDS", 0)
+    assert cached_digest(path) == first
+    with monkeypatch.context() as closed:
+        closed.setattr(cache, "digest_of_file", lambda path: pytest.fail("it was read again"))
+        assert cached_digest(path) == first
+    times = path.stat()
+    path.write_bytes(b"other")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # same size and mtime: ctime shows the change
+    assert cached_digest(path) == xxhash.xxh3_128(b"other").hexdigest()

@@ -1,5 +1,6 @@
 """What a feature's author gets wrong ends the start with a line."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,17 @@ class Switched(Feature):
 )  # fmt: skip
 def test_invalid_feature(feature: Any, says: list[str]) -> None:
     refusal(features.register, feature, says=says)
+
+
+@pytest.mark.parametrize("lines", [None, "a line", 3])
+def test_results_must_be_lines(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Feature):
+        def results(self, *arguments: Any) -> Any:
+            return lines
+
+    monkeypatch.setattr(features, "features", lambda: [Silent()])
+    says = ["Silent.results", repr(lines), "list of lines"]
+    refusal(features.write_results, Path(), None, None, None, None, says=says)
 
 
 class Plain:

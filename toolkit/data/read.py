@@ -23,7 +23,7 @@ from toolkit.data.json_files import parse_json, read_json
 from toolkit.data.table import BATCH_ROWS, FileRows, Table
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
-from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
+from toolkit.utils.cache import cached_digest, cached_folder, digest_of_file, digest_of_files, digest_of_text
 from toolkit.utils.files import cache_folder, refuse_link_out
 from toolkit.utils.memory import limit_memory
 
@@ -101,7 +101,7 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} is empty")
     kind = format_of(path)
     try:  # with the format, as the same bytes are other rows in another
-        return digest_of_file(path) + kind * (kind != ".csv")
+        return cached_digest(path) + kind * (kind != ".csv")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 

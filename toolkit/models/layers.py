@@ -101,4 +101,6 @@ def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn
         raise UserError(f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out")
     if count > len(layers):
         raise UserError(f"--{setting} {count}: {name} has only {len(layers)} layers")
+    if setting != "freeze_layers" and any(isinstance(layer, torch.nn.LayerNorm) for layer in outer_layers(model)):
+        raise UserError(f"--{setting} {count}: {name} (XLM) has lists of norms, not of layers: leave it out")
     return layers

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import xxhash
 
 from toolkit import launch
 from toolkit.errors import UserError
-from toolkit.utils.files import cache_folder, replace_folder
+from toolkit.utils.files import cache_folder, replace_file, replace_folder
 from toolkit.utils.log import logger
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FILES = "files.json"
 """Written last into each cached folder: its source, and the size and checksum of every file."""
 _LOG_SECONDS = 300.0
+_LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
 @contextlib.contextmanager
@@ -128,6 +130,25 @@ def digest_of_file(path: Path) -> str:
     """XXH3-128 of the file's bytes, as hex."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def cached_digest(path: Path) -> str:
+    """`digest_of_file`; for a large file it is cached until inode, size, mtime or ctime change."""
+    stat = path.stat()
+    state = f"{path.absolute()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    record = cache_folder() / "digests" / digest_of_text(state)
+    # two writes within a tick of the file system's clock leave the same times
+    if stat.st_size < _LARGE_BYTES or time.time() - stat.st_ctime < _SETTLED_SECONDS:
+        return digest_of_file(path)
+    with contextlib.suppress(OSError):
+        if len(digest := record.read_text()) == _DIGEST_LETTERS:  # it is not flushed: a power cut may have truncated it
+            return digest
+    digest = digest_of_file(path)
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(record, flush=False) as draft:
+            draft.write_text(digest)
+    return digest
 
 
 def digest_of_text(text: str) -> str:

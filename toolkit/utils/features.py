@@ -195,9 +195,15 @@ def hooks(name: str, settings: Any) -> Iterator[Callable[..., Any]]:
 
 
 def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
-    """Calls the hook `results` and collects the lines."""
-    arguments = folder, settings, data, evaluation, answers
-    return [line for results in hooks("results", settings) for line in results(*arguments)]
+    """Calls the hook `results` and collects the lines. Raises UserError if one returns anything else."""
+    lines: list[str] = []
+    for results in hooks("results", settings):
+        of_feature = results(folder, settings, data, evaluation, answers)
+        if not isinstance(of_feature, list | tuple):
+            name = f"{type(results.__self__).__name__}.results"  # type: ignore[attr-defined]
+            raise UserError(f"{name} returned {of_feature!r}: return a list of lines, or an empty list")
+        lines += map(str, of_feature)
+    return lines
 
 
 def first(results: Iterable[Any]) -> Any:
