@@ -14,7 +14,6 @@ import gzip
 import io
 import itertools
 import lzma
-import operator
 import os
 import re
 import zlib
@@ -39,7 +38,6 @@ MAX_CELL = 1 << 26
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _CHUNK_BYTES = 1 << 20
 _MAX_COLUMNS = 10_000
-_LINE_BREAK = re.compile(r"\r\n|\r|\n")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -65,10 +63,7 @@ class _Unpacked(io.RawIOBase):
         opener = OPENERS.get(path.suffix.lower())
         self.path, self.bytes_read = path, 0
         self.limit = max_unpacked_bytes(path) if opener else None
-        try:
-            self.file = (opener or open)(path, "rb")
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        self.file = (opener or open)(path, "rb")
 
     def readable(self) -> bool:
         return True
@@ -78,7 +73,7 @@ class _Unpacked(io.RawIOBase):
             count: int = self.file.readinto(buffer)
         except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
             if self.limit is None:
-                raise UserError(f"{self.path} cannot be read: {error}") from error
+                raise
             raise UserError(f"{self.path} is not a whole {self.path.suffix} file: {error}") from error
         self.bytes_read += count
         if self.limit is not None and self.bytes_read > self.limit:
@@ -129,19 +124,16 @@ def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
-    not ASCII does decode: then the file is damaged."""
+    """Names the first line that does not decode, and an encoding in which all lines do."""
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
-    replacing = codecs.getincrementaldecoder(encoding)("replace")
-    bytes_read = lines_read = bad = foreign = 0
-    start_bytes, fault = b"", ""
+    bytes_read = lines_read = 0
+    fault, first_bytes = "", b""
     with io.BufferedReader(_Unpacked(path), _CHUNK_BYTES) as file:
         while line := file.readline(_CHUNK_BYTES):
-            start_bytes = start_bytes or line[:4]
-            final, bytes_read = not file.peek(1), bytes_read + len(line)
+            first_bytes, bytes_read = first_bytes or line[:2], bytes_read + len(line)
             for name, decoder in list(decoders.items()):
                 try:
-                    decoder.decode(line, final)
+                    decoder.decode(line, final=not file.peek(1))
                 except UnicodeError as error:
                     del decoders[name]
                     if name == encoding:
@@ -149,17 +141,9 @@ def _encoding_fault(path: Path, encoding: str) -> str:
                         where = f"line {lines_read + 1}, byte {bytes_read - len(decoded) + start + 1} of the file"
                         fault = f"{path}, {where}: not {encoding} (0x{decoded[start]:02x})"
             lines_read += line.endswith(b"\n")
-            text = replacing.decode(line, final)
-            bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
-    if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
-        return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
-    if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return f"{fault}: pass --encoding utf-16"
-    other = next((name for name in decoders if name != encoding), None)
-    larger = other == "gb18030" and encoding.lower() in ("gbk", "gb2312", "cp936")  # which it contains
-    if other != "utf-8" and not larger and (bad == 1 or bad < foreign / 2):
-        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
-    return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
+    is_utf16 = first_bytes in (b"\xff\xfe", b"\xfe\xff")
+    other = "utf-16" if is_utf16 else next((name for name in decoders if name != encoding), "the file's encoding")
+    return f"{fault}: pass --encoding {other}, or, if only a few places are damaged, correct them"
 
 
 @contextlib.contextmanager
@@ -195,21 +179,18 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     header = names = settings.header
     what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
-        if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
-            raise UserError(f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter")
         if not names:
             header, rows, starts = rows[0], rows[1:], starts[1:]
-            names = header
+            names = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
+            check_column_names(path, names)
+            _refuse_other_delimiter(path, names, delimiter)
         for repeated in (header, ["\ufeff" + header[0], *header[1:]]):
             if len(header) > 1 and repeated in rows:
                 raise UserError(f"{path}, line {starts[rows.index(repeated)]} {what}")
-        names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
-        check_column_names(path, names)
         widths = set(map(len, rows))
         if max(widths, default=0) > len(names):
             row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
             remedy = f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
-            remedy = _other_delimiter(names) or remedy
             raise UserError(
                 f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
                 f"{remedy if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
@@ -222,41 +203,43 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
         raise UserError(f"{path} is empty: it holds no columns")
 
 
+def _refuse_other_delimiter(path: Path, header: Sequence[str], delimiter: str) -> None:
+    """Raises UserError for Excel's line `sep=;`, and for a header that is one cell with another delimiter in it."""
+    if re.fullmatch("sep=.?", header[0], re.IGNORECASE):
+        raise UserError(f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter")
+    others = "\t;|，；" + "," * (delimiter == "\t")
+    if len(header) == 1 and (other := next(filter(header[0].count, others), "")):
+        option = "tab" if other == "\t" else repr(other)
+        raise UserError(
+            f"{path}: the header {header[0][:60]!r} is one cell: pass --delimiter {option}, or, if "
+            "the first line is no header, --column_names text"
+        )
+
+
 def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
-    """Batches of (rows that are not blank, the line that each starts on)."""
+    """Batches of (rows that are not blank, the line that each starts on); the first row alone, as it may be a header
+    that shows another delimiter."""
     csv.field_size_limit(MAX_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     batch_lines: list[str] = []
-    line_end, lines_read, rows_read = "", 0, int(bool(settings.column_names))
-    with open_text(path, settings.encoding) as text:
+    lines_read, rows_read = 0, int(bool(settings.column_names))
+    with open_text(path, settings.encoding, "\n") as text:
         lines = (batch_lines.append(line) or line for line in split_lines(path, text))  # type: ignore[func-returns-value]
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
         while True:
             rows: list[list[str]] = []
             batch_lines.clear()
             try:
-                rows.extend(itertools.islice(reader, BATCH_ROWS))  # keeps the rows before an error
+                rows.extend(itertools.islice(reader, BATCH_ROWS if lines_read else 1))  # keeps the rows before an error
             except csv.Error as error:
-                ends = "end of data" in str(error) or "field limit" in str(error)
-                fault = "is never closed" if ends else f"is followed by more text on line {reader.line_num}"
                 start, number = lines_read + sum(map(_height, rows)) + 1, rows_read + sum(map(_is_filled, rows))
-                remedy = (
-                    "where double quotes are part of the texts, pass --quoting none; else close it at the end of the "
-                    'cell, or double it ("")'
-                )
-                remedy = (_other_delimiter(rows[0]) if rows and not lines_read else "") or remedy
-                raise UserError(
-                    f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: {remedy}"
-                ) from error
+                raise UserError(f"{path}, line {start} (row {number}): {_csv_fault(error, reader.line_num)}") from error
             if not rows:
                 return
             starts: Sequence[int] = range(lines_read + 1, reader.line_num + 1)
             if len(starts) > len(rows):
                 starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
                 _refuse_quoted_rows(path, batch_lines, delimiter, rows, starts, rows_read)
-            line_end = line_end or batch_lines[0][-1]
-            if line_end == "\n" and "\r" in map(operator.itemgetter(-1), batch_lines):
-                _refuse_carriage_returns(path, batch_lines, starts)
             if min(map(len, rows)) < 2:
                 places = [place for place, row in enumerate(rows) if _is_filled(row)]
                 rows, starts = [rows[place] for place in places], [starts[place] for place in places]
@@ -265,11 +248,19 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
                 yield rows, starts
 
 
-def _other_delimiter(header: Sequence[str]) -> str:
-    """The remedy if the header is one cell with another delimiter in it; else ""."""
-    names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
-    other = next((name for each, name in names.items() if len(header) == 1 and each in header[0]), None)
-    return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
+def _csv_fault(error: csv.Error, line: int) -> str:
+    """What the reader met on this line, and the remedy."""
+    if "new-line" in str(error):  # csv.writer, and pandas, write such a text without quotes
+        return (
+            "a lone carriage return (\\r) in a text without quotes: remove it, or write all texts in quotes (pandas: "
+            "to_csv(quoting=csv.QUOTE_ALL))"
+        )
+    ends = "end of data" in str(error) or "field limit" in str(error)
+    fault = "is never closed" if ends else f"is followed by more text on line {line}"
+    return (
+        f"a double quote that begins a cell {fault}: if double quotes are part of the texts, pass --quoting none; else "
+        'close it at the end of the cell, or double it ("")'
+    )
 
 
 def _is_filled(row: list[str]) -> bool:
@@ -278,18 +269,7 @@ def _is_filled(row: list[str]) -> bool:
 
 def _height(row: list[str]) -> int:
     """The number of lines of a row."""
-    return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
-
-
-def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
-    """Raises UserError if a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
-    without quotes, and it would become two rows."""
-    for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
-        if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
-            raise UserError(
-                f"{path}, line {start}: a lone carriage return (\\r) in a text without quotes ends the row: remove it, "
-                "or write all texts in quotes (pandas: to_csv(quoting=csv.QUOTE_ALL))"
-            )
+    return 1 + sum(cell.count("\n") for cell in row)
 
 
 def _refuse_quoted_rows(
