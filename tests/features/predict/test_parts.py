@@ -7,13 +7,11 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.faults import Fault, refusal
@@ -211,24 +209,6 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     assert ([first["top_1"], first["top_2"]] if flat else list(first["top_classes"])) == best
     chance = float(first["top_1_probability"] if flat else first["top_probabilities"][0])
     assert chance == pytest.approx(whole[0][f"probability_{best[0]}"], abs=2e-6)
-
-
-TYPED = ["good film", "很 dull book"]
-
-
-def test_strings_without_their_type(predicted: Predict, tmp_path: Path) -> None:
-    """In Parquet, as of older Spark, are read as in training; lists are no texts."""
-    probabilities = []
-    for number, texts in enumerate((TYPED, [text.encode() for text in TYPED], [[text] for text in TYPED])):
-        pq.write_table(pa.table({"text": texts}), tmp_path / f"{number}.parquet")
-        predict = partial(predicted, f"{number}.jsonl", source=tmp_path / f"{number}.parquet")
-        if number == 2:
-            refusal(predict, match="column 'text' holds lists")
-        else:
-            lines = lines_of(predict())
-            assert [line["text"] for line in lines] == TYPED
-            probabilities.append([line["probabilities"] for line in lines])
-    assert probabilities[0] == probabilities[1]
 
 
 def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
