@@ -95,7 +95,6 @@ def test_front_matter_results_and_limits(tmp_path: Path) -> None:
                  "| optimizer steps | 40 of 40, 240 an epoch |", "| train | 7,677 |", "| mixed_precision | bf16 |",
                  "- torch 2.13.0", "The saved model (step 40) on the 453 samples of validation",
                  "reads the first 128 tokens", "chosen by F1 (macro) on the same validation samples",
-                 "±4.0 percentage points",  # 1.96 * sqrt(0.75 * 0.25 / 453)
                  "whose scores are unreliable: 正面\\|x."):  # fmt: skip
         assert line in text
     for absent in ("<b>", "peft", "F1 (micro)"):  # which equals the accuracy
@@ -135,8 +134,7 @@ def test_few_samples_of_a_test_split(tmp_path: Path) -> None:
     text = card(tmp_path, DEMO, SINGLE | {"num_samples": 9}, split="test", samples=samples).text
     assert "| test | 100 |" in text
     assert "only 9 samples" in text
-    for absent in ("chosen by", "±"):
-        assert absent not in text
+    assert "chosen by" not in text
 
 
 @pytest.mark.parametrize("kind", [None, "jieba"])
@@ -165,7 +163,7 @@ def test_the_snippet(tmp_path: Path, labels: Labels, numbers: dict[str, Any], sa
 
 
 def test_a_stopped_run(tmp_path: Path) -> None:
-    """The card says so at the top. It is of the best model; titles of a later evaluation are not counted."""
+    """The card says so at the top. It is of the best model."""
     run, model = tmp_path / "run", tmp_path / "run" / "model"
     lines = [{"id": place, "title": " ", "reference": "b", "scores": {"rougeL": 0.5}} for place in range(50)]
     make_run(run, None, lines, TITLES, flat(build(TitleSettings, NEWS)))
@@ -178,8 +176,7 @@ def test_a_stopped_run(tmp_path: Path) -> None:
     assert "by SIGINT after step 27 of 40" in text
     assert "The saved model (step 30) on the 50 samples" in text
     assert "| ROUGE-L | 0.1000 |" in text
-    for absent in ("/home/me", "Empty titles", "±"):
-        assert absent not in text
+    assert "/home/me" not in text
 
 
 def test_many_classes_and_an_evaluation_on_truncated_texts(tmp_path: Path) -> None:
@@ -213,8 +210,6 @@ def test_titles(tmp_path: Path, title_model: Path) -> None:
                  "| Loss (of a title's token) | 2.5000 |", "| num_beams | 3 |", "| length_penalty | 0.5 |",
                  "| max_target_length | 24 |", "| min_length | 50 |", "| train | 7,677 |",
                  "reads the first 128 tokens", "chosen by ROUGE-L on the same validation samples",
-                 "mean over 50 samples: its 95 % confidence interval is about ±0.140.",  # 1.96 * sqrt(0.25 / 49)
-                 "Empty titles among the 50 it wrote for validation: 1.",
                  "Licence of the data: bbc: the package is under MIT, the articles are the BBC's"):  # fmt: skip
         assert line in text
     for word in ("Labels", "its classes", "Classes with", "LoRA", "pipeline", "no_repeat_ngram_size", "jieba_token"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from toolkit import __version__, demo
 from toolkit.checkpoint.model_folder import read_step
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
-from toolkit.report.files import METRICS, Record, architecture, is_local, read_lines, without_folders, write_atomically
+from toolkit.report.files import METRICS, Record, architecture, is_local, without_folders, write_atomically
 from toolkit.report.templates import render
 from toolkit.utils.features import features, first
 
@@ -55,7 +54,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
             "base model": demo.demo_entry(settings["model_name_or_path"]).note,
             "data": demo.demo_entry(settings.get("dataset_name")).note,
         },
-        **_limits(record, run_folder / "predictions.jsonl" if step == record.last_step else None),
+        **_limits(record),
     }
     write_atomically(model_folder / "README.md", [render("card.md", context)])
 
@@ -144,25 +143,11 @@ def _lora(adapter: Path) -> str:
     return f"{numbers}, on {', '.join(sorted(config['target_modules']))}; merged into the weights here"
 
 
-def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
-    """Variables of the section "Limits". `margin` is half the 95 % confidence interval (normal approximation) of the
-    mean ROUGE-L, or of the accuracy in percentage points; None for too few samples."""
-    last = record.last
-    count, accuracy = last.numbers["num_samples"], last.numbers.get("accuracy")
-    few, margin, empty = count < _FEW_SAMPLES, None, 0
-    if record.problem_type == "title_generation":
-        lines = list(read_lines(predictions)) if predictions else []  # None: they are of another evaluation
-        if len(lines) == count:
-            empty = sum(not line["title"].strip() for line in lines)
-        if len(lines) == count and not few:
-            margin = 1.96 * statistics.stdev(line["scores"]["rougeL"] for line in lines) / math.sqrt(count)
-    elif accuracy is not None and 0 < accuracy < 1 and not few:
-        margin = 196 * math.sqrt(accuracy * (1 - accuracy) / count)
-    classes = last.numbers.get("per_class", {})
+def _limits(record: Record) -> dict[str, Any]:
+    """Variables of the section "Limits"."""
+    last, classes = record.last, record.last.numbers.get("per_class", {})
     return {
         "chosen_by": record.metric_title(record.best.metric) if last.split == "validation" else None,
-        "few": few,
-        "margin": margin,
-        "empty_titles": empty,
+        "few": last.numbers["num_samples"] < _FEW_SAMPLES,
         "rare": [name for name, scores in classes.items() if scores["support"] < _FEW_SAMPLES],
     }

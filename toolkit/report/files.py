@@ -325,15 +325,12 @@ def last_evaluation(folder: Path, step: int | None = None) -> Evaluation:
 def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError if `folder` holds none."""
     if not (folder / "config.json").is_file():
-        runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-        hint = f": did you mean {runs[0]}?" if runs else ""
-        raise UserError(f"{folder} is not a run folder: it has no config.json{hint}")
+        raise UserError(f"{folder} is not a run folder: it has no config.json")
     for name in ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"):
         refuse_link_out(folder / name, folder)
     config = read_table(folder / "config.json", {})
     if "data" not in config:
-        hint = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
-        raise UserError(f"{folder} is not a run folder: its config.json is that of a model{hint}")
+        raise UserError(f"{folder} is not a run folder: its config.json is that of a model")
     return config
 
 

@@ -221,7 +221,6 @@ class RunSummary:
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.demo_entry(settings.model.model_name_or_path).note,
             demo.demo_entry(settings.data.dataset_name).note,
-            _missing_packages(settings.training.report_to),
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
             lines.append(lora.describe(model, settings.model))
@@ -294,30 +293,14 @@ class RunSummary:
         return [f"  {folder}/checkpoints/      {size}, {note}"]
 
     def _next_command(self) -> list[str]:
-        """A feature's command, or one for another run with this script, data and strategy."""
+        """A feature's command, or after a demo the same launch on the user's data."""
         command = first(hook(self.folder, self.settings) for hook in hooks("next_command", self.settings))
-        if command is not None:
-            return ["next:", f"  {command}"] if command else []
-        training, again = self.settings.training, self.command()
-        if not again:
-            return []
-        if str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # the same launch on the user's data
+        from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
+        if command is None and from_demo and (again := self.command()):
             words, file = shlex.split(again), launch.launch_info()["config_file"]
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
-            again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
-        else:
-            folder = f"{training.output_dir.rstrip('/')}-2" if training.output_dir else None
-            again = self.command(seed=training.seed + 1, output_dir=folder)
-            again += "  # another seed: differences are chance"
-        return ["next:", f"  {again}"]
-
-
-def _missing_packages(report_to: str) -> str:
-    """What the run will not write because a package is missing, and how to install it; "" if nothing is missing."""
-    lacking = {} if is_installed("matplotlib") else {"report": "report.html will have no curves"}
-    if report_to == "auto" and not is_installed("tensorboard"):
-        lacking["tensorboard"] = "there will be no TensorBoard files"
-    return f"{', '.join(lacking.values())}: {install_command(*lacking)}" if lacking else ""
+            command = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
+        return ["next:", f"  {command}"] if command else []
 
 
 def runnable_command(command: str) -> str:

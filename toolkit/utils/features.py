@@ -128,8 +128,8 @@ class Feature:
         return ()
 
     def next_command(self, folder: Path, settings: Any) -> str | None:
-        """The command printed below `next:` when the run in `folder` has ended; "" for none, None for the same run with
-        another seed. The first feature that returns one is taken."""
+        """The command printed below `next:` when the run in `folder` has ended; "" for none. The first feature that
+        returns one is taken."""
 
     def answers(self, model: str, config: Any) -> Any:
         """Turns a saved model's outputs into answers (a `toolkit.evaluation.answers.Answers`), or None for other

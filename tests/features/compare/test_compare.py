@@ -136,9 +136,8 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
     run = made(tmp_path / "runs" / "a", predictions(0.1))
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    for folder, message in ((run.parent, f"did you mean {run}"), (run / "model", f"did you mean {run}"),
-                         (tmp_path / "no", "no is not a run folder")):  # fmt: skip
-        refusal(compare, [run, folder], match=message)
+    for folder in (run.parent, run / "model", tmp_path / "no"):
+        refusal(compare, [run, folder], match=f"{folder} is not a run folder")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

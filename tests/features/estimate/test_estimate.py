@@ -211,11 +211,3 @@ def test_the_command(first: str, tiny_model: Path, capsys: Any) -> None:
     assert set(STRATEGIES) < set(rows)
     assert all(rows[name].endswith("yes") for name in STRATEGIES)
     refusal(FEATURE.commands[0].run, [*words, "--num_processes", "0"], says=["--num_processes 0"])
-
-
-def test_the_help_names_no_launch_options(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        FEATURE.commands[0].run(["--help"])
-    screen = capsys.readouterr().out
-    assert "--config_file" not in screen
-    assert screen.startswith("usage: toolkit estimate [MODEL|")

@@ -371,16 +371,6 @@ def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, t
             torch.testing.assert_close(weights[mine], expected[pretrained], rtol=0, atol=1e-7)
 
 
-@pytest.mark.multiprocess
-def test_verify_of_a_pretraining_run(run_with_new_tokens: Path, data: list[Any], tmp_path: Path) -> None:
-    start(["toolkit", "verify", "recipes/pretrain.py", "--max_steps", "2", "--mixed_precision", "no", "--config_file",
-           "accelerate_configs/ddp.yaml", "--output_dir", tmp_path, "--model_name_or_path",
-           run_with_new_tokens / "model", *data], env={"TESTS_WITHOUT_PAGES": ""}).succeeded()  # fmt: skip
-    facts = json.loads((tmp_path / "verify.json").read_text(encoding="utf-8"))
-    assert facts["agrees"]
-    assert facts["runs"][-1]["name"] == "ddp"
-
-
 def test_auto_batch_size_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:
     common = ["--model_name_or_path", models["BERT"], *data, "--max_length", 48]
     prepared = start(["toolkit", "prepare", "pretrain", *map(str, common)]).succeeded()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def _run(arguments: list[str]) -> None:
     task = "cls"
     if begins_with_name(arguments):
         name = arguments.pop(0)
-        if re.fullmatch(rf"(.*/)?({'|'.join(tasks())})(\.py)?", name):
+        if Path(name).stem in tasks() and Path(name).suffix in ("", ".py"):
             task = Path(name).stem
         else:
             arguments = ["--model_name_or_path", name, *arguments]

@@ -30,28 +30,20 @@ class ExplainFeature(Feature):
         rows = getattr(page.options, "explain", 0)
         if not rows:
             return None
-        _require_model_and_texts(page)
+        if not page.record.data.get("labels"):
+            raise UserError("--explain is for classification and regression only")
+        if not page.texts:
+            remedy = "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
+            raise UserError(f"--explain needs the texts of the last evaluation, {remedy}")
         from markupsafe import Markup
 
         from toolkit.features.explain.page import explain
         from toolkit.report.templates import render
 
-        samples = page.worst[:rows]
-        explanations = explain(page.folder, page.record.data, samples, page.texts) if samples else {}
+        explanations = explain(page.folder, page.record.data, page.worst[:rows], page.texts)
         words = Path(__file__).with_name("words.html")
-        texts = {place: Markup(render(words, {"explanation": each})) for place, each in explanations.items()}
+        texts = {place: Markup(render(words, each)) for place, each in explanations.items()}
         return PagePart(Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts)
-
-
-def _require_model_and_texts(page: Any) -> None:
-    config = page.folder / "model" / "config.json"
-    if not page.record.data.get("labels"):
-        raise UserError("--explain is for classification and regression only")
-    if not config.is_file():
-        raise UserError(f"--explain needs the saved model, and there is no {config}")
-    if not page.texts:
-        remedy = "which this machine's cache lacks: run `toolkit prepare` with the run's settings"
-        raise UserError(f"--explain needs the texts of the last evaluation, {remedy}")
 
 
 FEATURE = ExplainFeature()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
@@ -24,9 +23,7 @@ from toolkit.utils.extras import require_extra
 
 _POINTS, _MAX_TOKENS = 32, 4096
 """Points of the integral (Gauss-Legendre); tokens in a batch of points."""
-_STRONGEST = 5
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef\U00020000-\U0003ffff]")
-_Output = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Word(NamedTuple):
@@ -36,31 +33,9 @@ class Word(NamedTuple):
     attribution: float = 0.0
 
 
-class Explanation(NamedTuple):
-    """The attributions of one row."""
-
-    towards: str
-    against: str
-    """The outcomes that positive and negative attributions favour."""
-    words: list[Word]
-
-    @property
-    def strongest(self) -> list[Word]:
-        words = [word for word in self.words if word.attribution]
-        return sorted(words, key=lambda word: -abs(word.attribution))[:_STRONGEST]
-
-    @property
-    def scale(self) -> float:
-        return max(abs(word.attribution) for word in self.words) or 1.0
-
-    @property
-    def difference(self) -> float:
-        """The output for this text minus that for the baseline."""
-        return sum(word.attribution for word in self.words)
-
-
-def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]) -> dict[int, Explanation]:
-    """Explains samples by the run's saved model in this process -> place of a sample -> explanation.
+def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: Sequence[str]) -> dict[int, Any]:
+    """Explains samples by the run's saved model in this process -> place of a sample -> variables of words.html: the
+    words, and the outcomes that positive and negative attributions favour.
 
     Raises UserError if captum is missing, and for tokenizers without offsets.
     """
@@ -72,7 +47,7 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
     model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
     explanations = {}
-    for sample in tqdm(samples, "--explain", unit=" rows", disable=None):
+    for sample in samples:
         pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]  # see `join_pair`
         encoded = tokenizer(
             *pair, truncation="longest_first", max_length=data["max_length"], return_tensors="pt",
@@ -87,11 +62,15 @@ def explain(folder: Path, data: dict[str, Any], samples: Sequence[Any], texts: S
         words = []
         for number, text in enumerate(pair):
             words += join_tokens(text, [(*span, word, value) for part, span, word, value in tokens if part == number])
-        explanations[sample.place] = Explanation(towards, against, words)
+        explanations[sample.place] = {
+            "towards": towards, "against": against, "words": words,
+            "scale": max(abs(word.attribution) for word in words) or 1.0,
+            "difference": sum(word.attribution for word in words),
+        }  # fmt: skip
     return explanations
 
 
-def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
+def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]:
     """(`towards`, `against`, (B, C) logits -> the explained output (B,))."""
     if labels.problem_type == "single_label_classification":
         guess, truth = labels.names.index(sample.prediction), labels.names.index(sample.label)
@@ -104,7 +83,7 @@ def _choose_output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
     return f"a greater {labels.names[place]}", "a smaller one", lambda logits: logits[:, place]
 
 
-def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: _Output) -> torch.Tensor:
+def attribute(model: Any, encoded: Mapping[str, torch.Tensor], output_of: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Attributions (S,) of the tokens of one text, `encoded` (1, S) with its `special_tokens_mask`."""
     from captum.attr import LayerIntegratedGradients
 

@@ -104,17 +104,16 @@ def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, dige
 
     Raises UserError if the folder has folds of other data or another number of folds, or all are done.
     """
-    fold, fault = 1, ""
+    result: list[Any] = [1, ""]
     if accelerator is None or accelerator.is_main_process:
         try:
-            fold = _next(Path(output_dir), folds, digest)
+            result[0] = _next(Path(output_dir), folds, digest)
         except UserError as error:
-            fault = str(error)
-    if accelerator is not None:
-        fold, fault = broadcast_object_list([fold, fault])
+            result[1] = str(error)
+    fold, fault = result if accelerator is None else broadcast_object_list(result)
     if fault:
         raise UserError(fault)
-    return fold
+    return int(fold)
 
 
 def settings_of_fold(accelerator: Accelerator, settings: Any, fold: int) -> Any:

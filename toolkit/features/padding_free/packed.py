@@ -70,12 +70,11 @@ def accept_packed(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     layers[-1].register_forward_hook(_select_first_tokens, with_kwargs=True)
     check_logits(model, probe)
     dropout = attention_dropout(model.config)
+    half = accelerator.mixed_precision != "no"
     old = accelerator.device.type == "cuda" and torch.cuda.get_device_capability(accelerator.device) < (8, 0)
-    if old:
-        log_on_main(accelerator, "--padding_free: attention is padded, since torch's varlen_attn needs Ampere or later")
-    elif accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
-        why = f"no dropout (here {dropout}: pass --dropout 0)" if dropout else "no fp32 (pass --mixed_precision bf16)"
-        log_on_main(accelerator, f"--padding_free: attention is padded, since torch's varlen_attn has {why}")
+    if accelerator.device.type != "cpu" and (old or dropout or not half):
+        why = "torch's varlen_attn needs --dropout 0, --mixed_precision bf16 or fp16, and a GPU from Ampere on"
+        log_on_main(accelerator, f"--padding_free: attention is padded: {why}")
 
 
 def attend(

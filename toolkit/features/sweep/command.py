@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
+import itertools
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import methodcaller
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from toolkit import config
 from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.relaunch import find_file, split_arguments
+from toolkit.report.comparison import LOSS_SETTINGS, as_text, compare
+from toolkit.report.files import Record, run_config
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
 
 _TRIALS = 20
 _POLL_SECONDS, _STOP_SECONDS = 1.0, 60.0
-_NOT_FOR_SWEEPS = {
-    "push_to_hub": "each run would upload its model, the last one for good; pass it to a run with the best settings",
-    "folds": "its runs are compared by their evaluations, and the models of folds have none in common",
-}
-
-
-class _EndOfSweep(BaseException):
-    """optuna records a trial that ends with an `Exception` as failed, and would not run it again."""
-
-
-Values = list[str] | methodcaller
-"""Values of a setting: a list, or for a range the function that suggests one in an optuna trial."""
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
@@ -59,7 +49,7 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
         if len(set(names)) < len(names):
             raise UserError(f"--{option}: two have the same name: {', '.join(names)}")
     hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
-    for number in (signal.SIGINT, signal.SIGTERM, *hangup):  # after a KeyboardInterrupt, optuna records a failed trial
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -73,7 +63,11 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
                 sweep.run_recipe(folder / name, {**best, "config_file": config})
     except Timeout:
         raise UserError(f"another sweep is writing to {folder}: name another --output_dir, or stop that one") from None
-    sweep.print_report(best)
+    comparison = compare(sweep.runs)[0]
+    if best:
+        print(f"\nbest settings: {shlex.join(['python', *sweep.command(best)])}")
+    print(f"\n{as_text(comparison)}")
+    print(f"\nwith curves: toolkit compare {shlex.quote(str(folder))}/*/ --output compare.html")
 
 
 class Sweep:
@@ -89,17 +83,15 @@ class Sweep:
         """The content of the YAML files among the words: a changed one makes another command."""
         self.runs: list[Path] = []
         self.settings = self._parse([])
-        for name, why in _NOT_FOR_SWEEPS.items():
+        for name in ("push_to_hub", "folds"):  # all runs would upload to one place; folds have no common evaluation
             if self.settings.get(name):
-                raise UserError(f"--{name} is not for a sweep: {why}")
+                raise UserError(f"--{name} is not for a sweep: pass it to a run with the best settings")
         self.seed = int(self.settings.get("seed", 42))
         if self.settings and self.settings["data_seed"] is None and not self.settings["validation_file"]:
             self.words += ["--data_seed", str(self.seed)]  # the same validation rows in every run
 
     def _parse(self, extra: Sequence[str]) -> dict[str, Any]:
         """Checked settings of a shipped recipe; {} for others, which check their own. Raises UserError."""
-        from toolkit import config
-
         task = Path(self.recipe).stem
         if task not in config.tasks():
             return {}
@@ -108,11 +100,9 @@ class Sweep:
         parsed: Any = config.parse(config.tasks()[task], arguments, demo if demo.is_file() else None)
         return config.flat(parsed)
 
-    def parse_values(self, text: str) -> tuple[str, Values]:
-        """The values of `--search`: `seed=1,2` or `learning_rate=1e-5:1e-4:log`. Raises UserError."""
-        from optuna.trial import FixedTrial
-
-        from toolkit.report.comparison import LOSS_SETTINGS
+    def parse_values(self, text: str) -> tuple[str, Any]:
+        """(name, optuna distribution) of `--search`: `seed=1,2` or `learning_rate=1e-5:1e-4:log`. Raises UserError."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         name, _, values = text.partition("=")
         choices, (low, *high) = values.split(","), values.split(":")
@@ -125,11 +115,10 @@ class Sweep:
             for value in [low, high[0]] if high else choices:
                 self._parse([f"--{name}={value}"])
             if not high:
-                return name, choices
-            kind: type[float] = float if "." in values or "e" in values.lower() else int
-            suggest = methodcaller(f"suggest_{kind.__name__}", name, kind(low), kind(high[0]), log=len(high) > 1)
-            suggest(FixedTrial({name: kind(low)}))  # optuna checks the range
-            return name, suggest
+                return name, CategoricalDistribution(choices)
+            if "." in values or "e" in values.lower():
+                return name, FloatDistribution(float(low), float(high[0]), log=len(high) > 1)
+            return name, IntDistribution(int(low), int(high[0]), log=len(high) > 1)
         except (UserError, ValueError) as error:
             raise UserError(f"--search {text}: {first_line(error)}") from error
 
@@ -138,11 +127,9 @@ class Sweep:
     ) -> None:
         """Runs the recipe with these settings, unless `folder` holds the finished run; moves the run of another command
         aside. A stop signal, or an error of `while_running`, stops the run with a checkpoint. Raises UserError."""
-        from toolkit.report.files import run_config
-
         self.runs.append(folder)
         log, record = (folder.with_name(f"{folder.name}.{ending}") for ending in ("log", "command"))
-        command = shlex.join(self._command(settings)) + self.files
+        command = shlex.join(self.command(settings)) + self.files
         if folder.exists() and record.is_file() and record.read_text(encoding="utf-8") != command:
             folder.rename(folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"))
         if (lock := folder / ".lock").exists():  # the run of a killed sweep may still be writing its checkpoint
@@ -159,7 +146,7 @@ class Sweep:
             settings["overwrite_output_dir"] = "true"  # it was killed before its first checkpoint
         with log.open("ab") as output:
             start = output.tell()
-            child = Popen([sys.executable, *self._command(settings)], stdin=DEVNULL, stdout=output, stderr=STDOUT,
+            child = Popen([sys.executable, *self.command(settings)], stdin=DEVNULL, stdout=output, stderr=STDOUT,
                           start_new_session=True, preexec_fn=stop_with_parent)  # fmt: skip
             try:
                 while child.poll() is None:
@@ -174,89 +161,76 @@ class Sweep:
             killed = f"killed by {signal.Signals(-child.returncode).name}; " if child.returncode < 0 else ""
             raise UserError(f"{folder.name} failed: {killed}{error} ({log})")
 
-    def _command(self, settings: Mapping[str, Any]) -> list[str]:
+    def command(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.recipe, *self.words, *_options(settings)]
 
-    def search(self, space: Mapping[str, Values], texts: Sequence[str], num_trials: int | None) -> Any:
+    def search(self, space: Mapping[str, Any], texts: Sequence[str], num_trials: int | None) -> Any:
         """The optuna study after `num_trials` trials, those of a stopped sweep included. `texts`: the `--search`es."""
-        from optuna.samplers import GridSampler, TPESampler
+        from optuna import TrialPruned
+        from optuna.distributions import CategoricalDistribution
         from optuna.trial import TrialState
 
-        study = self._open_study([self.recipe, *self.words, *(f"--search={text}" for text in texts)])
-        lists = {name: values for name, values in space.items() if isinstance(values, list)}
+        study = self._open_study(shlex.join([self.recipe, *self.words, *(f"--search={text}" for text in texts)]))
+        lists = [kind.choices for kind in space.values() if isinstance(kind, CategoricalDistribution)]
         if len(lists) == len(space):
-            size = math.prod(map(len, lists.values()))
-            study.sampler, num_trials = GridSampler(lists), min(num_trials or size, size)
-        else:
-            study.sampler = TPESampler(seed=len(study.trials))  # with the same seed it would draw the same values again
+            grid = list(itertools.product(*lists))
+            for values in grid:
+                study.enqueue_trial(dict(zip(space, values, strict=True)), skip_if_exists=True)
+            num_trials = min(num_trials or len(grid), len(grid))
         finished = sum(trial.state.is_finished() for trial in study.trials)
-        try:
-            study.optimize(lambda trial: self._run_trial(trial, space), (num_trials or _TRIALS) - finished)
-        except _EndOfSweep as error:
-            raise UserError(str(error)) from error
+        for _ in range(finished, num_trials or _TRIALS):
+            trial = study.ask(space)
+            try:
+                value = self._run_trial(trial)
+            except TrialPruned:
+                study.tell(trial, state=TrialState.PRUNED)
+            else:
+                study.tell(trial, value, state=TrialState.FAIL if value is None else None)
         complete = study.get_trials(states=(TrialState.COMPLETE,))
         if not complete:
             raise UserError(f"no trial finished: see {self.folder}/trial-*.log")
         self.runs = [self.folder / _name(trial) for trial in complete]
         return study
 
-    def _open_study(self, arguments: list[str]) -> Any:
+    def _open_study(self, command: str) -> Any:
         """Raises UserError for a damaged journal, and for that of another sweep."""
         import optuna
-        from optuna.trial import TrialState
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        path = self.folder / "study.journal"
+        path, command = self.folder / "study.journal", command + self.files
         refuse_link_out(path, self.folder)
         try:
             storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
             pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
             study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", direction="maximize",
                                         load_if_exists=True)  # fmt: skip
-            for trial in study.get_trials(states=(TrialState.RUNNING,)):  # stopped with the sweep: run next
-                storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+            study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))  # the same seed would repeat its values
+            for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # stopped: to be run next
+                storage.set_trial_state_values(trial._trial_id, optuna.trial.TrialState.WAITING)
         except Exception as error:  # optuna raises many kinds for a damaged line
             why = f"is not a readable journal ({first_line(error)[:200]})"
             raise UserError(f"{path} {why}: name another --output_dir, or remove it") from error
-        if (earlier := study.user_attrs.get("arguments", arguments)) != arguments:
-            remedy = f"continue it with `toolkit sweep {shlex.join(earlier)}`, or name another --output_dir"
-            raise UserError(f"{self.folder} holds another sweep: {remedy}")
-        if study.user_attrs.get("files", self.files) != self.files:
-            why = "holds a sweep with another content of its YAML files"
-            raise UserError(f"{self.folder} {why}: name another --output_dir")
-        study.set_user_attr("arguments", arguments)
-        study.set_user_attr("files", self.files)
+        if (earlier := study.user_attrs.get("command", command)) != command:
+            remedy = f"continue it with `toolkit sweep {earlier}`, or name another --output_dir"
+            raise UserError(f"{self.folder} holds another sweep, or its YAML files have changed: {remedy}")
+        study.set_user_attr("command", command)
         return study
 
-    def _run_trial(self, trial: Any, space: Mapping[str, Values]) -> float:
-        """The best value; NaN, which optuna records as failed, for a run that failed. Raises TrialPruned, and ends the
-        sweep for a run that failed before its first step: all would."""
+    def _run_trial(self, trial: Any) -> float | None:
+        """The best value; None for a run that failed. One that fails before its first step ends the sweep, as all
+        would: its trial is not finished, and the same command runs it again."""
         folder = self.folder / _name(trial)
-        settings = {
-            name: trial.suggest_categorical(name, values) if isinstance(values, list) else values(trial)
-            for name, values in space.items()
-        }
         try:
-            self.run_recipe(folder, settings, while_running=lambda: _prune(trial, folder))
+            self.run_recipe(folder, trial.params, while_running=lambda: _prune(trial, folder))
         except UserError as error:
             if not (folder / "metrics.jsonl").exists():
-                raise _EndOfSweep(f"before its first step {error}") from error
+                raise UserError(f"before its first step {error}") from error
             print(f"  {error}", flush=True)
-            return math.nan
+            return None
         metric, by_step = evaluations(folder)
-        best = max(by_step.values(), default=math.nan)
-        print(f"  {metric.metric} {metric.sign * best:.4f}" if metric else "  no metric", flush=True)
+        best = max(by_step.values(), default=None)
+        print("  no metric" if best is None else f"  {metric.metric} {metric.sign * best:.4f}", flush=True)
         return best
-
-    def print_report(self, best: Mapping[str, Any]) -> None:
-        """The best settings, and the comparison of all runs."""
-        from toolkit.report.comparison import as_text, compare
-
-        comparison = compare(self.runs)[0]
-        if best:
-            print(f"\nbest settings: {shlex.join(['python', *self._command(best)])}")
-        print(f"\n{as_text(comparison)}")
-        print(f"\nwith curves: toolkit compare {shlex.quote(str(self.folder))}/*/ --output compare.html")
 
 
 def _prune(trial: Any, folder: Path) -> None:
@@ -282,8 +256,6 @@ def _name(trial: Any) -> str:
 
 def evaluations(folder: Path) -> tuple[Any, dict[int, float]]:
     """(--metric_for_best_model and its sign, step -> its value so far, negated if lower is better)."""
-    from toolkit.report.files import Record
-
     if not (folder / "eval.jsonl").exists():
         return None, {}
     record = Record.load(folder)

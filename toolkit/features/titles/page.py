@@ -1,4 +1,4 @@
-"""Titles in report.html: random, best and worst ones, and how many are empty or copied."""
+"""Titles in report.html: random, best and worst ones, and how many are empty or the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLES = 8
 
 
 def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, Any]:
-    """Variables of page.html. Counts ignore letter case and spaces."""
+    """Variables of page.html."""
     lines = record.of_last(list(record.predictions(folder)))
     titles = [line["title"].strip() for line in lines]
 
@@ -27,14 +27,11 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
         return shown | {"row": line["id"] + 1, "rouge": line["scores"]["rougeL"]}
 
     example_indices = _choose([line["scores"]["rougeL"] for line in lines])
-    plain, references = [*map(_plain, titles)], [_plain(line["reference"]) for line in lines]
     commonest = collections.Counter(filter(None, titles)).most_common(1)
     return {
         "examples": {name: [*map(example, indices)] for name, indices in example_indices.items()},
         "num_titles": len(titles),
-        "num_empty": plain.count(""),
-        "num_copies": sum(title == reference for title, reference in zip(plain, references, strict=True)),
-        "num_lifted": sum(title != "" and title in _plain(text) for title, text in zip(plain, texts, strict=False)),
+        "num_empty": titles.count(""),
         "commonest": [(truncate(title), count) for title, count in commonest if count > 1],
     }
 
@@ -47,7 +44,3 @@ def _choose(rouge: Sequence[float]) -> dict[str, Sequence[int]]:
     ordered, few = sorted(indices, key=lambda index: rouge[index]), min(_EXAMPLES, len(rouge) // 2)
     sample = sorted(random.Random(0).sample(indices, _EXAMPLES))
     return {"random": sample, "worst": ordered[:few], "best": ordered[: -few - 1 : -1]}
-
-
-def _plain(text: str) -> str:
-    return "".join(text.casefold().split())

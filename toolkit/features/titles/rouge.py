@@ -24,7 +24,6 @@ FOREIGN_SHARE = 0.2
 letters but a-z is, char (whole words of Korean or Russian)."""
 
 _HAN = re.compile(f"[{HAN}]")
-_EASTERN = re.compile(f"[{HAN}{KANA}]")
 _CHARACTERS = re.compile(rf"[{HAN}{KANA}]|[^\W_{HAN}{KANA}]+(?:(?<=\d)\.\d+)*")
 
 
@@ -69,24 +68,9 @@ def tokenize_of(segmenter: Literal["word", "jieba", "char"]) -> Callable[[str], 
     from toolkit.data.jieba_tokenizer import load_jieba
 
     cutter = load_jieba().cutter
-    return lambda text: _join_words(cutter.lcut(_normalise(text)))
+    return lambda text: [word for word in cutter.lcut(_normalise(text)) if any(map(str.isalnum, word))]
 
 
 def _normalise(text: str) -> str:
     """Full-width letters and digits as ASCII, in lower case: jieba cuts `2018 t恤` and `２０１８ T恤` differently."""
     return unicodedata.normalize("NFKC", text).lower()
-
-
-def _join_words(pieces: list[str]) -> list[str]:
-    """Drops spaces and punctuation, and joins words that jieba cut at an unknown letter (caf, é)."""
-    words: list[str] = []
-    open_word = False
-    for piece in pieces:
-        known = any(map(str.isalnum, piece))
-        western = known and not _EASTERN.search(piece)
-        if western and open_word:
-            words[-1] += piece
-        elif known:
-            words.append(piece)
-        open_word = western
-    return words

@@ -13,7 +13,7 @@ KIND = "encoder-decoder"
 """`model_type` in the config.json of models that write titles."""
 Segmenter = Literal["auto", "word", "jieba", "char"]
 """word: runs of a-z and 0-9 in lower case without stemming, as in published English results.
-jieba: Chinese words; char: Chinese characters; other words and numbers are whole in both.
+jieba: Chinese words, English ones and numbers; char: Chinese characters, all other words and numbers.
 auto: jieba, char or word, depending on the references."""
 
 
