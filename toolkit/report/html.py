@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 import pandas as pd
 
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
+from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import Record, last_evaluation, run_config, write_atomically
@@ -95,7 +97,11 @@ def write_report(
     for feature in features():
         if part := feature.page(page):
             parts.append(part)
-            context["blocks"].append(render_blocks(part.template, {**context, **part.context}))
+            try:
+                blocks = render_blocks(part.template, {**context, **part.context})
+            except jinja2.TemplateError as error:
+                raise UserError(f"the template of {type(feature).__name__}.page: {first_line(error)}") from error
+            context["blocks"].append(blocks)
     context["links"] = {place: name for part in parts for place, name in part.links.items()}
     context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
     write_atomically(folder / "report.html", [render("report.html", context)])
@@ -106,6 +112,12 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     from the cache of this machine, if it still has them. Raises UserError if `folder` holds no run."""
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
+        parser = argparse.ArgumentParser()
+        for feature in features():
+            feature.add_options("report", parser)
+        for name, default in vars(parser.parse_args([])).items():
+            if getattr(options, name, default) != default:
+                raise UserError(f"{path} is written, without --{name}, which needs one run: name one in {folder}")
         return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)

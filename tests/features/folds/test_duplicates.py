@@ -1,7 +1,7 @@
 """Near duplicates among real reviews: all planted ones, and no others."""
 
 from toolkit.data.read import read_demo
-from toolkit.features.folds.duplicates import near_duplicates
+from toolkit.features.folds.duplicates import SIMILAR, near_duplicates, normalise, similarity
 
 
 def test_planted_duplicates_are_found() -> None:
@@ -15,3 +15,5 @@ def test_planted_duplicates_are_found() -> None:
     assert all(planted in groups for planted in ([5, 1502], [7, 1503], [1500, 1504]))
     assert [1501, 1505] not in groups  # texts of punctuation only
     assert len(groups) < 10
+    for first, *others in groups:
+        assert all(similarity(normalise(texts[first]), normalise(texts[other])) >= SIMILAR for other in others)

@@ -47,7 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
-        self._answer(200, {})
+        refuses = self.server.refuses and self.path.endswith(self.server.refuses)
+        self._answer(403 if refuses else 200, {"error": "no right to write"} if refuses else {})
 
     def do_POST(self) -> None:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -132,7 +133,7 @@ def test_a_refused_upload_does_not_fail_the_run(hub: Hub, tiny_job: list[str], t
 
 @pytest.mark.parametrize(
     ("refuses", "token", "named"),
-    [("/create", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id")],
+    [("", "", "HF_TOKEN"), ("/create", TOKEN, "--hub_model_id"), ("/auth-check/write", TOKEN, "--hub_model_id")],
 )
 def test_missing_rights(refuses: str, token: str, named: str, hub: Hub, tiny_job: list[str], tmp_path: Path) -> None:
     hub.refuses = refuses

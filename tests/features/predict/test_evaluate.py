@@ -20,6 +20,7 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.table import Table
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import choose_labels, training_run
+from toolkit.features.predict.command import _choose_output
 from toolkit.features.predict.evaluate import _output_folder, evaluate_file
 
 
@@ -103,6 +104,8 @@ def test_pairs_and_the_model_that_processes_compare(
     with monkeypatch.context() as read_only:
         read_only.setattr(os, "access", lambda *_: False)
         refusal(_output_folder, options, says=[str(Path.cwd()), "--output_dir"])
+        predict = build_parser().parse_args(["predict", "m", str(tmp_path / "pairs.csv")])
+        refusal(_choose_output, predict, says=[str(tmp_path), "--output"])
     evaluate("--text_pair", "reply")
     assert re.search(r"\b1 of 6 rows .*\(rows 1\)", capsys.readouterr().err)
     assert [line["id"] for line in lines_of(tmp_path / "pairs.evaluation" / "predictions.jsonl")] == list(range(6))

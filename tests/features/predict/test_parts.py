@@ -7,11 +7,13 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.faults import Fault, refusal
@@ -114,6 +116,10 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path) -> None:
     for shard in ("1/2", "2/2"):  # the last one joins
         predicted("other.csv", "--shard", shard)
     assert (tmp_path / "other.csv").read_bytes() == whole
+    (even := tmp_path / "even.csv").write_text("text\n" + "good film\n" * 32)  # equally many rows in both shards
+    for shard in ("1/2", "2/2"):
+        predicted("even-out.csv", "--shard", shard, source=even)
+    assert len(rows_of(tmp_path / "even-out.csv")) == 32
     for wrong in ("0/3", "4/3", "2", "a/b"):
         refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
     refusal(predicted, "third.csv", "--per_device_batch_size", "0", match="'0' is not a number from 1")
@@ -124,16 +130,29 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path) -> None:
     refusal(predict_file._columns, Answers(), [], Path("out.csv"), "top-2", match="--probabilities top-2")
 
 
-def test_shards_of_other_settings_are_refused(predicted: Predict, tmp_path: Path) -> None:
+def test_a_finished_shard(predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same file, model and settings it succeeds without computing anything; otherwise it is an error."""
     for shard in ("1/2", "2/2"):
         predicted("out.csv", "--shard", shard)
-    assert not (tmp_path / "out.csv.parts").exists()
-    refusal(predicted, "out.csv", "--shard", "2/2", match=r"out.csv exists: name another")
+    whole, parts = (tmp_path / "out.csv").read_bytes(), tmp_path / "out.csv.parts"
+    assert [path.name for path in parts.iterdir() if path.is_file()] == ["manifest.json"]
+    with monkeypatch.context() as still:
+        still.setattr(Parts, "write", None)
+        for more in (["--shard", "2/2"], ["--shard", "3/5"], ["--join"]):
+            predicted("out.csv", *more)
+        for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
+            refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
+        (part := parts / "part-0000000000-0000000016.csv").touch()  # as if killed before it replaced an older output
+        refusal(predicted, "out.csv", "--join", match=r"out.csv exists: name another")
+        part.unlink()
     plain = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
     assert list(plain[0]) == ["id", "text", "prediction"]
-    (tmp_path / "out.csv").unlink()
+    (tmp_path / "out.csv").unlink()  # without it the output may be made again, also with other settings
     predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
     refusal(predicted, "out.csv", "--shard", "2/2", match=r"another prediction \(it differs in probabilities\)")
+    predicted("out.csv", "--overwrite", "--shard", "2/2")
+    predicted("out.csv", "--shard", "1/2")
+    assert (tmp_path / "out.csv").read_bytes() == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -211,6 +230,31 @@ def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None
     assert chance == pytest.approx(whole[0][f"probability_{best[0]}"], abs=2e-6)
 
 
+def test_a_file_without_a_header(predicted: Predict, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "plain.csv").write_text("1,good film\n2,bad\n")
+    assert len(rows_of(predicted("out.csv", source=tmp_path / "plain.csv"))) == 1
+    names = re.search(r"--column_names (\S+)", capsys.readouterr().err)
+    assert len(rows_of(predicted("all.csv", "--column_names", names[1], source=tmp_path / "plain.csv"))) == 2
+
+
+TYPED = ["good film", "很 dull book"]
+
+
+def test_strings_without_their_type(predicted: Predict, tmp_path: Path) -> None:
+    """In Parquet, as of older Spark, are read as in training; lists are no texts."""
+    probabilities = []
+    for number, texts in enumerate((TYPED, [text.encode() for text in TYPED], [[text] for text in TYPED])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{number}.parquet")
+        predict = partial(predicted, f"{number}.jsonl", source=tmp_path / f"{number}.parquet")
+        if number == 2:
+            refusal(predict, match="column 'text' holds lists")
+        else:
+            lines = lines_of(predict())
+            assert [line["text"] for line in lines] == TYPED
+            probabilities.append([line["probabilities"] for line in lines])
+    assert probabilities[0] == probabilities[1]
+
+
 def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     """A lone \\r, which ends a row of CSV outside quotes, all digits of numbers, nulls and lists."""
     cells: dict[str, list[Any]] = {
@@ -220,7 +264,7 @@ def test_cells_are_written_as_they_were_read(tmp_path: Path) -> None:
     for name in ("out.csv", "out.tsv", "out.jsonl"):
         parts = Parts(tmp_path / name, "utf-8")
         parts.write(0, pa.table({name: cells[name] for name in cells if name not in prediction}), prediction)
-        parts.join()
+        parts.join(in_shards=False)
     expected = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     assert lines_of(tmp_path / "out.jsonl") == expected
     written = {"score": ["0.1234567890123456", "1e-12", ""], "id": [str(2**60 + 1), "", "0"],

@@ -89,8 +89,13 @@ def test_numbers_of_an_earlier_run_are_not_read(tmp_path: Path) -> None:
     (folder / "ddp").mkdir(parents=True)
     (folder / "ddp" / "metrics.jsonl").write_text(json.dumps({"loss": 1, "grad_norm": 1, "tokens": 1}))
     (folder / "ddp" / "config.json").write_text(json.dumps({"world": {"mixed_precision": "no"}}))
+    for name in ("ddp.old-1", "ddp.old-2"):
+        (folder / name).mkdir()
+    (folder / "ddp.old-1" / ".verify").touch()  # not a user's run
     words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     done, facts = verify(recipe, folder, *words)
+    assert [path.parent.name for path in folder.glob("ddp*/.verify")] == ["ddp"]
+    assert (folder / "ddp.old-2").is_dir()
     assert (done.code, facts["runs"][-1]["name"], facts["runs"][-1]["losses"]) == (0, "ddp", [])
     assert "the first machine compares ddp" in done.out
     done, facts = verify(recipe, tmp_path / "nothing", *words, "nothing")

@@ -6,7 +6,6 @@ truncation. They are trained on the training rows and evaluated on the rows of t
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
 _MAX_WORK = 10**7
 """Training features times classes, a few seconds on one core; above it a sample of the rows is trained on."""
-_MAX_ROWS, _MAX_CLASSES, _ITERATIONS = 50_000, 200, 40
+_MAX_ROWS, _MAX_CLASSES, _HASHED, _ITERATIONS = 50_000, 200, 1 << 20, 40
 _MAX_WEIGHTS = 10**6
 """Weights of the linear model, which uses the most frequent features."""
 
@@ -112,22 +111,34 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
     """Predictions for the rows of the split: (N,) classes, or (N, C) bool."""
     import warnings
 
-    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.feature_extraction.text import TfidfTransformer
     from sklearn.linear_model import LogisticRegression
     from sklearn.multiclass import OneVsRestClassifier
 
-    truth = train.labels[rows].astype(int)
-    most = min(_MAX_WEIGHTS // 20, _MAX_WEIGHTS // (truth.shape[1] if multi else truth.max() + 1))
-    vectorizer = TfidfVectorizer(analyzer=_terms, max_features=most, sublinear_tf=True)
     model: Any = LogisticRegression(C=10, max_iter=_ITERATIONS)
-    model = OneVsRestClassifier(model) if multi else model
-    with warnings.catch_warnings(action="ignore"):  # about few iterations, and labels without rows
-        model.fit(vectorizer.fit_transform(map(train.tokens, rows.tolist())), truth)
-        predicted = model.predict(vectorizer.transform(map(split.tokens, range(len(split)))))
-    return np.asarray(predicted).reshape(split.labels.shape)  # of a single label sklearn returns (N,)
+    weighting = TfidfTransformer(sublinear_tf=True)
+    with warnings.catch_warnings():  # about few iterations, and labels without rows
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        counts, truth = _counts(train, rows), train.labels[rows].astype(int)
+        frequency = np.bincount(counts.indices, minlength=counts.shape[1])
+        most = min(_MAX_WEIGHTS // 20, _MAX_WEIGHTS // (truth.shape[1] if multi else truth.max() + 1))
+        features = np.sort(np.argsort(-frequency, kind="stable")[:most])
+        model = OneVsRestClassifier(model) if multi else model
+        model.fit(weighting.fit_transform(counts[:, features]), truth)
+        predicted = [
+            model.predict(weighting.transform(_counts(split, part)[:, features]))
+            for part in np.array_split(np.arange(len(split)), -(-len(split) // _MAX_ROWS))
+        ]
+    return np.concatenate(predicted).reshape(split.labels.shape)  # of a single label sklearn returns (N,)
 
 
-def _terms(ids: np.ndarray) -> list[tuple[int, ...]]:
-    """A text's tokens, and its pairs of neighbouring tokens."""
-    tokens = ids.tolist()
-    return [*((token,) for token in tokens), *itertools.pairwise(tokens)]
+def _counts(split: Split, rows: np.ndarray) -> Any:
+    """(rows, 2 x features) sparse: counts of tokens and of hashed token bigrams."""
+    tokens = [split.tokens(int(row)).astype(np.int64) for row in rows]
+    ids, row = np.concatenate(tokens), np.repeat(np.arange(len(rows)), [len(ids) for ids in tokens])
+    inside = row[1:] == row[:-1]
+    pairs = (ids[:-1] * 1_000_003 + ids[1:])[inside] % _HASHED + _HASHED
+    columns, rows_of = np.concatenate([ids % _HASHED, pairs]), np.concatenate([row, row[1:][inside]])
+    return sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))

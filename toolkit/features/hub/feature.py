@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -60,13 +61,21 @@ def _name(settings: Any) -> str:
 def create_repository(name: str, private: bool | None) -> str:
     """Creates the repository if it does not exist, and returns OWNER/NAME. Raises UserError where the token does not
     allow it, or the hub does not answer."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, auth_check, constants, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
 
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("--push_to_hub: HF_HUB_OFFLINE is set: unset it, or upload the run's model/ from elsewhere")
+    if not get_token():
+        raise UserError("--push_to_hub needs a token with write access: export HF_TOKEN=..., or `hf auth login`")
     try:
-        return str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
+        repository = str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
+        with contextlib.suppress(RepositoryNotFoundError):  # an endpoint that has no such check
+            auth_check(repository, write=True)  # `create_repo` accepts a token that cannot write to an existing one
+        return repository
     except Exception as error:  # of the library, of its checks and of the network below it
         why = f"cannot create {name} on {constants.ENDPOINT} [{first_line(error)}]"
-        remedy = "check --hub_model_id, HF_TOKEN or `hf auth login` (a token with write access) and HF_ENDPOINT"
+        remedy = "check --hub_model_id, HF_TOKEN (it needs write access) and HF_ENDPOINT"
         raise UserError(f"--push_to_hub: {why}: {remedy}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch
 from toolkit.config import TextSettings
 from toolkit.data.read import format_of, read_file
-from toolkit.data.table import Table
+from toolkit.data.table import USUAL_TEXT, Table
 from toolkit.data.text_files import DELIMITERS, spreadsheet_encoding
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
@@ -43,6 +44,7 @@ WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 _OF_FILES = ("output", "overwrite", "probabilities", "shard", "join", "text_column", "text_pair", "encoding",
              "delimiter", "quoting", "column_names")  # fmt: skip
 _FILE_DEFAULTS = (None, False, "all", "utf-8")
+_EXISTS = "exists: name another with --output, or pass --overwrite"
 
 
 def predict_file(options: Any) -> None:
@@ -76,6 +78,8 @@ def predict_file(options: Any) -> None:
     if format_of(output) in DELIMITERS:
         encoding = spreadsheet_encoding(options.file, encoding)
     parts = Parts(output, encoding, settings.quoting == "none" and same_format, facts)
+    if _is_already_joined(options, accelerator, parts):
+        return
     if accelerator.is_main_process:
         parts.open(options.overwrite and not options.join)  # --join computes nothing: it must not remove parts
     prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts)
@@ -86,6 +90,19 @@ def predict_file(options: Any) -> None:
         progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
         launch.log_on_main(accelerator, f"stopped: {progress}; to continue: {launch.launch_info()['command']}")
         raise
+
+
+def _is_already_joined(options: Any, accelerator: Accelerator, parts: Parts) -> bool:
+    """Whether this is a shard of a finished job, which a scheduler has started again. Raises UserError for another
+    output."""
+    in_shards = options.shard or options.join
+    exists, joined = broadcast_object_list([parts.output.exists(), in_shards and parts.are_joined()])
+    if options.overwrite or not exists:
+        return False
+    if not joined:
+        raise UserError(f"{parts.output} {_EXISTS}")
+    launch.log_on_main(accelerator, f"{parts.output} is complete: its shards are joined, nothing is left to do")
+    return True
 
 
 def _print_answers(options: Any, accelerator: Accelerator, saved: SavedModel) -> None:
@@ -136,21 +153,28 @@ class _Prediction:
             self._compute(done, missing)
         if not self.accelerator.is_main_process:
             return
-        if not parts.folder.is_dir():  # another process has joined the shards
-            return
         absent = parts.missing(rows)
-        if absent or (options.shard and not parts.claim_joining()):
-            status = f"still missing: rows {listing(absent)}" if absent else "all others, too: if no process joins them"
-            logger.info(f"this shard is done; {status}; pass --join instead of --shard once all are done")
-            return
-        parts.join()
-        logger.info(f"{rows} rows: {parts.output}")
+        if not absent and (not options.shard or parts.claim_joining()):
+            parts.join(in_shards=bool(options.shard or options.join))
+            logger.info(f"{rows} rows: {parts.output}")
+        elif not parts.are_joined():  # by another process in the meantime
+            status = (
+                f"still missing: rows {listing(absent)} (the last shard joins all)" if absent else
+                "another process is joining the shards; if it was killed, use --join instead of --shard"
+            )  # fmt: skip
+            logger.info(f"shard {'/'.join(map(str, options.shard))} is done; {status}")
 
     def _compute(self, done: dict[int, int], missing: int) -> None:
         """Computes a window while one thread reads and tokenizes the next, and another writes the previous one."""
         options, saved, total = self.options, self.saved, len(self.table)
         names, max_length = " and ".join(self.columns), self.parts.facts["max_length"]
         columns = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
+        name, trained = self.columns[0], training_run(options.model)["data"].get("text_column")
+        usual = name in (options.text_column, trained) or options.column_names or name.lower().strip() in USUAL_TEXT
+        if format_of(Path(options.file)) in (".csv", ".tsv") and not usual:
+            header = enumerate(self.table.rows.column_names, 1)
+            each = ["text" if other == name else f"column_{place}" for place, other in header]
+            columns += f"; if the first line is a row, not a header, pass --column_names {','.join(each)}"
         resumed = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
         for line in filter(None, [self.table.note, columns, resumed]):
             launch.log_on_main(self.accelerator, line)
@@ -236,7 +260,8 @@ def _format_answer(line: dict[str, Any], answers: Answers) -> str:
         return " ".join(f"{name} {number:.4g}" for name, number in numbers)
     probabilities = dict(zip(labels.names, line["probabilities"], strict=True))
     if prediction is None:
-        return "no answer"
+        best = max(probabilities, key=lambda name: probabilities[name])
+        return f"no answer (most probable: {best} {probabilities[best]:.4f})"
     names = [prediction] if isinstance(prediction, str) else prediction
     return " ".join(f"{name} {probabilities[name]:.4f}" for name in names) or "none"
 
@@ -291,6 +316,8 @@ def sibling(source: Path, ending: str) -> Path:
 def _choose_output(options: Any) -> Path:
     """The file to write. Raises UserError if that is impossible, before any work."""
     source = Path(options.file)
+    if source.is_dir():
+        raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
     if not source.suffix and not source.exists():
         raise UserError(f"there is no {source}; for a text: toolkit predict MODEL --text {shlex.quote(options.file)}")
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
@@ -299,8 +326,10 @@ def _choose_output(options: Any) -> Path:
     output = Path(options.output or sibling(source, f".predictions{'.csv' if kind == '.txt' else kind}"))
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
+    if output.exists() and not (options.overwrite or options.shard or options.join):
+        raise UserError(f"{output} {_EXISTS}")
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"{output.parent} cannot be written: name another file with --output")
     return output

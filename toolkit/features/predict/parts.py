@@ -37,7 +37,10 @@ class Parts:
     def open(self, overwrite: bool) -> None:
         """Creates the folder, or continues one of the same job. Raises UserError for the folder of another job."""
         facts, before = self.facts, self._saved_facts()
-        if before and (differing := [name for name in facts if facts[name] != before.get(name)]):
+        if self.joining.is_dir() and not self.finished():  # the output is made again
+            self.manifest.unlink(missing_ok=True)
+            shutil.rmtree(self.joining, ignore_errors=True)
+        elif before and (differing := [name for name in facts if facts[name] != before.get(name)]):
             if self.finished() and not overwrite:
                 why = f"holds parts of another prediction (it differs in {listing(differing)})"
                 remedy = "repeat its options, name another --output, or pass --overwrite to start over"
@@ -46,6 +49,11 @@ class Parts:
         if not self.manifest.is_file():
             with self._writing(), replace_file(self.manifest) as draft:
                 draft.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+
+    def are_joined(self) -> bool:
+        """Whether the output was joined from shards of the same job; the parts are removed after that."""
+        joined = self.joining.is_dir() and not self.finished() and self.output.is_file()
+        return joined and self._saved_facts() == self.facts
 
     def _saved_facts(self) -> dict[str, Any]:
         return dict(json.loads(self.manifest.read_text(encoding="utf-8"))) if self.manifest.is_file() else {}
@@ -92,13 +100,15 @@ class Parts:
 
     def claim_joining(self) -> bool:
         """Returns True in one process only, of several that finish the last shards at the same time."""
-        with contextlib.suppress(OSError):  # it exists; or the parts are joined and gone
+        with contextlib.suppress(FileExistsError):
             self.joining.mkdir()
             return True
         return False
 
-    def join(self) -> None:
-        """Writes the output and removes the parts."""
+    def join(self, in_shards: bool) -> None:
+        """Writes the output and removes the parts. Of a job in shards the folder stays, for `are_joined`."""
+        if in_shards:
+            self.joining.mkdir(exist_ok=True)
         parts = [self._path(start, end) for start, end in self.finished().items()]
         with self._writing(), replace_file(self.output) as draft:
             if self.kind == ".parquet":
@@ -107,7 +117,11 @@ class Parts:
                 opener = OPENERS.get(self.output.suffix.lower(), open)
                 with opener(draft, "wt", encoding=self.encoding, newline="") as file:
                     file.writelines(self._joined_lines(parts))
-        shutil.rmtree(self.folder)
+        if not in_shards:
+            shutil.rmtree(self.folder)
+            return
+        for part in parts:
+            part.unlink()
 
     def _lines(self, columns: dict[str, list[Any]], header: bool) -> Iterator[str]:
         """The lines of a part in CSV, TSV or JSONL. Lists and objects are JSON in a cell, too; bytes are text."""

@@ -32,6 +32,7 @@ from toolkit.utils.log import logger
 
 # samples, a prime number, so that a mean over micro-batches differs from a mean over samples; micro-batch sizes
 _SAMPLES, _SIZE, _OTHER_SIZE = 31, 3, 5
+_MARK = ".verify"  # a file in each run's folder, for which it is removed when the run is repeated
 # Tolerances in bf16 and fp16: a config may differ from fp32 by `_MARGIN` times the difference of one process, or by
 # `_ROUNDING`; differences of gradient norms, which rounding affects more than losses, count by `_GRADIENT_WEIGHT`.
 _MARGIN, _ROUNDING, _GRADIENT_WEIGHT = 1.5, {"bf16": 1e-3, "fp16": 2e-4}, 1 / 40
@@ -172,6 +173,10 @@ class Verification:
             trial.grad_norms = [math.inf if norm is None else norm for norm in norms]  # of a step that fp16 skipped
             trial.precision = json.loads((folder / "config.json").read_text("utf-8"))["world"]["mixed_precision"]
             shutil.rmtree(folder / "model", ignore_errors=True)  # saves disk space; a user's recipe may write none
+        for old in self.folder.glob(f"{name}.old-*/{_MARK}"):  # moved aside by this run
+            shutil.rmtree(old.parent, ignore_errors=True)
+        if folder.is_dir():
+            (folder / _MARK).touch()
         return trial
 
 
