@@ -330,9 +330,8 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     **{f"a model that torch compiles before {name}": (
         "single", "metric", line, f"    model = torch.compile(model)\n{line}", ("--torch_compile true",))
        for name, line in (("the optimizer", OPTIMIZER), ("the objective", "    objective = toolkit.make"))},
-    "a step without a closure": (
-        "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
-        ("Mine", "positional argument")),
+    "an optimizer that may not be elementwise": (
+        "zero2 x2", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {})(", ("Mine.elementwise", "ddp")),
     "a clipping norm that DeepSpeed ignores": (
         "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm")),
     "clipping by torch, which DeepSpeed ignores": (

@@ -1,4 +1,4 @@
-"""toolkit/training/checks.py, loop_checks.py, shard_checks.py. Optimizers: tests/training/test_optimizer_trial.py."""
+"""toolkit/training/checks.py, loop_checks.py, shard_checks.py."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,9 @@ from transformers import Adafactor
 from tests.faults import refusal
 from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
-from toolkit.training.checks import check_parameters, check_scheduler
+from toolkit.training.checks import check_parameters, check_scheduler, optimizer_fault
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
-from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
+from toolkit.training.optimizer import Lion, custom_scheduler, make_optimizer, make_scheduler, parameter_groups
 from toolkit.training.shard_checks import refuse_copies, refuse_shards
 
 SETTINGS = TrainingSettings()
@@ -128,6 +128,25 @@ def test_unfreezing_needs_groups_by_layer_and_enough_steps(capsys: pytest.Captur
     assert "1 of 4 groups stay frozen for all 10 steps" in capsys.readouterr().err  # the embeddings, at step 12
     check(model, parameter_groups(model, 0.1, gradual=True), TrainingSettings(unfreeze_every=3))
     assert not capsys.readouterr().err
+
+
+class Declared(torch.optim.AdamW):
+    elementwise = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [(torch.optim.AdamW, set()), (torch.optim.SGD, set()), (Lion, set()), (Declared, set()),
+     (type("Undeclared", (torch.optim.AdamW,), {}), {2, 3, "fsdp2"}), (torch.optim.Adafactor, {2, 3, "fsdp2"}),
+     (torch.optim.Adagrad, {2, 3}), (type("Fused", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam"}), set())],
+)  # fmt: skip
+def test_strategies_with_shards_refuse_optimizers_that_may_not_be_elementwise(kind: Any, refused: set[Any]) -> None:
+    for strategy in (0, 2, 3, "fsdp2"):
+        config = {} if strategy in (2, 3) else None
+        accelerator = accelerator_with(config, stage=strategy, is_fsdp2=strategy == "fsdp2")
+        fault = optimizer_fault(accelerator, kind([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
+        assert bool(fault) is (strategy in refused)
+        assert not fault or all(part in fault for part in (kind.__name__, "ddp", "adamw"))
 
 
 class Sharded(torch.nn.Module):

@@ -12,8 +12,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main
-from toolkit.training.optimizer import DISTANCE, OF_SETTINGS, optimizer_class
-from toolkit.training.optimizer_trial import shard_fault, step_fault
+from toolkit.training.optimizer import DISTANCE, OF_SETTINGS, Lion, optimizer_class
 from toolkit.utils.modules import unwrapped
 
 OWN_SCHEDULE = "docs/your-own-recipe.md, Another schedule"
@@ -26,29 +25,31 @@ TOKENS = "_toolkit_tokens"
 """Attribute of a tokenizer: its size when it read the data."""
 # optimizers in C++ and CUDA, made for shards of parameters
 _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
+_ELEMENTWISE = {Lion} | {
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+}
 
 
 def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
-    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty if they can."""
-    name, plugin = type(optimizer).__name__, accelerator.state.deepspeed_plugin
-    offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
-    device = torch.device("cpu") if offloads else accelerator.device
-    stage = plugin.zero_stage if plugin else 0
-    if why := step_fault(optimizer, device, *([] if stage else [None])):  # accelerate passes a closure
-        return (
-            f"{name} fails in `optimizer.step()`: {why}. Use an optimizer that needs only the gradients of all "
-            "parameters (--optimizer adamw, lion, muon or sgd)"
-        )
-    if stage and isinstance(optimizer, torch.optim.Adagrad):
-        why = "DeepSpeed replaces an Adagrad, and drops its parameter groups"
-    elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(_MADE_FOR_SHARDS):
-        why = shard_fault(optimizer, device, stage)
-    if not why:
+    """Why a strategy that shards parameters cannot use an optimizer; empty if it can.
+
+    ZeRO concatenates the parameters of a group, gives each process one slice of that, and steps one group after the
+    other; FSDP2 shards each parameter by rows. Optimizers that use a parameter's rows, columns, norm or number of
+    dimensions, use all parameters together, or count their calls, would silently compute something else.
+    """
+    kind, plugin = type(optimizer), accelerator.state.deepspeed_plugin
+    if not plugin and not accelerator.is_fsdp2:
         return ""
-    strategy = f"ZeRO-{stage}" if stage else "FSDP2"
+    if plugin and isinstance(optimizer, torch.optim.Adagrad):
+        why = "is replaced by DeepSpeed, which drops its parameter groups"
+    elif kind in _ELEMENTWISE or kind.__module__.startswith(_MADE_FOR_SHARDS) or getattr(kind, "elementwise", False):
+        return ""
+    else:
+        why = f"is not known to be elementwise: if it is, set `{kind.__name__}.elementwise = True` in the recipe"
     return (
-        f"{name} computes different updates from {strategy}'s shards of parameters: {why}. Launch with ddp "
-        "(accelerate_configs/), or use an elementwise optimizer (--optimizer adamw, lion or sgd)"
+        f"{kind.__name__} {why}. Others compute different updates from shards of parameters: launch with ddp "
+        "(accelerate_configs/), or pass --optimizer adamw, lion or sgd"
     )
 
 
