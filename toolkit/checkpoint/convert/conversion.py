@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -167,7 +166,6 @@ def _write(
     tied: Collection[str],
 ) -> list[str]:
     """`tied`: the names that are left out."""
-    started = time.monotonic()
     out, lines = settings.out, []
     # an existing folder is removed only after its replacement is on the disk
     flush = settings.sync or os.path.lexists(out)
@@ -176,9 +174,8 @@ def _write(
         explain_write_errors(out),
         replace_folder(out, settings.overwrite, flush, lambda old: _check_removable(old, out)) as draft,
     ):
-        bytes_read = write_shards(draft, shards)
+        write_shards(draft, shards)
         model_files.write_files(draft, files)
-        seconds = time.monotonic() - started
         if settings.verify:
             lines.append(verify_numbers(draft, shards))
         if settings.verify and CONFIG in files:
@@ -188,11 +185,8 @@ def _write(
     name = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
     step = f" from step {reader.step}{name}" if reader.step is not None else ""
     size = size_text(sum(shard.layout.size for shard in shards))
-    summary = (
-        f"wrote {out}{step}: {size} of {settings.dtype} in {len(shards)} file{'s' * (len(shards) > 1)}, "
-        f"read {size_text(bytes_read)}, {seconds:.2f} s, {bytes_read / seconds / 1e9:.2f} GB/s"
-    )
-    return [*lines, summary]
+    files_written = f"{len(shards)} file{'s' * (len(shards) > 1)}"
+    return [*lines, f"wrote {out}{step}: {size} of {settings.dtype} in {files_written}"]
 
 
 def _averages(reader: CheckpointReader) -> dict[str, TensorIndex]:
@@ -208,8 +202,8 @@ def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     Raises UserError if there are none, or the checkpoint has several models and `prefix` is empty.
     """
     prefix = prefix and prefix.rstrip(".") + "."
-    states = reader.details.get("states")
-    if isinstance(states, list) and not any(prefix.startswith(state) for state in states if state):
+    states = reader.details.get("states", [])
+    if states and not any(map(prefix.startswith, states)):
         raise UserError(f"{reader.path} has tensors under {listing(states)}: choose one with --prefix NAME")
     names = model_names(reader, prefix)
     if prefix and not names:
@@ -281,9 +275,6 @@ def _full_model(
     omitted: dict[str, tuple[int, ...] | None] = {**dict.fromkeys(factors), **reader.excluded}
     missing = {name: shape for name, shape in omitted.items() if name not in reader.weights}
     adapter.check_mergeable(bool(missing))
-    base = adapter.content.get("base_model_name_or_path")
-    if base and not reader.excluded:  # only for the message: nothing is read from there
-        reader = dataclasses.replace(reader, details={"base_model": base, **reader.details})
     from_base = _from_base(settings, reader, missing)
     others = _LANGUAGE_HEADS if adapter.head(reader.weights) else ()
     weights = {**reader.weights, **{name: from_base[name] for name in from_base if not name.startswith(others)}}

@@ -159,10 +159,6 @@ def _member(file: Path, opened: _Range, entry: zipfile.ZipInfo, directory: int, 
 
 def _format_fault(first: bytes) -> str:
     """Why a file with these first bytes has no end record."""
-    if not first:
-        return "the file is empty; copy it again or take another checkpoint"
-    if first == _LOCAL:
-        return "the end of the file is missing: truncated; copy it again or take another checkpoint"
     if first.startswith(b"\x80"):
         return "in torch's old format, which cannot be read without executing code; if you trust it, load and resave it"
-    return "not a file of torch.save, or its beginning and end are damaged"
+    return "truncated, or not a file of torch.save: copy it again or take another checkpoint"
