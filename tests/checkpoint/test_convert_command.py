@@ -92,7 +92,7 @@ def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> 
         refusal(convert, run, folder / "out", match="is in the checkpoint")
     refusal(convert, tmp_path / "nosuch", checkpoint / "out", match="nosuch does not exist")
     (tmp_path / "file").write_text("x")
-    refusal(convert, run, tmp_path / "file", overwrite=True, match="is not a folder")
+    refusal(convert, run, tmp_path / "file", overwrite=True, match="to replace a folder")
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

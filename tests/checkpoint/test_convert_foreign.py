@@ -178,7 +178,7 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
     BertForMaskedLM(AutoConfig.from_pretrained(tiny_model)).save_pretrained(base)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=4)
-    options = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query", "word_embeddings"]}
+    options = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query"]}
     live = peft.get_peft_model(plain, peft.LoraConfig(init_lora_weights=False, **options))
     live.save_pretrained(adapter, save_embedding_layers=False)
     torch.save(theirs := load_file(adapter / "adapter_model.safetensors"), tmp_path / "lora.pt")

@@ -231,9 +231,7 @@ def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
         f"checkpoints: about {size_text(size)} each, at most {count} at a time, {size_text(count * size)}; "
         f"{size_text(free)} free at {checkpoints}"
     )
-    remedy = (
-        "free some space, pass another --output_dir, lower --keep_checkpoints or drop --checkpoint_every"
-    )
+    remedy = "free some space, pass another --output_dir, lower --keep_checkpoints or drop --checkpoint_every"
     if free < size:
         raise UserError(f"{note}, too little for one: {remedy}")
     return note if free >= count * size else f"{note}, too little: {remedy}"

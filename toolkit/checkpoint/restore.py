@@ -135,21 +135,17 @@ def _check_strategy_dependent_state(state: LiveState, reader: CheckpointReader) 
 
 def _check_equal_steps(reader: CheckpointReader, names: list[str]) -> None:
     """Raises UserError unless these parameters, which share a flat master, have the same steps and state keys."""
-    first: tuple[str, dict[str, str]] | None = None
+    first: tuple[str, dict[str, Any]] | None = None
     for name in names:
         if name not in reader.weights or not reader.weights[name].count:
             continue
-        values = dict.fromkeys(reader.optimizer_state.get(name, {}), "one")
-        for key, scalar in reader.optimizer_scalars.get(name, {}).items():
-            values[key] = f"{scalar.value:g}" if isinstance(scalar.value, float) else str(scalar.value)
+        values: dict[str, Any] = dict.fromkeys(reader.optimizer_state.get(name, {}), "a tensor")
+        values |= {key: scalar.value for key, scalar in reader.optimizer_scalars.get(name, {}).items()}
         other, expected = first = first or (name, values)
         for key in {**expected, **values}:
-            if expected.get(key) != values.get(key):
-                what = "taken the same number of steps" if key == "step" else f"the same {key}"
-                raise UserError(
-                    f"{reader.path}: not all parameters have {what} ({other} {expected.get(key, 'none')} and {name} "
-                    f"{values.get(key, 'none')}): resume with one process or DDP"
-                )
+            if (one := expected.get(key, "none")) != (two := values.get(key, "none")):
+                fault = f"{other} and {name} have another {key} ({one} and {two}), and ZeRO has one for both"
+                raise UserError(f"{reader.path}: {fault}: resume with one process or DDP")
 
 
 def _optimizer_facts(state: LiveState, reader: CheckpointReader) -> Mapping[str, Any]:

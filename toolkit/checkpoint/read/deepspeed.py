@@ -174,14 +174,9 @@ def _partition_counts(optimizer: TorchArchive) -> list[Any]:
 
 
 def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
-    """Raises UserError naming all ranks whose files are missing, or files that are left of another save."""
-    lines = []
-    for kind, files in paths.items():
-        if surplus := [path.name for rank, path in files.items() if rank >= counts[kind]]:
-            saved = f"{folder} was saved by {counts['optimizer']} processes"
-            raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove that save's files")
-        if missing := [rank for rank in range(counts[kind]) if rank not in files]:
-            lines.append(f"{kind} files of ranks {listing(missing, 16)}")
+    """Raises UserError naming all ranks whose files are missing."""
+    missing = {kind: [rank for rank in range(counts[kind]) if rank not in files] for kind, files in paths.items()}
+    lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
     if lines:
         processes = f"{max(counts.values())} processes saved it"
         raise missing_files(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")
