@@ -76,12 +76,7 @@ def _call(command: Command, arguments: Any) -> None:
     if isinstance(run, str):
         module, _, name = run.partition(":")
         run = getattr(importlib.import_module(module), name)
-    try:
-        run(*arguments) if command.passes_rest else run(arguments)
-    except UserError as error:  # the model was a positional argument, not a recipe's setting
-        if any("--model_name_or_path" in word for word in sys.argv):
-            raise
-        raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
+    run(*arguments) if command.passes_rest else run(arguments)
 
 
 if __name__ == "__main__":

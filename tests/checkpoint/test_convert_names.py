@@ -54,8 +54,6 @@ def test_what_is_missing_or_left_over_is_named() -> None:
     refusal(check, words, match="lacks embeddings.word_embeddings.weight")
     refusal(check, without("classifier.weight"), match="lacks classifier.weight")
 
-    says = ["position_embeddings.weight of shape [8, 4], and c/config.json has max_position_embeddings = 512"]
-    refusal(check, SHAPES, max_position_embeddings=512, says=says)
     says = ["classifier.weight of shape [2, 4], and c/config.json has 3 labels"]
     refusal(check, SHAPES, id2label={"0": 1, "1": 2, "2": 3}, says=says)
     says = ["score.weight of shape [3, 4], and c/config.json has 2 labels"]

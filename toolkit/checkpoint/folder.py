@@ -6,7 +6,6 @@ processes are flushed, and removed first. So no half-written or half-removed fol
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
@@ -75,17 +74,15 @@ def _crc32_of_manifest(manifest: dict[str, Any]) -> str:
 def find_fault(folder: Path) -> str:
     """What is wrong with a checkpoint's manifest, or the names and sizes of its files; empty if nothing is."""
     try:
-        files = read_manifest(folder)["files"]
-        for name in (MANIFEST, *files):
-            refuse_link_out(folder / name, folder)
+        refuse_link_out(folder / MANIFEST, folder)
+        for name, entry in read_manifest(folder)["files"].items():
+            refuse_link_out(path := folder / name, folder)
+            if not path.is_file():
+                return f"{path} is missing"
+            if (size := path.stat().st_size) != entry["bytes"]:
+                return f"{path} has {size} bytes and should have {entry['bytes']}"
     except UserError as error:
         return str(error)
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if (size := path.stat().st_size) != entry["bytes"]:
-            return f"{path} has {size} bytes and should have {entry['bytes']}"
     return ""
 
 
@@ -131,15 +128,9 @@ def _step_folders(checkpoints: Path) -> list[Path]:
 def _saved_at(folder: Path) -> tuple[float, str]:
     """Sorted by time, not by step: a run that resumed an older checkpoint continues from what it saved after that."""
     try:
-        stat = (folder / MANIFEST).stat()
-        return _read_save_time(folder, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns), folder.name
+        return float(read_manifest(folder)["saved_at"]), folder.name
     except (OSError, UserError, KeyError, TypeError, ValueError):
         return 0.0, folder.name
-
-
-@functools.lru_cache  # every save sorts the checkpoints several times
-def _read_save_time(folder: Path, *_: int) -> float:
-    return float(read_manifest(folder)["saved_at"])
 
 
 def newest_save_time(checkpoints: Path) -> float:
@@ -229,24 +220,21 @@ def prune(checkpoints: Path, keep: int, best_step: int) -> None:
 
 def disk_usage(checkpoints: Path) -> tuple[list[int], int]:
     """(bytes of each complete checkpoint, newest first; free bytes on their disk)."""
-    sizes = []
-    for folder in complete(checkpoints):
-        with contextlib.suppress(UserError):
-            sizes.append(sum(entry["bytes"] for entry in read_manifest(folder)["files"].values()))
+    files = [read_manifest(folder)["files"] for folder in complete(checkpoints) if not find_fault(folder)]
     disk = next(folder for folder in (checkpoints, *checkpoints.absolute().parents) if folder.is_dir())
-    return sizes, shutil.disk_usage(disk).free
+    return [sum(entry["bytes"] for entry in each.values()) for each in files], shutil.disk_usage(disk).free
 
 
 def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
     """The disk space for `count` checkpoints of `size` bytes, for the log. Raises UserError if not one fits."""
-    each, room = f"about {size_text(size)}", f"{size_text(free)} free at {checkpoints}"
+    note = (
+        f"checkpoints: about {size_text(size)} each, at most {count} at a time, {size_text(count * size)}; "
+        f"{size_text(free)} free at {checkpoints}"
+    )
+    remedy = "free some space, pass another --output_dir, lower --keep_checkpoints or drop --checkpoint_every"
     if free < size:
-        raise UserError(
-            f"a checkpoint takes {each}, and there is only {room}: free some space, pass an --output_dir on another "
-            "disk, or drop --checkpoint_every"
-        )
-    note = f"checkpoints: {each} each, at most {count} at a time, {size_text(count * size)}; {room}"
-    return note if free >= count * size else f"{note}: too little; free some space, or lower --keep_checkpoints"
+        raise UserError(f"{note}, too little for one: {remedy}")
+    return note if free >= count * size else f"{note}, too little: {remedy}"
 
 
 def find_resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:

@@ -31,10 +31,10 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     first: dict[str, str] = {}
     for name, _ in state.module.named_parameters():
         if (other := first.setdefault(reader.tied.get(name, name), name)) != name:
-            raise _tie_error(f"{reader.path} has one weight for {other} and {name}, which this model does not tie")
+            raise _tie_error(reader, "one weight", other, name)
     for name, other in tied_names(state.module).items():
         if {name, other} <= reader.weights.keys() - reader.tied.keys():
-            raise _tie_error(f"{reader.path} has two weights for {other} and {name}, which this model ties")
+            raise _tie_error(reader, "two weights", other, name)
     reader = reader.renamed({name: first.get(name, name) for name in reader.names()})
     _check_model(state, reader)
     _check_optimizer(state, reader)
@@ -47,9 +47,9 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     state.after_loading(steps)
 
 
-def _tie_error(fault: str) -> UserError:
-    remedy = "tie them as the model that saved it did (tie_word_embeddings in config.json)"
-    return UserError(f"{fault}: {remedy}, or pass another --output_dir")
+def _tie_error(reader: CheckpointReader, has: str, one: str, other: str) -> UserError:
+    remedy = "tie them as the model that saved it did (tie_word_embeddings), or pass another --output_dir"
+    return UserError(f"{reader.path} has {has} for {one} and {other}, unlike this model: {remedy}")
 
 
 def _restore_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
@@ -77,8 +77,7 @@ def _check_model(state: LiveState, reader: CheckpointReader) -> None:
     expected = {name: (full_shape(tensor), tensor.requires_grad) for name, tensor in tensors}
     names = {*expected, *(name for name, _ in state.module.named_parameters(remove_duplicate=False)), *reader.buffers}
     faults = Faults()
-    missing = [name for name in expected if name not in reader.weights and name not in reader.excluded]
-    if missing:
+    if missing := [name for name in expected if name not in reader.weights and name not in reader.excluded]:
         faults.add(f"{reader.path} lacks {listing(missing, 4)}, which the model has")
     if surplus := [name for name in reader.weights if name not in names]:
         faults.add(f"{reader.path} has {listing(surplus, 4)}, which the model lacks")
@@ -88,8 +87,7 @@ def _check_model(state: LiveState, reader: CheckpointReader) -> None:
             faults.add(f"{reader.path}: {name} has shape {list(tensor.shape)}, and {list(shape)} in the model")
         elif trained and math.prod(shape) > 0 and name in reader.frozen:
             faults.add(f"{reader.path} has no optimizer state for {name}, which was frozen and is trained now")
-    if len(faults) > 4:
-        faults[4:] = [f"and {len(faults) - 4} more such differences"]
+    faults[4:] = [f"and {len(faults) - 4} more such differences"] if len(faults) > 4 else []
     faults.raise_if_any()
 
 
@@ -137,21 +135,17 @@ def _check_strategy_dependent_state(state: LiveState, reader: CheckpointReader) 
 
 def _check_equal_steps(reader: CheckpointReader, names: list[str]) -> None:
     """Raises UserError unless these parameters, which share a flat master, have the same steps and state keys."""
-    first: tuple[str, dict[str, str]] | None = None
+    first: tuple[str, dict[str, Any]] | None = None
     for name in names:
         if name not in reader.weights or not reader.weights[name].count:
             continue
-        values = dict.fromkeys(reader.optimizer_state.get(name, {}), "one")
-        for key, scalar in reader.optimizer_scalars.get(name, {}).items():
-            values[key] = f"{scalar.value:g}" if isinstance(scalar.value, float) else str(scalar.value)
+        values: dict[str, Any] = dict.fromkeys(reader.optimizer_state.get(name, {}), "a tensor")
+        values |= {key: scalar.value for key, scalar in reader.optimizer_scalars.get(name, {}).items()}
         other, expected = first = first or (name, values)
         for key in {**expected, **values}:
-            if expected.get(key) != values.get(key):
-                what = "taken the same number of steps" if key == "step" else f"the same {key}"
-                raise UserError(
-                    f"{reader.path}: not all parameters have {what} ({other} {expected.get(key, 'none')} and {name} "
-                    f"{values.get(key, 'none')}): resume with one process or DDP"
-                )
+            if (one := expected.get(key, "none")) != (two := values.get(key, "none")):
+                fault = f"{other} and {name} have another {key} ({one} and {two}), and ZeRO has one for both"
+                raise UserError(f"{reader.path}: {fault}: resume with one process or DDP")
 
 
 def _optimizer_facts(state: LiveState, reader: CheckpointReader) -> Mapping[str, Any]:

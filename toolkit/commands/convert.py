@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import signal
@@ -14,11 +13,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, model_names, written_dtype
+from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.tensor_index import ITEM_BYTES, CheckpointReader
+from toolkit.checkpoint.tensor_index import CheckpointReader
 from toolkit.demo import model_path
-from toolkit.errors import UserError, size_text
+from toolkit.errors import UserError
 from toolkit.utils.features import Command
 
 _EPILOG = (
@@ -58,8 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.inspect:
         reader = open_checkpoint(arguments.checkpoint)
         facts = _facts(reader)
-        as_json = arguments.json and json.dumps(facts, ensure_ascii=False, indent=1, default=str)
-        print(as_json or "\n".join(_lines(reader, facts)))
+        lines = [f"{name:15} {value}" for name, value in facts.items() if name != "shapes"]
+        print(json.dumps(facts, ensure_ascii=False, indent=1, default=str) if arguments.json else "\n".join(lines))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
@@ -72,78 +71,41 @@ def parse_size(text: str) -> int:
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
     if match is None or size <= 0:
         raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
-    if not match[2] + match[4] and size < 10**6:
-        raise UserError(f"--max_shard_size {text} is {size} bytes: did you mean {match[1]}GB?")
     return size
 
 
 def _check(arguments: argparse.Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit convert runs in one process: start it without a launcher")
-    if arguments.inspect and arguments.out is not None:
-        raise UserError("toolkit convert --inspect CHECKPOINT writes nothing: leave OUT out")
-    if arguments.json and not arguments.inspect:
-        raise UserError("--json needs --inspect")
-    if not arguments.inspect and arguments.out is None:
-        raise UserError("toolkit convert CHECKPOINT OUT: name the folder to create, or pass --inspect")
+    if arguments.inspect == (arguments.out is not None) or (arguments.json and not arguments.inspect):
+        usage = "toolkit convert CHECKPOINT OUT, with OUT the folder to create"
+        raise UserError(f"pass either {usage}, or toolkit convert --inspect [--json] CHECKPOINT")
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    """The output of `--inspect --json`, from the checkpoint's headers; no tensor is read."""
-    parameters = {name: tensor for name, tensor in reader.weights.items() if name not in reader.buffers}
-    names, weights = model_names(reader), parameters.values()
-    missing = []
-    if reader.model_folder is None:
-        missing.append("config and tokenizer: --config_from FOLDER supplies them")
-    if reader.excluded:
-        count = sum(math.prod(shape) for shape in reader.excluded.values())
-        what = f"{len(reader.excluded)} frozen parameters with {count:,} elements"
-        missing.append(f"{what}: --base_model FOLDER supplies them")
+    """The output of `--inspect`, from the checkpoint's headers; no tensor is read."""
+    shapes = {name: tensor.shape for name, tensor in reader.weights.items() if name not in reader.buffers}
+    parameters = [reader.weights[name] for name in shapes]
     return {
         "checkpoint": str(reader.path),
         "strategy": reader.strategy,
         "world": reader.world,
         "step": reader.step,
         "engine_dtype": reader.engine_dtype,
-        "parameters": len(weights),
-        "numbers": sum(each.count for each in weights),
-        "dtypes": dict(Counter(each.dtype for each in weights).most_common()),
-        "weights_bytes": sum(each.size for each in weights),
+        "parameters": len(parameters),
+        "numbers": sum(each.count for each in parameters),
+        "dtypes": dict(Counter(each.dtype for each in parameters).most_common()),
+        "weights_bytes": sum(each.size for each in parameters),
         "buffers": len(reader.buffers),
         "frozen": len(reader.frozen),
+        "excluded": len(reader.excluded),
         "tied": dict(reader.tied),
         "lora": reader.has_lora,
         "moments": len(reader.optimizer_state),
-        "excluded": dict(reader.excluded),
         "model_folder": str(reader.model_folder) if reader.model_folder else None,
-        "missing": missing,
-        "output_bytes": {
-            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in reader.weights.values())
-            for dtype in ("F32", "BF16")
-        },
-        "shapes": {names[name]: tensor.shape for name, tensor in parameters.items()},
-        "details": reader.details,
+        **{key: value for key, value in reader.details.items() if not isinstance(value, dict)},
+        "shapes": shapes,
     }
-
-
-def _lines(reader: CheckpointReader, facts: dict[str, Any]) -> list[str]:
-    """The output of `--inspect`."""
-    step = "step not recorded" if reader.step is None else f"step {reader.step}"
-    dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
-    sizes = [size_text(size) for size in facts["output_bytes"].values()]
-    return [
-        f"{reader.path}: {reader.strategy}, {reader.world} process{'es' * (reader.world > 1)}, {step}",
-        f"  parameters  {facts['parameters']} with {facts['numbers']:,} elements ({dtypes}), "
-        f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
-        f"  also        {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
-        + (", a LoRA adapter" if facts["lora"] else ""),
-        f"  optimizer   moments of {facts['moments']} parameters",
-        f"  config      {reader.model_folder or 'none'}",
-        f"  converted   {sizes[0]} as fp32, {sizes[1]} as bf16",
-        "  details     "
-        + ", ".join(f"{key} {value}" for key, value in reader.details.items() if not isinstance(value, dict)),
-        *(f"  missing     {what}" for what in facts["missing"]),
-    ]
 
 
 COMMAND = Command(

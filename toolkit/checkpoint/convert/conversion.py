@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -118,10 +117,8 @@ def _check_checksums_exist(settings: ConvertSettings, tensors: Iterable[TensorIn
     members = {span.member for tensor in tensors for span in tensor.spans}
     files = sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
     if files and not settings.without_checksums:
-        raise UserError(
-            f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options): damage in it "
-            "cannot be detected; pass --without_checksums to convert it nevertheless"
-        )
+        fault = f"{listing(files, 3)} was saved without checksums: damage in it cannot be detected"
+        raise UserError(f"{fault}; pass --without_checksums to convert it nevertheless")
 
 
 def _check_output(settings: ConvertSettings) -> None:
@@ -136,10 +133,8 @@ def _check_output(settings: ConvertSettings) -> None:
             raise UserError(f"{out} contains the input {path}: name another folder for the output")
     if not os.path.lexists(out):
         return
-    if not settings.overwrite:
-        raise UserError(f"{out} already exists: name another folder, or replace it with --overwrite")
-    if not out.is_dir() or out.is_symlink():
-        raise UserError(f"{out} is not a folder: --overwrite replaces only folders")
+    if not settings.overwrite or not out.is_dir() or out.is_symlink():
+        raise UserError(f"{out} already exists: name another folder, or pass --overwrite to replace a folder")
     _check_removable(out, out)
 
 
@@ -167,7 +162,6 @@ def _write(
     tied: Collection[str],
 ) -> list[str]:
     """`tied`: the names that are left out."""
-    started = time.monotonic()
     out, lines = settings.out, []
     # an existing folder is removed only after its replacement is on the disk
     flush = settings.sync or os.path.lexists(out)
@@ -176,23 +170,17 @@ def _write(
         explain_write_errors(out),
         replace_folder(out, settings.overwrite, flush, lambda old: _check_removable(old, out)) as draft,
     ):
-        bytes_read = write_shards(draft, shards)
+        write_shards(draft, shards)
         model_files.write_files(draft, files)
-        seconds = time.monotonic() - started
         if settings.verify:
             lines.append(verify_numbers(draft, shards))
         if settings.verify and CONFIG in files:
             shapes = {output.name: output.tensor.shape for shard in shards for output in shard.outputs}
             lines.append(model_files.verify_names(draft, shapes, tied))
-    # for a run's folder: the newest checkpoint was taken, not the best
-    name = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
-    step = f" from step {reader.step}{name}" if reader.step is not None else ""
+    step = f" from step {reader.step}" if reader.step is not None else ""
     size = size_text(sum(shard.layout.size for shard in shards))
-    summary = (
-        f"wrote {out}{step}: {size} of {settings.dtype} in {len(shards)} file{'s' * (len(shards) > 1)}, "
-        f"read {size_text(bytes_read)}, {seconds:.2f} s, {bytes_read / seconds / 1e9:.2f} GB/s"
-    )
-    return [*lines, summary]
+    files_written = f"{len(shards)} file{'s' * (len(shards) > 1)}"
+    return [*lines, f"wrote {out}{step}: {size} of {settings.dtype} in {files_written}"]
 
 
 def _averages(reader: CheckpointReader) -> dict[str, TensorIndex]:
@@ -208,13 +196,10 @@ def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     Raises UserError if there are none, or the checkpoint has several models and `prefix` is empty.
     """
     prefix = prefix and prefix.rstrip(".") + "."
-    states = reader.details.get("states")
-    if isinstance(states, list) and not any(prefix.startswith(state) for state in states if state):
-        raise UserError(f"{reader.path} has tensors under {listing(states)}: choose one with --prefix NAME")
-    names = model_names(reader, prefix)
-    if prefix and not names:
-        prefixes = listing(sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
-        raise UserError(f"{reader.path} has no tensors under --prefix {prefix}: its names begin with {prefixes}")
+    names, states = model_names(reader, prefix), reader.details.get("states", [])
+    if (states and not any(map(prefix.startswith, states))) or (prefix and not names):
+        prefixes = listing(states or sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
+        raise UserError(f"{reader.path} has no tensors under --prefix {prefix!r}: choose one of {prefixes}")
     return reader.renamed(names)
 
 
@@ -281,13 +266,10 @@ def _full_model(
     omitted: dict[str, tuple[int, ...] | None] = {**dict.fromkeys(factors), **reader.excluded}
     missing = {name: shape for name, shape in omitted.items() if name not in reader.weights}
     adapter.check_mergeable(bool(missing))
-    base = adapter.content.get("base_model_name_or_path")
-    if base and not reader.excluded:  # only for the message: nothing is read from there
-        reader = dataclasses.replace(reader, details={"base_model": base, **reader.details})
     from_base = _from_base(settings, reader, missing)
     others = _LANGUAGE_HEADS if adapter.head(reader.weights) else ()
     weights = {**reader.weights, **{name: from_base[name] for name in from_base if not name.startswith(others)}}
-    deltas = {name: adapter.delta(name, weights[name], *pair) for name, pair in factors.items()}
+    deltas = {name: adapter.delta(name, weights[name], pair["A"], pair["B"]) for name, pair in factors.items()}
     return dataclasses.replace(reader, weights=weights), deltas
 
 

@@ -36,11 +36,6 @@ MODULE_ATTRIBUTES = ("model.", "net.")
 _BUILD_SECONDS = 300  # for transformers to build a model on the meta device
 _LAYER = re.compile(r"\blayer\.(\d+)\.")
 _WORDS = "embeddings.word_embeddings.weight"
-_ROWS = {
-    _WORDS: "vocab_size",
-    "embeddings.position_embeddings.weight": "max_position_embeddings",
-    "embeddings.token_type_embeddings.weight": "type_vocab_size",
-}
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -114,36 +109,29 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     `shapes`: by parameter name; `path`: the config's; `where`: the checkpoint, for the message.
     """
     faults = Faults()
-    family = str(config.get("model_type"))
-    rows = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items() if family in _KNOWN}
-    heads: dict[str, tuple[Any, str]] = {}
+    family, classes = str(config.get("model_type")), config.get("architectures") or ()
     if family in _KNOWN:
+        parents = [name.removesuffix(_WORDS) for name in shapes if name.endswith(_WORDS)]
+        prefixes = sorted({parent.removesuffix(f"{_KNOWN[family]}.") for parent in parents} - {""})
+        # of a module around the model, as torch's AveragedModel; a user's class may give its encoder any name
+        of_transformers = re.compile(f"(?i){re.sub('[-_]', '', family)}(Model|For\\w+)")
+        if prefixes and all(map(of_transformers.fullmatch, classes)):
+            fault = f"{where} has {prefixes[0]}*, which no {family} has"
+            raise UserError(f"{fault}; to convert only those: --prefix {prefixes[0].removesuffix('.')}")
+        if not parents:
+            faults.add(f"{where} lacks {_WORDS}, which {path} requires")
         key = "n_layers" if family == "distilbert" else "num_hidden_layers"
         layers = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
         if (count := config.get(key)) is not None and layers != list(range(count)):
             faults.add(f"{where} has the layers {listing(layers) or 'none'}, and {path} has {key} = {count}")
-    if any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ()):
+    if any(str(kind).endswith(_WITH_LABELS) for kind in classes):
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-        heads = dict.fromkeys(HEADS, (count, f"{count} labels"))
-    for end, (count, setting) in {**rows, **heads}.items():
-        for name, shape in shapes.items():
-            if (name == end or (end in rows and name.endswith(end))) and count is not None and shape[:1] != (count,):
-                faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {setting}")
-    parents = sorted(name.removesuffix(_WORDS) for name in shapes if name.endswith(_WORDS))
-    others = [parent for parent in parents if parent not in ("", f"{_KNOWN.get(family)}.")]
-    # a user's class may give its encoder any name
-    of_transformers = re.compile(f"(?i){re.sub('[-_]', '', family)}(Model|For\\w+)")
-    if rows and not parents:
-        faults.add(f"{where} lacks {_WORDS}, which {path} requires")
-    if rows and heads and not any(head in shapes for head in HEADS):
-        prefix = next((name.removesuffix(head) for name in shapes for head in HEADS if name.endswith(f".{head}")), "")
-        hint = f"; to convert only those under {prefix}: --prefix {prefix}" if prefix else ""
-        faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has{hint}")
-    elif rows and others and all(map(of_transformers.fullmatch, config.get("architectures") or ())):
-        # of a module around the model, as torch's AveragedModel
-        prefix = others[0].removesuffix(f"{_KNOWN[family]}.").removesuffix(".")
-        faults.add(f"{where} has {others[0]}{_WORDS}, which no {family} has; to convert only those: --prefix {prefix}")
+        for head in (name for name in HEADS if name in shapes and count is not None):
+            if shapes[head][:1] != (count,):
+                faults.add(f"{where} has {head} of shape {list(shapes[head])}, and {path} has {count} labels")
+        if family in _KNOWN and not any(name in shapes for name in HEADS):
+            faults.add(f"{where} lacks classifier.weight, which {path} requires")
     faults.raise_if_any()
 
 

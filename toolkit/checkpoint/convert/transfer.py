@@ -89,8 +89,8 @@ def split_into_shards(outputs: Iterable[Output], max_bytes: int, is_adapter: boo
     return shards
 
 
-def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
-    """Writes the files, and the index of several, and returns the bytes read.
+def write_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """Writes the files, and the index of several.
 
     Raises UserError for a wrong checksum, a truncated file, or a number that becomes infinite; OSError if the disk
     cannot be written.
@@ -110,10 +110,9 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
                 for factor in (output.delta.a, output.delta.b) if output.delta else ():
                     for span in factor.spans:
                         parts[span.member] += ()  # only checked: nothing is copied from it
-        bytes_read = _transfer(parts)
+        _transfer(parts)
     if len(shards) > 1:
         _write_index(folder, shards)
-    return bytes_read
 
 
 def _write_at(file: int, content: memoryview, offset: int) -> None:
@@ -149,8 +148,8 @@ class _Part:
         _write_at(self.file, self.output.convert(numbers, element), offset)
 
 
-def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
-    """Copies all parts in threads, and returns the bytes read."""
+def _transfer(parts: Mapping[Member, list[_Part]]) -> None:
+    """Copies all parts in threads."""
     members = sorted(parts, key=lambda member: (str(member.file), member.offset))  # sequential reads
     chunks = [
         (member, start, min(start + CHUNK, member.size)) for member in members for start in range(0, member.size, CHUNK)
@@ -163,7 +162,6 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
             checksums[member] = crc32_combine(checksums[member], value, end - start)
     for member, value in checksums.items():
         member.check(value)
-    return sum(end - start for _, start, end in chunks)
 
 
 def _threads(tasks: int) -> ThreadPoolExecutor:
