@@ -43,8 +43,8 @@ def saved(model: Any, folder: Path, base: Path, without_base: bool = False) -> P
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True},
-    "dense": {"target_modules": ["query", "dense"], "modules_to_save": ["pooler"]},
-    "embedding": {"target_modules": ["word_embeddings"]},
+    "patterns": {"rank_pattern": {"query": 5}, "alpha_pattern": {"layer.0.attention.self.value": 11}},
+    "embedding": {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["pooler"]},
     "biases": {"bias": "lora_only"},
     "all biases": {"bias": "all"},
 }
@@ -53,21 +53,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("built_in_a_fork")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -> None:
-    without_base = variant in ("plain", "dense")
+    without_base = variant in ("plain", "embedding")
     live = make_peft(tiny_model, **VARIANTS[variant])
     run = saved(live, tmp_path / "run", tiny_model, without_base)
     if without_base:
         refusal(convert, run, tmp_path / "out", merge_lora=True, match="--base_model")
     base = tmp_path / "base"
     make_peft(tiny_model).unload().save_pretrained(base)
-    if variant == "embedding":
-        refusal(convert, run, tmp_path / "out", merge_lora=True, match="embedding.*: only peft merges such adapters")
-        return
-    message = convert(run, tmp_path / "out", merge_lora=True, base_model=base, verify=variant == "dense")
+    message = convert(run, tmp_path / "out", merge_lora=True, base_model=base, verify=variant == "embedding")
     expected = live.merge_and_unload().state_dict()
     torch.testing.assert_close(read_folder(tmp_path / "out"), expected, rtol=1e-6, atol=1e-6)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
-    if variant == "dense":
+    if variant == "embedding":
         assert "the sum with their adapter" in message[0]
         assert "BertForSequenceClassification" in message[1]
 
@@ -112,11 +109,14 @@ def by_hand(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Pa
     ("content", "message"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"r": 4}, "r = 4 and the checkpoint"),
+        ({"r": 4}, "rank 4 for .* and the checkpoint 3"),
         ({"peft_type": "IA3"}, "peft_type IA3"),
-        *(({"r": value}, "r = .* and the checkpoint") for value in (0, True, "3")),
+        *(({"r": value}, "r is .* and should be") for value in (0, True, "3")),
         *(({"lora_alpha": value}, "lora_alpha is .* and should") for value in (None, True, 0, math.nan, math.inf, "5")),
-        *(({key: True}, key) for key in ("rank_pattern", "alpha_pattern", "fan_in_fan_out")),
+        ({"rank_pattern": [3]}, "rank_pattern should be"),
+        ({"rank_pattern": {"x": 0}}, "rank_pattern of x is 0"),
+        ({"rank_pattern": {"(a+)+b": 3}}, "rank_pattern should be"),
+        ({"alpha_pattern": {"x": math.nan}}, "alpha_pattern of x is nan"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: Path) -> None:
@@ -143,3 +143,12 @@ def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, t
     message = r"LayerNorm.weight was trained and is not part of the adapter.*--merge_lora"
     refusal(convert, run, tmp_path / "out", match=message)
     convert(run, tmp_path / "out", merge_lora=True)
+
+
+def test_fan_in_fan_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    a, b, weight = torch.randn(2, 5), torch.randn(7, 2), torch.randn(5, 7)
+    factors = {"lora_A.default": a, "lora_B.default": b, "base_layer": weight}
+    run = by_hand(tmp_path / "run", factors, r=2, lora_alpha=3, fan_in_fan_out=True)
+    convert(run, tmp_path / "out", merge_lora=True)
+    assert torch.allclose(read_folder(tmp_path / "out")["x.weight"], weight + 1.5 * (b @ a).T, atol=1e-6)

@@ -4,7 +4,7 @@ A live model has, under `base_model.model.`,
 
     X.base_layer.weight, X.base_layer.bias                    frozen, of a layer with LoRA
     X.lora_A.NAME.weight (r, in), X.lora_B.NAME.weight (out, r)          trained
-    X.lora_embedding_A.NAME (r, in), X.lora_embedding_B.NAME (out, r)    trained, of an embedding: only peft merges it
+    X.lora_embedding_A.NAME (r, in), X.lora_embedding_B.NAME (out, r)    trained, of an embedding
     H.original_module.*, H.modules_to_save.NAME.*             the head before training, and the trained one
     all other parameters                                      frozen, under the base model's names
 
@@ -37,8 +37,6 @@ _UNSUPPORTED = (
 )  # fmt: skip
 HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 """Head weights of classifiers; their rows are the labels."""
-# Keys of which only `convert --merge_lora` knows no formula.
-_UNSUPPORTED_IN_FILES = ("rank_pattern", "alpha_pattern", "fan_in_fan_out")
 _SEQUENCE_HEADS = {
     "classifier.weight": ("pooler.dense.weight", "pre_classifier.weight"),
     "classifier.out_proj.weight": ("",),
@@ -81,6 +79,13 @@ class LoraDelta:
     a: TensorIndex  # (rank, in)
     b: TensorIndex  # (out, rank)
     scaling: float
+    transposed: bool
+    """For weights of shape (in, out): embeddings, and layers with `fan_in_fan_out`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        shape = self.b.shape[0], self.a.shape[1]
+        return shape[::-1] if self.transposed else shape
 
 
 @dataclass(frozen=True)
@@ -90,18 +95,32 @@ class AdapterConfig:
     path: Path
     content: Mapping[str, Any]
 
-    def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex) -> LoraDelta:
+    def _layer_value(self, layer: str, patterns: str, key: str) -> int | float:
+        """A layer's rank or alpha. Raises UserError for an invalid number."""
+        table = self.content.get(patterns) or {}
+        # peft takes any regular expression, which can take hours to match
+        if not isinstance(table, dict) or not all(re.fullmatch(r"[\w.-]+", name) for name in table):
+            raise UserError(f"{self.path}: {patterns} should be a table by layers' names, without patterns")
+        names = [name for name in table if f".{layer}".endswith(f".{name}")]
+        value = table[names[0]] if names else self.content.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value and math.isfinite(value)):
+            where = f"{patterns} of {names[0]}" if names else key
+            raise UserError(f"{self.path}: {where} is {value!r:.60} and should be a finite number that is not zero")
+        return value
+
+    def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
         """What the factors add to a weight. Raises UserError if factors, weight and config do not fit."""
-        used = [key for key in _UNSUPPORTED_IN_FILES if self.content.get(key)]
-        if used := [*used, *["an embedding's adapter"] * (".lora_embedding_" in a.name)]:
-            raise UserError(f"{self.path} uses {listing(used)}: only peft merges such adapters (merge_and_unload)")
-        rank, alpha = self.content.get("r"), self.content.get("lora_alpha")
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha and math.isfinite(alpha)):
-            raise UserError(f"{self.path}: lora_alpha is {alpha!r:.60} and should be a finite number that is not zero")
-        if (rank, *weight.shape) != (a.shape[0], b.shape[0], a.shape[1]) or rank != b.shape[1]:
-            shapes = f"{list(b.shape)} x {list(a.shape)} for {name} of shape {list(weight.shape)}"
-            raise UserError(f"{self.path} has r = {rank!r:.60} and the checkpoint {shapes}: it is of another adapter")
-        return LoraDelta(a, b, float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank)))
+        layer, rank = name.removesuffix(".weight"), a.shape[0]
+        expected = self._layer_value(layer, "rank_pattern", "r")
+        if expected != rank:
+            fault = f"{self.path} has rank {expected} for {layer} and the checkpoint {rank}"
+            raise UserError(f"{fault}: the config belongs to another adapter")
+        alpha = self._layer_value(layer, "alpha_pattern", "lora_alpha")
+        scaling = float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
+        delta = LoraDelta(a, b, scaling, is_embedding or bool(self.content.get("fan_in_fan_out")))
+        if delta.shape != weight.shape or rank != b.shape[1]:
+            raise UserError(f"the adapter of {layer} has shape {list(delta.shape)}, its weight {list(weight.shape)}")
+        return delta
 
     def head(self, names: Collection[str]) -> str | None:
         """The name of a classifier's head, among `names`; None for other adapters."""
@@ -137,25 +156,27 @@ def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> Adapte
     return AdapterConfig(path, content)
 
 
-def find_factors(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, dict[str, TensorIndex]]:
-    """The merged model's name of a weight -> its factors A and B.
+def find_factors(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
+    """The merged model's name of a weight -> (A, B, whether it is an embedding).
 
     Raises UserError if there are several adapters, or factors without their partner.
     """
-    factors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
+    factors: dict[tuple[str, bool], dict[str, TensorIndex]] = defaultdict(dict)
     adapters = set()
     for name, tensor in tensors.items():
-        if ".lora_" in name:
-            if (match := _FACTOR.match(name)) is None or len(tensor.shape) != 2:
-                raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of an unsupported variant of LoRA")
-            adapters.add(match["name"])
-            factors[f"{merged_name(match['layer'])}.weight"][match["factor"]] = tensor
+        if ".lora_" not in name:
+            continue
+        match = _FACTOR.match(name)
+        if match is None or len(tensor.shape) != 2:
+            raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of an unsupported variant of LoRA")
+        adapters.add(match["name"])
+        factors[merged_name(match["layer"]), bool(match["kind"])][match["factor"]] = tensor
     if len(adapters) != 1:
         raise UserError(f"{path} has {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
-    for name, pair in factors.items():
+    for (layer, _), pair in factors.items():
         if len(pair) != 2:
-            raise UserError(f"{path} has only {listing(pair)} of the adapter of {name}")
-    return factors
+            raise UserError(f"{path} has only {listing(pair)} of the adapter of {layer}")
+    return {f"{layer}.weight": (pair["A"], pair["B"], kind) for (layer, kind), pair in factors.items()}
 
 
 def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str, TensorIndex]:

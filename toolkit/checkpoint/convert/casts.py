@@ -74,4 +74,4 @@ def add_delta(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
 def _factors(delta: LoraDelta) -> tuple[np.ndarray, np.ndarray]:
     """(rows, rank) and (rank, columns): their product has the weight's shape."""
     a, b = (widen(factor.read(), factor.dtype, factor.name).reshape(factor.shape) for factor in (delta.a, delta.b))
-    return b, a
+    return (a.T.copy(), b.T.copy()) if delta.transposed else (b, a)

@@ -266,10 +266,13 @@ def _full_model(
     omitted: dict[str, tuple[int, ...] | None] = {**dict.fromkeys(factors), **reader.excluded}
     missing = {name: shape for name, shape in omitted.items() if name not in reader.weights}
     adapter.check_mergeable(bool(missing))
+    base = adapter.content.get("base_model_name_or_path")
+    if base and not reader.excluded:  # only for the message: nothing is read from there
+        reader = dataclasses.replace(reader, details={"base_model": base, **reader.details})
     from_base = _from_base(settings, reader, missing)
     others = _LANGUAGE_HEADS if adapter.head(reader.weights) else ()
     weights = {**reader.weights, **{name: from_base[name] for name in from_base if not name.startswith(others)}}
-    deltas = {name: adapter.delta(name, weights[name], pair["A"], pair["B"]) for name, pair in factors.items()}
+    deltas = {name: adapter.delta(name, weights[name], *pair) for name, pair in factors.items()}
     return dataclasses.replace(reader, weights=weights), deltas
 
 
