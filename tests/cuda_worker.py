@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import meta_worker
 from toolkit.launch import world
+from toolkit.training import checks, optimizer_trial
 
 DEVICE = torch.device("cuda", 0)
 FAKE = FakeTensorMode(allow_non_fake_inputs=True)
@@ -54,6 +55,11 @@ def give_gradients(accelerator: Any, loss: torch.Tensor) -> None:
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight)
+
+
+def traced_step_fault(*arguments: Any) -> str:
+    with FAKE:
+        return optimizer_trial.step_fault(*arguments)
 
 
 class CollateHere:
@@ -91,4 +97,5 @@ if __name__ == "__main__":
     meta_worker.Accelerator.backward = give_gradients
     for name in ("toolkit.training.steps", "toolkit.evaluation.outputs", "toolkit.data.batches"):
         sys.modules[name].Prefetcher = CollateHere  # type: ignore[attr-defined]
+    checks.step_fault = traced_step_fault
     meta_worker.main()

@@ -240,8 +240,11 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     **{f"weights saved by hand under {way}": (
         f"{way} x2", "metric", AFTER, f"        toolkit.unwrapped(model).state_dict()\n{AFTER}",
         ("accelerator.get_state_dict",)) for way in ("zero3", "fsdp2")},
-    "a model that is prepared twice": (
-        "ddp x2", "metric", OPTIMIZER, f"    model = accelerator.prepare(model)\n{OPTIMIZER}", ("toolkit.prepare",)),
+    "two copies of the model": (
+        "fsdp2 x2", "metric", AFTER, f"        __import__('copy').deepcopy(model)\n{AFTER}", ("--ema_decay",)),
+    **{f"a model that is prepared twice under {way}": (
+        f"{way} x2", "metric", OPTIMIZER, f"    model = accelerator.prepare(model)\n{OPTIMIZER}", ("toolkit.prepare",))
+       for way in ("ddp", "zero3")},
     "weights loaded after a step": (
         "zero2 x2", "metric", AFTER, f"{AFTER}\n        part = toolkit.unwrapped(model).classifier\n"
         "        part.load_state_dict(part.state_dict())", ("toolkit.prepare", "ddp")),
@@ -265,6 +268,8 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "forward": "model.forward = torch.compile(model.forward)"}.items()},
     "tokens that no text has": (
         "single", "metric", OPTIMIZER, f"    tokenizer.add_tokens(['zzzz'])\n{OPTIMIZER}", ("1 tokens", "FOLDER")),
+    "a loss without gradients": (
+        "ddp x2", "metric", LOSS, "step.mean(objective(batch, logits).detach())", ("detach()",)),
     "an attribute of a wrapped model": (
         "ddp x2", "metric", AFTER, f"        model.classifier\n{AFTER}", ("classifier", "toolkit.unwrapped(model)")),
     "weights of another seed in each process": (
@@ -298,6 +303,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "clipping a part of the model under DeepSpeed": (
         "zero2 x2", "metric", "clip_grad_norm_(model.parameters()", "clip_grad_norm_(model.classifier.parameters()",
         ("accelerator.clip_grad_norm_", "model.parameters()")),
+    "clipping by value under DeepSpeed": (
+        "zero2 x2", "metric", CLIP,
+        f"        accelerator.clip_grad_value_(model.parameters(), clip_value=1.0)\n{CLIP}", ("--max_grad_norm",)),
     "a second pass under DeepSpeed": (
         "zero2 x2", "metric", CLIP, f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "ddp")),
     "a gradient's hook under FSDP2": (
@@ -314,11 +322,17 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "step.mean(objective(batch, logits) + torch.autograd.grad(logits.sum(), model.classifier.weight, "
         "create_graph=True)[0].square().sum())",
         ("torch.autograd.grad", "ddp")),
+    "a part of the model before the model under FSDP2": (
+        "fsdp2 x2", "metric", "logits = model(**batch.inputs).logits  # (B, C)\n            accelerator",
+        "model.get_input_embeddings()(batch.inputs['input_ids'])\n"
+        "            logits = model(**batch.inputs).logits\n            accelerator",
+        ("FSDP2", "ddp")),
     **{f"a model that torch compiles before {name}": (
         "single", "metric", line, f"    model = torch.compile(model)\n{line}", ("--torch_compile true",))
        for name, line in (("the optimizer", OPTIMIZER), ("the objective", "    objective = toolkit.make"))},
-    "an optimizer that may not be elementwise": (
-        "zero2 x2", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {})(", ("Mine.elementwise", "ddp")),
+    "a step without a closure": (
+        "single", "sgd", "torch.optim.SGD(", "type('Mine', (torch.optim.SGD,), {'step': lambda self: None})(",
+        ("Mine", "positional argument")),
     "a clipping norm that DeepSpeed ignores": (
         "zero2 x2", "metric", "training.max_grad_norm or math.inf", "0.05", ("0.05", "--max_grad_norm")),
     "clipping by torch, which DeepSpeed ignores": (
@@ -328,6 +342,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "ddp x2", "metric", CLIP,
         f"        [each.grad.add_(torch.randn_like(each)) for each in model.parameters()]\n{CLIP}",
         ("step 1", "torch.Generator")),
+    "clipping between two passes in fp16": (
+        "single", "metric", CLIP, f"        accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
+        f"        next(iter(step.micro_batches(model)))\n{CLIP}", ("step 1", "--mixed_precision bf16")),
     "a second model loaded in shards": (
         "zero3 x2", "own_model", LOSS,
         "step.mean(objective(batch, logits) + AutoModel.from_pretrained(settings.model.model_name_or_path)"

@@ -90,7 +90,7 @@ class Run:
         for an optimizer or scheduler that is not prepared, and for a compiled model."""
         exit_state.unfinished = f"{self.folder.path}: `run.finish(evaluate)` was not called: no results were written"
         refuse_compiled(model)
-        check_scheduler(optimizer, scheduler)
+        check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)

@@ -124,6 +124,16 @@ def test_settings_that_the_losses_of_a_recipe_replace(capsys: pytest.CaptureFixt
     assert [line.split(":")[0] for line in lines] == ["--loss focal", "--label_smoothing_factor"]
 
 
+def test_r_drop_of_a_model_without_dropout(capsys: pytest.CaptureFixture[str]) -> None:
+    attention = torch.nn.Module()
+    attention.config = SimpleNamespace(attention_probs_dropout_prob=0.1)
+    for model in (torch.nn.Sequential(torch.nn.Dropout(0.1)), attention):
+        objective_of(model, r_drop_alpha=1.0)
+    assert not capsys.readouterr().err
+    objective_of(torch.nn.Sequential(torch.nn.Dropout(0.0)), r_drop_alpha=1.0)
+    assert "--r_drop_alpha 1.0" in capsys.readouterr().err
+
+
 def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     torch.manual_seed(0)
     model: Any = tiny("bert").train()

@@ -1,4 +1,4 @@
-"""toolkit/training/checks.py, loop_checks.py, shard_checks.py."""
+"""toolkit/training/checks.py, loop_checks.py, shard_checks.py. Optimizers: tests/training/test_optimizer_trial.py."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,9 @@ from transformers import Adafactor
 from tests.faults import refusal
 from tests.training.test_optimizer import accelerator_with, tiny
 from toolkit.config import TrainingSettings
-from toolkit.training.checks import check_parameters, check_scheduler, optimizer_fault
+from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
-from toolkit.training.optimizer import Lion, custom_scheduler, make_optimizer, make_scheduler, parameter_groups
+from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
 from toolkit.training.shard_checks import refuse_copies, refuse_shards
 
 SETTINGS = TrainingSettings()
@@ -68,16 +68,24 @@ def test_an_optimizer_that_chooses_its_own_learning_rate() -> None:
     refusal(check_parameters, accelerator_with(), model, optimizer, SETTINGS, 10, says=says)
 
 
-def test_the_optimizer_and_the_scheduler_are_prepared(accelerator: Accelerator) -> None:
+def test_the_optimizer_and_the_scheduler_are_prepared(
+    accelerator: Accelerator, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
     optimizer = accelerator.prepare(plain)
     scheduler = make_scheduler(optimizer, SETTINGS, 10)
-    for each in (scheduler, custom_scheduler(optimizer, lambda inner: StepLR(inner, 2))):
-        check_scheduler(optimizer, each)
-    refusal(check_scheduler, accelerator.prepare(other), scheduler, says=["LambdaLR", "custom_scheduler"])
+    own = custom_scheduler(optimizer, lambda inner: StepLR(inner, 2))
+    cosine = TrainingSettings(lr_scheduler_type="cosine")
+    for each, settings in ((scheduler, SETTINGS), (own, SETTINGS), (make_scheduler(optimizer, cosine, 10), cosine)):
+        check_scheduler(accelerator, optimizer, each, settings)
+    assert not capsys.readouterr().err
+    check_scheduler(accelerator, optimizer, own, cosine)
+    assert "--lr_scheduler_type cosine" in capsys.readouterr().err
+    says = ["LambdaLR", "custom_scheduler"]
+    refusal(check_scheduler, accelerator, accelerator.prepare(other), scheduler, SETTINGS, says=says)
     raw = StepLR(optimizer, 2)
     for wrong in (raw, accelerator.prepare(raw)):
-        refusal(check_scheduler, optimizer, wrong, says=["StepLR", "custom_scheduler"])
+        refusal(check_scheduler, accelerator, optimizer, wrong, SETTINGS, says=["StepLR", "custom_scheduler"])
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -106,6 +114,13 @@ def test_requires_grad_changes_after_fsdp2_has_replaced_parameters() -> None:
     refusal(refuse_changes, model, says=["classifier.weight, classifier.bias"])
 
 
+def test_fsdp2_cannot_shard_a_scalar() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    check(model, model.parameters())
+    refusal(check, model, model.parameters(), is_fsdp2=True, says=["scale", "shape (1,)"])
+
+
 def test_unfreezing_needs_groups_by_layer_and_enough_steps(capsys: pytest.CaptureFixture[str]) -> None:
     model, settings = tiny("bert"), TrainingSettings(unfreeze_every=4)
     refusal(check, model, model.parameters(), settings, says=["--unfreeze_every 4", "gradual=True"])
@@ -113,25 +128,6 @@ def test_unfreezing_needs_groups_by_layer_and_enough_steps(capsys: pytest.Captur
     assert "1 of 4 groups stay frozen for all 10 steps" in capsys.readouterr().err  # the embeddings, at step 12
     check(model, parameter_groups(model, 0.1, gradual=True), TrainingSettings(unfreeze_every=3))
     assert not capsys.readouterr().err
-
-
-class Declared(torch.optim.AdamW):
-    elementwise = True
-
-
-@pytest.mark.parametrize(
-    ("kind", "refused"),
-    [(torch.optim.AdamW, set()), (torch.optim.SGD, set()), (Lion, set()), (Declared, set()),
-     (type("Undeclared", (torch.optim.AdamW,), {}), {2, 3, "fsdp2"}), (torch.optim.Adafactor, {2, 3, "fsdp2"}),
-     (torch.optim.Adagrad, {2, 3}), (type("Fused", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam"}), set())],
-)  # fmt: skip
-def test_strategies_with_shards_refuse_optimizers_that_may_not_be_elementwise(kind: Any, refused: set[Any]) -> None:
-    for strategy in (0, 2, 3, "fsdp2"):
-        config = {} if strategy in (2, 3) else None
-        accelerator = accelerator_with(config, stage=strategy, is_fsdp2=strategy == "fsdp2")
-        fault = optimizer_fault(accelerator, kind([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
-        assert bool(fault) is (strategy in refused)
-        assert not fault or all(part in fault for part in (kind.__name__, "ddp", "adamw"))
 
 
 class Sharded(torch.nn.Module):

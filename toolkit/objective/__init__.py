@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
 from toolkit.config import TaskSettings
@@ -19,7 +20,9 @@ from toolkit.errors import UserError
 from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import Losses, Objective, sample_losses
 from toolkit.objective.second_targets import with_r_drop, with_teacher
+from toolkit.pretrained import attention_dropout
 from toolkit.utils.log import logger
+from toolkit.utils.modules import unwrapped
 
 
 def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses | None = None) -> Objective:
@@ -44,7 +47,15 @@ def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses
     if settings.distillation.teacher:
         objective = with_teacher(objective, problem_type, *settings.distillation.mixture)
     if terms.r_drop_alpha:
+        if not _has_dropout(model) and PartialState().is_main_process:
+            logger.info(f"--r_drop_alpha {terms.r_drop_alpha}: no effect, since a model without dropout draws nothing")
         objective = with_r_drop(objective, model, problem_type, terms.r_drop_alpha)
     if terms.fgm_epsilon:
         objective = replace(objective, training=Adversarial(objective, model, terms.fgm_epsilon))
     return objective
+
+
+def _has_dropout(model: Any) -> bool:
+    plain = unwrapped(model)
+    rates = (part.p for part in plain.modules() if isinstance(part, torch.nn.Dropout))
+    return any(rates) or attention_dropout(getattr(plain, "config", None)) > 0

@@ -12,7 +12,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main
-from toolkit.training.optimizer import DISTANCE, Lion, optimizer_class
+from toolkit.training.optimizer import DISTANCE, OF_SETTINGS, optimizer_class
+from toolkit.training.optimizer_trial import shard_fault, step_fault
 from toolkit.utils.modules import unwrapped
 
 OWN_SCHEDULE = "docs/your-own-recipe.md, Another schedule"
@@ -25,31 +26,29 @@ TOKENS = "_toolkit_tokens"
 """Attribute of a tokenizer: its size when it read the data."""
 # optimizers in C++ and CUDA, made for shards of parameters
 _MADE_FOR_SHARDS = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
-_ELEMENTWISE = {Lion} | {
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-}
 
 
 def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> str:
-    """Why a strategy that shards parameters cannot use an optimizer; empty if it can.
-
-    ZeRO concatenates the parameters of a group, gives each process one slice of that, and steps one group after the
-    other; FSDP2 shards each parameter by rows. Optimizers that use a parameter's rows, columns, norm or number of
-    dimensions, use all parameters together, or count their calls, would silently compute something else.
-    """
-    kind, plugin = type(optimizer), accelerator.state.deepspeed_plugin
-    if not plugin and not accelerator.is_fsdp2:
+    """Why the training loop, or a strategy that shards parameters, cannot use an optimizer; empty if they can."""
+    name, plugin = type(optimizer).__name__, accelerator.state.deepspeed_plugin
+    offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
+    device = torch.device("cpu") if offloads else accelerator.device
+    stage = plugin.zero_stage if plugin else 0
+    if why := step_fault(optimizer, device, *([] if stage else [None])):  # accelerate passes a closure
+        return (
+            f"{name} fails in `optimizer.step()`: {why}. Use an optimizer that needs only the gradients of all "
+            "parameters (--optimizer adamw, lion, muon or sgd)"
+        )
+    if stage and isinstance(optimizer, torch.optim.Adagrad):
+        why = "DeepSpeed replaces an Adagrad, and drops its parameter groups"
+    elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(_MADE_FOR_SHARDS):
+        why = shard_fault(optimizer, device, stage)
+    if not why:
         return ""
-    if plugin and isinstance(optimizer, torch.optim.Adagrad):
-        why = "is replaced by DeepSpeed, which drops its parameter groups"
-    elif kind in _ELEMENTWISE or kind.__module__.startswith(_MADE_FOR_SHARDS) or getattr(kind, "elementwise", False):
-        return ""
-    else:
-        why = f"is not known to be elementwise: if it is, set `{kind.__name__}.elementwise = True` in the recipe"
+    strategy = f"ZeRO-{stage}" if stage else "FSDP2"
     return (
-        f"{kind.__name__} {why}. Others compute different updates from shards of parameters: launch with ddp "
-        "(accelerate_configs/), or pass --optimizer adamw, lion or sgd"
+        f"{name} computes different updates from {strategy}'s shards of parameters: {why}. Launch with ddp "
+        "(accelerate_configs/), or use an elementwise optimizer (--optimizer adamw, lion or sgd)"
     )
 
 
@@ -79,6 +78,8 @@ def check_parameters(
     if accumulated := [name for name, each in items if each._post_accumulate_grad_hooks]:
         what = "hooks after each micro-batch, not each step"
         faults.add(f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer")
+    if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
+        faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
     inner = (optimizer, *vars(optimizer).values())  # it may wrap another
     if (name != "adamw" or arguments) and not any(isinstance(each, optimizer_class(name)) for each in inner):
@@ -115,6 +116,27 @@ def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
     return vars(unwrapped(model)).get(_PREPARED) or ([], [])
 
 
+def refuse_early_prepare(accelerator: Any) -> None:
+    """Makes `accelerator.prepare` raise UserError for a prepared model, and before `align_strategy` has seen one (but
+    for a frozen model, which accelerate only moves to the device in one process and under DDP)."""
+    prepare, aligned = accelerator.prepare, list[bool]()
+    shards = accelerator.is_fsdp2 or accelerator.state.deepspeed_plugin
+
+    def checked(*objects: Any, **options: Any) -> Any:
+        for model in (each for each in objects if isinstance(each, torch.nn.Module)):
+            before, after = prepared(model)
+            trains = shards or any(parameter.requires_grad for parameter in model.parameters())
+            if after or (trains and not (before or aligned)):
+                raise UserError(
+                    "leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks; move a second model "
+                    "to `accelerator.device`"
+                )
+            aligned.extend([True] * bool(before))
+        return prepare(*objects, **options)
+
+    accelerator.prepare = checked
+
+
 def refuse_compiled(model: torch.nn.Module) -> None:
     """Raises UserError for a model, or a part of it, that a recipe has compiled."""
     parts, module = (vars(part) for part in model.modules()), unwrapped(model)
@@ -127,15 +149,21 @@ def refuse_compiled(model: torch.nn.Module) -> None:
         )
 
 
-def check_scheduler(optimizer: Any, scheduler: Any) -> None:
-    """Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler
-    that `accelerator.prepare` returns counts each step once per process."""
+def check_scheduler(accelerator: Accelerator, optimizer: Any, scheduler: Any, settings: TrainingSettings) -> None:
+    """Logs a setting that a recipe's own schedule may ignore.
+
+    Raises UserError unless `prepare` has returned the optimizer, and the scheduler counts its steps. The scheduler that
+    `accelerator.prepare` returns counts each step once per process.
+    """
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise UserError(
             f"run.resume() takes the optimizer that `prepare` returned, not a {type(optimizer).__name__}: create it "
             "before `toolkit.prepare`, and pass it to that (docs/your-own-recipe.md, Another optimizer)"
         )
     if isinstance(scheduler, AcceleratedScheduler) and scheduler.split_batches and scheduler.optimizers == [optimizer]:
+        if (name := settings.lr_scheduler_type) != "linear" and OF_SETTINGS not in vars(scheduler):
+            line = f"--lr_scheduler_type {name}: no effect, unless the schedule of the recipe reads it"
+            log_on_main(accelerator, line)
         return
     schedule = getattr(scheduler, "scheduler", scheduler)
     raise UserError(

@@ -151,6 +151,11 @@ class LoopChecks:
                 f"step {number}: under DeepSpeed the optimizer steps with the last `accelerator.backward` of "
                 "`step.micro_batches`, which can be used once in a step: launch with ddp (accelerate_configs/)"
             )
+        if number == self._step and self._unscaled and self.accelerator.scaler is not None:
+            raise UserError(
+                f"step {number}: fp16's gradients can be clipped once in a step, after its last pass over "
+                "`step.micro_batches`: clip there only, or pass --mixed_precision bf16"
+            )
         self._step, self._micro_batches, self._means, self._backwards = number, 0, 0, 0
         self.mean_loss, self._unscaled, self._accumulates, self.stepped = None, False, None, False
         if self.accelerator.state.deepspeed_plugin:  # it resets gradients itself
@@ -201,6 +206,8 @@ class LoopChecks:
         """Checks a micro-batch's losses (B,); called by `Step.mean`."""
         if losses.dtype in (torch.bfloat16, torch.float16):
             raise UserError(f"step.mean() got losses in {losses.dtype}: compute them in fp32, from `logits.float()`")
+        if not losses.requires_grad:
+            raise UserError("step.mean() got losses without gradients: leave out `torch.no_grad()` and `.detach()`")
         self._refuse_means(self._micro_batches - 1)
         model = self._accumulates if self._means else None  # `bool` of a compiled model takes its length
         # after a forward pass FSDP2's root has unsharded parameters, without gradients: take those of the first step

@@ -206,8 +206,13 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
         rate = schedule.lr_lambdas[0]  # all groups have the same
         schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
     scheduler = _prepared_scheduler(schedule, optimizer)
+    vars(scheduler)[OF_SETTINGS] = True
     set_schedule(scheduler, 0)
     return scheduler
+
+
+OF_SETTINGS = "_toolkit_of_settings"
+"""Attribute of a scheduler that `make_scheduler` made."""
 
 
 def custom_scheduler(optimizer: Any, create: Callable[[torch.optim.Optimizer], Any]) -> AcceleratedScheduler:

@@ -16,8 +16,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DynamoBackend
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from toolkit import launch
 from toolkit.checkpoint.live import full_shape, persistent_buffers
@@ -70,8 +68,6 @@ def prepare(
     is not prepared, since accelerate would step it once per process. Raises UserError for settings, a model or an
     optimizer that the strategy cannot train.
     """
-    if isinstance(model, DistributedDataParallel | FSDPModule) or hasattr(model, "zero_optimization_stage"):
-        raise UserError("leave out `accelerator.prepare`: `toolkit.prepare` calls it, with its checks")
     if (read := getattr(tokenizer, TOKENS, None)) is not None and read != len(tokenizer):
         raise UserError(
             f"{len(tokenizer) - read} tokens were added to the tokenizer after `load_data`: no text has them: save it "
@@ -147,6 +143,8 @@ def align_strategy(
     choose_precision(accelerator, model, settings)
     reduced_in = choose_reduction(accelerator, settings)
     plugin, micro = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
+    if plugin or accelerator.is_fsdp2:
+        accelerator.clip_grad_value_ = _refuse_clipping_by_value
     if plugin is None:
         return
     trained = {id(each) for each in model.parameters() if each.requires_grad}
@@ -206,6 +204,10 @@ def explain_config_errors() -> Iterator[None]:
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "the DeepSpeed config")
         fault, *_ = " ".join(str(error).split()).split(" For further information")
         raise UserError(f"{file}: DeepSpeed refuses it: {fault}") from error
+
+
+def _refuse_clipping_by_value(*_: Any, **__: Any) -> None:
+    raise UserError("ZeRO and FSDP2 cannot clip by value: use `accelerator.clip_grad_norm_`, --max_grad_norm, or ddp")
 
 
 def _deepspeed_grad_norm(

@@ -45,14 +45,15 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
 
 
 def refuse_copies(accelerator: Accelerator, model: Any) -> None:
-    """Makes a recipe's `model.state_dict()` (with `torch.save` or `save_pretrained`, too) and `model.load_state_dict`
-    raise UserError if the strategy has shards, or trains its own copies of weights."""
+    """Makes a recipe's `model.state_dict()` (with `torch.save` or `save_pretrained`, too), `model.load_state_dict` and
+    `copy.deepcopy(model)` raise UserError if the strategy has shards, or trains its own copies of weights."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin or accelerator.is_fsdp2:
         for part in {model, *unwrapped(model).modules()}:
             part.register_load_state_dict_pre_hook(_refuse_loading)
             if part is model or not plugin or plugin.zero_stage == 3:
                 part.register_state_dict_pre_hook(_refuse_state_dict)
+                vars(part)["__deepcopy__"] = _refuse_deepcopy
 
 
 def _is_sharded(parameter: Any) -> bool:
@@ -82,6 +83,13 @@ def _refuse_loading(*_: Any) -> None:
             "load_state_dict() after `prepare`: DeepSpeed and FSDP2 train their own copies or shards of weights: load "
             "weights before `toolkit.prepare`, or launch with ddp (accelerate_configs/)"
         )
+
+
+def _refuse_deepcopy(_: Any) -> Any:
+    raise UserError(
+        "copy.deepcopy() of a prepared model, of which DeepSpeed and FSDP2 have shards: copy it before "
+        "`toolkit.prepare` (a fixed teacher, moved to `accelerator.device`); for an average pass --ema_decay"
+    )
 
 
 def _gathers(frame: Any) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
+from toolkit.training.checks import not_in_loss
 from toolkit.training.dropout import install_fast_dropout
 from toolkit.training.loop_checks import LoopChecks
 from toolkit.utils import memory
@@ -203,6 +205,15 @@ class Step:
 
 def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str | None:
     """The line for a failure in a micro-batch; None for one that has no known cause."""
+    if "did not receive grad" in str(error):  # DDP's, in the step after the first
+        places = re.split(r"did not receive grad for rank \d+:", str(error))[-1].split("\n")[0].split()
+        trained = [name for name, each in unwrapped(model).named_parameters() if each.requires_grad]
+        return not_in_loss([trained[int(place)] for place in places])
+    if "already been lazily initialized" in str(error):  # FSDP2's
+        why = "under FSDP2 the model's parts (its word embeddings, say) can be called only in its own forward"
+        return f"{why}: make your change there, in your own model class, or launch with ddp (accelerate_configs/)"
+    if "backward through the graph a second time" in str(error):
+        return "the loss uses outputs of an earlier micro-batch: `.detach()` them"
     if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
         remedy = "load it within `toolkit.whole_weights()` (docs/your-own-recipe.md, Another model class)"
         return f"a model was sharded when it was loaded, and not prepared: {remedy}"
