@@ -1,8 +1,10 @@
 """toolkit/report/html.py and curves.py: one self-contained page, for every kind of task."""
 
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,6 +19,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.report import curves, html
 from toolkit.report.files import Record
 from toolkit.report.html import write_report, write_report_of_folder
+from toolkit.utils.features import Feature, PagePart
 
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
@@ -129,6 +132,16 @@ def test_a_classification(three: Run) -> None:
         counts = [guesses.count(guess) for guess in CHINESE]
         cells = [f"{count}{100 * count / len(guesses):.0f} %" if count else "·" for count in counts]
         assert row == [name, *cells, str(len(guesses))]
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_an_undefined_variable_in_a_features_template(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(Feature):
+        def page(self, page: Any) -> PagePart:
+            return PagePart("{% block section %}{{ worst_of_all }}{% endblock %}", {})
+
+    monkeypatch.setattr(html, "features", lambda: [Forgetful()])
+    refusal(written, three, says=["Forgetful.page", "'worst_of_all' is undefined"])
 
 
 @pytest.mark.usefixtures("without_charts")
@@ -303,6 +316,12 @@ def test_the_report_of_a_folder(three: Run) -> None:
     text = page_of(folder).text
     assert "The model at step 40, on the 60 samples of validation" in text
     assert "The saved model is that of step 20." in text
+    with pytest.MonkeyPatch.context() as folds:
+        explain = SimpleNamespace(add_options=lambda _, parser: parser.add_argument("--explain", type=int, default=1),
+                                  folder_page=lambda path: path / "report.html")  # fmt: skip
+        folds.setattr(html, "features", lambda: [explain])
+        write_report_of_folder(folder, Namespace(run=folder, explain=1))
+        refusal(write_report_of_folder, folder, Namespace(run=folder, explain=5), says=["--explain", str(folder)])
     (folder / "eval.jsonl").unlink()  # one killed before its first evaluation, in the middle of a line
     (folder / "predictions.jsonl").unlink()
     with (folder / "metrics.jsonl").open("a") as file:

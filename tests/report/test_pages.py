@@ -36,7 +36,27 @@ onload = () => {
       const { overflowX, backgroundAttachment } = getComputedStyle(box);
       return { wider: table.offsetWidth > box.clientWidth, overflowX, backgroundAttachment };
     });
-    return { seen: root.clientWidth, whole: root.scrollWidth, tables };
+    const broken = [];
+    for (const cell of page.querySelectorAll("h1, h2, h3, th, td.name, dt")) {
+      const walker = page.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+      for (let node; node = walker.nextNode();)
+        for (const word of node.data.matchAll(/[A-Za-z0-9]+/g)) {
+          const range = page.createRange();
+          range.setStart(node, word.index), range.setEnd(node, word.index + word[0].length);
+          // a word that an ellipsis truncates has several, too, on one line
+          const line = getComputedStyle(node.parentNode).writingMode.startsWith("vertical") ? "left" : "top";
+          if (new Set([...range.getClientRects()].map(box => box[line])).size > 1) broken.push(word[0]);
+        }
+    }
+    const bars = [...page.querySelectorAll("td.bar")].map(cell => {
+      const range = page.createRange(), box = cell.getBoundingClientRect();
+      range.selectNodeContents(cell);
+      const number = range.getBoundingClientRect(), style = getComputedStyle(cell);
+      const [x, y] = style.backgroundPosition.split(/ (?=\\S+$)/);
+      return { x, top: parseFloat(y), number_left: box.right - number.left, number_bottom: number.bottom - box.top,
+               size: style.backgroundSize };
+    });
+    return { seen: root.clientWidth, whole: root.scrollWidth, tables, broken, bars };
   }));
 };
 </script>"""
@@ -104,8 +124,20 @@ def test_a_page_is_as_wide_as_its_window(page: str, width: int, measured: Measur
     """A wider table scrolls within its frame, which shows a shade."""
     measures = measured[page, width]
     assert measures["seen"] == measures["whole"] == width
+    assert measures["broken"] == []
     assert len(measures["tables"]) > 1
     for table in measures["tables"]:
         if table["wider"]:
             assert table["overflowX"] == "auto"
             assert table["backgroundAttachment"].startswith("local, local, scroll")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_bars_do_not_cover_their_numbers(width: int, measured: Measured) -> None:
+    bars = measured["report", width]["bars"]
+    assert len(bars) >= 5
+    for bar in bars:
+        if calc := re.match(r"calc\(100% - ([\d.]+)px\)", bar["size"]):  # it starts at x, and ends at x + 100 % - this
+            assert bar["number_left"] < float(calc[1]) - float(bar["x"].removesuffix("px"))
+        else:
+            assert bar["number_bottom"] <= bar["top"]

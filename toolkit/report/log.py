@@ -221,6 +221,7 @@ class RunSummary:
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.demo_entry(settings.model.model_name_or_path).note,
             demo.demo_entry(settings.data.dataset_name).note,
+            _missing_packages(settings.training.report_to),
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
             lines.append(lora.describe(model, settings.model))
@@ -301,6 +302,14 @@ class RunSummary:
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             command = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
         return ["next:", f"  {command}"] if command else []
+
+
+def _missing_packages(report_to: str) -> str:
+    """What the run will not write because a package is missing, and how to install it; "" if nothing is missing."""
+    lacking = {} if is_installed("matplotlib") else {"report": "report.html will have no curves"}
+    if report_to == "auto" and not is_installed("tensorboard"):
+        lacking["tensorboard"] = "there will be no TensorBoard files"
+    return f"{', '.join(lacking.values())}: {install_command(*lacking)}" if lacking else ""
 
 
 def runnable_command(command: str) -> str:
