@@ -56,6 +56,8 @@ def weigh_classes(
         share = share / share.sum()
         splits["train"] = replace(splits["train"], chances=(share / np.maximum(counts, 1))[train.labels])
         lines.append(f"an epoch draws (--sampling), in %: {_listed(order, names, 100 * share, '{:.3g}')}")
+        if objective.class_weights and objective.sampling == "balanced":
+            lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
     compensated = objective.class_weights or objective.pos_weight or objective.sampling or objective.loss == "focal"
     return splits, positive, lines, "" if compensated else _advice(order, counts, len(train), labels)
 

@@ -124,16 +124,19 @@ def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
 
 
 def _encoding_fault(path: Path, encoding: str) -> str:
-    """Names the first line that does not decode, and an encoding in which all lines do."""
+    """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
+    not ASCII does decode: then the file is damaged."""
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
-    bytes_read = lines_read = 0
-    fault, first_bytes = "", b""
+    replacing = codecs.getincrementaldecoder(encoding)("replace")
+    bytes_read = lines_read = bad = foreign = 0
+    start_bytes, fault = b"", ""
     with io.BufferedReader(_Unpacked(path), _CHUNK_BYTES) as file:
         while line := file.readline(_CHUNK_BYTES):
-            first_bytes, bytes_read = first_bytes or line[:2], bytes_read + len(line)
+            start_bytes = start_bytes or line[:4]
+            final, bytes_read = not file.peek(1), bytes_read + len(line)
             for name, decoder in list(decoders.items()):
                 try:
-                    decoder.decode(line, final=not file.peek(1))
+                    decoder.decode(line, final)
                 except UnicodeError as error:
                     del decoders[name]
                     if name == encoding:
@@ -141,9 +144,17 @@ def _encoding_fault(path: Path, encoding: str) -> str:
                         where = f"line {lines_read + 1}, byte {bytes_read - len(decoded) + start + 1} of the file"
                         fault = f"{path}, {where}: not {encoding} (0x{decoded[start]:02x})"
             lines_read += line.endswith(b"\n")
-    is_utf16 = first_bytes in (b"\xff\xfe", b"\xfe\xff")
-    other = "utf-16" if is_utf16 else next((name for name in decoders if name != encoding), "the file's encoding")
-    return f"{fault}: pass --encoding {other}, or, if only a few places are damaged, correct them"
+            text = replacing.decode(line, final)
+            bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
+    if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
+        return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
+    if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return f"{fault}: pass --encoding utf-16"
+    other = next((name for name in decoders if name != encoding), None)
+    larger = other == "gb18030" and encoding.lower() in ("gbk", "gb2312", "cp936")  # which it contains
+    if other != "utf-8" and not larger and (bad == 1 or bad < foreign / 2):
+        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
+    return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
 
 
 @contextlib.contextmanager
