@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from toolkit.config import TaskSettings, build, flat, parse, sections_of, tasks
-from toolkit.config.parse import fields_of
+from toolkit.config.parse import _OTHER_NAMES, fields_of
 from toolkit.errors import UserError
 from toolkit.features.titles.settings import TitleSettings
 
@@ -87,6 +87,8 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
     assert "'5'" not in fault  # the value of an unknown name
     match = r"^'1', '2', '3' and 1 more is not a setting: .*'part-\*\.csv'$"
     refusal(parse, TaskSettings, [*NAMED, *"1234"], match=match)
+    sections = [yaml_file("data:\n  train_file: a.csv\n"), *NAMED]
+    refusal(parse, TaskSettings, sections, match="data: there are no sections")
 
 
 def test_a_setting_of_another_recipe_is_unknown() -> None:
@@ -99,7 +101,7 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
     ("name", "value"),
     [
         *(("seed", value) for value in ("-1", "3.5", "", "2147483648")),
-        *(("learning_rate", value) for value in ("0", "nan", "inf")),
+        *(("learning_rate", value) for value in ("0", "-1e-5", "nan", "inf")),
         *((name, "0") for name in ("global_batch_size", "per_device_batch_size", "max_steps", "eval_every")),
         *(("validation_split", value) for value in "01"),
         ("num_train_epochs", "inf"),
@@ -125,6 +127,11 @@ def test_wrong_values_name_the_setting(yaml_file: Callable[..., str], name: str,
     given = [yaml_file(value)] if ": " in value else [f"--{name}", value]
     message = rf"--{name} '?{re.escape(value.partition(': ')[2].replace('null', 'None'))}"
     refusal(parse, TaskSettings, given, match=message)
+
+
+def test_several_values_are_for_a_sweep() -> None:
+    assert "toolkit sweep RECIPE.py --search seed=1,2" in fault_of(["--seed", "1,2"])
+    assert "--search learning_rate=1e-3,3e-3" in fault_of(["--learning_rate", "1e-3,3e-3"])
 
 
 @pytest.mark.parametrize("value", [r"a\0b", r"\ud800"])
@@ -246,10 +253,19 @@ def test_every_shipped_settings_file_parses(path: Path) -> None:
     assert settings.data.train_file or settings.data.dataset_name
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("deepspeed", "--config_file"), ("eval_strategy", "mean eval_every?"), ("lr", "mean learning_rate?"),
-     ("adam_beta2", "did you mean optimizer_args?"), ("do_train", "docs/migrating.md")],
-)  # fmt: skip
-def test_names_of_other_trainers_have_a_hint(name: str, hint: str) -> None:
-    refusal(parse, TaskSettings, [*NAMED, f"--{name}", "x"], says=[f"unknown setting --{name}", hint])
+def test_trainers_names_have_a_hint_and_no_wrong_guess() -> None:
+    """Every field of transformers' TrainingArguments: a setting here, or a hint that was written for it, or none."""
+    from transformers import TrainingArguments
+
+    for field in dataclasses.fields(TrainingArguments):
+        said = fault_of([f"--{field.name}", "0.1x", "--zzz"])  # a value of no type
+        guess = re.search(rf"setting --{field.name} \(did you mean (\w+)\?\)", said)
+        if guess and field.name not in _OTHER_NAMES:
+            assert field.name.startswith(guess[1]), said
+    for typed, wanted in {
+        "--deepspeed ds.json": "--config_file", "--train_sampling_strategy group_by_length": "--group_by_length",
+        "--save_strategy steps": "--checkpoint_every", "--load_best_model_at_end true": "--metric_for_best_model",
+        "--do_train": "--test_file", "--adam_beta2 0.98": "--optimizer_args", "--dataloader_num_workers 4": "workers",
+        "--warmup_steps 0.1": "--warmup_ratio 0.1", "--pooling mean": "docs/your-own-recipe.md",
+    }.items():  # fmt: skip
+        assert "did you mean" not in refusal(parse, TaskSettings, [*NAMED, *typed.split()], says=[wanted])

@@ -56,7 +56,9 @@ def main() -> None:
 def _run(table: dict[str, Command]) -> None:
     words = sys.argv[1:]
     if words and not words[0].startswith("-") and words[0] not in table:
-        raise UserError(f"there is no `toolkit {words[0]}`{did_you_mean(words[0], table)}: {', '.join(table)}")
+        recipes = " (recipes train: python recipes/cls.py --help)"
+        hint = recipes if words[0] == "train" else did_you_mean(words[0], table)
+        raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
     command, arguments = table.get(words[0]) if words else None, words[1:]
     if command and command.add_arguments is None:
         _call(command, arguments)
@@ -76,7 +78,12 @@ def _call(command: Command, arguments: Any) -> None:
     if isinstance(run, str):
         module, _, name = run.partition(":")
         run = getattr(importlib.import_module(module), name)
-    run(*arguments) if command.passes_rest else run(arguments)
+    try:
+        run(*arguments) if command.passes_rest else run(arguments)
+    except UserError as error:  # the model was a positional argument, not a recipe's setting
+        if any("--model_name_or_path" in word for word in sys.argv):
+            raise
+        raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from toolkit.checkpoint.convert import model_files
 WORLDS: Mapping[int, tuple[str, ...]] = {
     1: ("zero0", "zero3-frozen"),
     2: tuple(KINDS),
-    3: ("zero2-bf16", "zero3-bf16", "zero1-frozen", "zero1-bf16-optimizer", "zero2-aligned",
+    3: ("zero2-bf16", "zero3-bf16", "zero1-frozen", "zero1-bf16-optimizer", "zero2-aligned", "zero2-elastic",
         "zero3-subgroups"),
 }  # fmt: skip
 

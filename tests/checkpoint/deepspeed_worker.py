@@ -54,6 +54,7 @@ KINDS: dict[str, Kind] = {
     "zero1-bf16-optimizer": Kind(1, "bf16 accumulates", groups=2),
     "zero2-aligned": Kind(2, "bf16 aligned", groups=2),
     "zero2-round-robin": Kind(2, "robin", groups=2),
+    "zero2-elastic": Kind(2, "bf16 elastic", groups=2),
     "zero3-subgroups": Kind(3, "bf16 subgroups", groups=2),
 }
 

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulates": {"data_types": {"grad_accum_dtype": "fp32"}},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
     "scattered": {"zero_optimization": {"contiguous_gradients": False}},
+    "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
     "aligned": {"zero_optimization": {"parameter_alignment": True}},
     "subgroups": {"zero_optimization": {"sub_group_size": 40}},
     "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},

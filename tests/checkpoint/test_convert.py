@@ -34,7 +34,7 @@ def expected_of(made: Made) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["zero0 x1", "zero1-bf16-optimizer x3", "zero2-aligned x2", "zero2-round-robin x2",
+    ["zero0 x1", "zero1-bf16-optimizer x3", "zero2-aligned x2", "zero2-round-robin x2", "zero2-elastic x2",
      "zero3-frozen x2", "zero3-groups x2", "zero3-subgroups x2"],
 )  # fmt: skip
 def test_the_output_is_what_was_in_memory(made: Made, tmp_path: Path) -> None:

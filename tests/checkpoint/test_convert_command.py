@@ -42,6 +42,7 @@ def run(tmp_path: Path) -> Path:
         (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
         (["convert", "run", "run"], "contains the input run"),
         (["convert", "run", "."], "is not a name for a new folder"),
+        (["convert", "run", "out", "--max_shard_size", "5"], "did you mean 5GB?"),
         (["convertt", "run"], "did you mean convert"),
     ],
 )

@@ -142,7 +142,7 @@ def test_ambiguous_files(trained: Any, config: Path, tmp_path: Path) -> None:
     torch.save(lightning(shared, trained[1]), tmp_path / "shared.ckpt")
     out = tmp_path / "out"
     refusal(convert, tmp_path / "ema.pt", out, config_from=config, says=["--prefix", "ema., model."])
-    refusal(convert, tmp_path / "a.ckpt", out, config_from=config, says=["--prefix net"])
+    refusal(convert, tmp_path / "a.ckpt", out, config_from=config, says=["classifier.weight", "--prefix net."])
     refusal(convert, tmp_path / "a.ckpt", out, config_from=config, prefix="nett", says=["nett.", "loss., net."])
     refusal(convert, tmp_path, out, config_from=config, says=["ema.pt", "a.ckpt", "shared.ckpt"])
     files = {"ema": "ema.pt", "model.": "ema.pt", "net": "a.ckpt", "model": "shared.ckpt"}
@@ -178,14 +178,14 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
     BertForMaskedLM(AutoConfig.from_pretrained(tiny_model)).save_pretrained(base)
     plain = AutoModelForSequenceClassification.from_pretrained(base, num_labels=4)
-    options = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query"]}
+    options = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query", "word_embeddings"]}
     live = peft.get_peft_model(plain, peft.LoraConfig(init_lora_weights=False, **options))
     live.save_pretrained(adapter, save_embedding_layers=False)
     torch.save(theirs := load_file(adapter / "adapter_model.safetensors"), tmp_path / "lora.pt")
     convert(tmp_path / "lora.pt", tmp_path / "again", config_from=adapter)
     assert_same(read_folder(tmp_path / "again"), theirs)
     refusal(convert, adapter, out, says=["--merge_lora", "--base_model"])
-    refusal(convert, adapter, out, merge_lora=True, says=["--base_model"])
+    refusal(convert, adapter, out, merge_lora=True, says=[str(base), "--base_model"])
     convert(adapter, out, merge_lora=True, base_model=base)
     actual, expected = read_folder(out), live.merge_and_unload().state_dict()
     assert set(expected) - set(actual) == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}  # in neither file

@@ -148,7 +148,7 @@ def test_a_wrong_latest(copied: Callable[..., Path]) -> None:
         fault_of(root, str(root / "latest"), str(root / "global_step2"))
     (root / "epoch-1").mkdir()
     (root / "global_step2").rename(root / "epoch-1" / "step-2")
-    assert "there is none" in fault_of(root)
+    assert "there is no other" in fault_of(root)
     (root / "latest").write_text("epoch-1/step-2")  # any tag that save_checkpoint takes
     open_checkpoint(root)
 
@@ -172,5 +172,11 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert "name its folder" in fault_of(tmp_path / "notes.txt")
     (tmp_path / "latest").write_text("global_step1")
     assert "latest" in fault_of(tmp_path)
+    (tmp_path / "tag" / "zero").mkdir(parents=True)
+    (tmp_path / "tag" / "zero" / "optimizer_state.pt").touch()
+    assert "universal format" in fault_of(tmp_path)
     (tmp_path / "runs").mkdir()
     assert "did you mean runs?" in fault_of(tmp_path / "run")
+    (tmp_path / "runs" / "model").mkdir()
+    (tmp_path / "runs" / "model" / "model.safetensors").touch()
+    assert str(tmp_path / "runs" / "model") in fault_of(tmp_path / "runs")

@@ -15,7 +15,7 @@ from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
-KINDS = ("zero0 x2", "zero1-frozen x3", "zero2-aligned x2", "zero3-frozen x2", "zero3-subgroups x3")
+KINDS = ("zero0 x2", "zero1-frozen x3", "zero2-aligned x2", "zero2-elastic x2", "zero3-frozen x2", "zero3-subgroups x3")
 _OPCODES = b"".join(getattr(pickle, name) for name in pickle.__all__ if name.isupper() and len(name) > 2 and
                     isinstance(getattr(pickle, name), bytes))  # fmt: skip
 

@@ -192,6 +192,10 @@ def test_damaged_fsdp(accelerates: Path, tmp_path: Path) -> None:
     open_checkpoint(folder)
     (folder / "pytorch_model_fsdp_1").mkdir()
     assert "several models (also pytorch_model_fsdp_1)" in fault_of(folder)
+    (folder / "pytorch_model_fsdp_1").rmdir()
+    shutil.rmtree(folder / "pytorch_model_fsdp_0")
+    (folder / "pytorch_model_fsdp_0_rank0.bin").write_bytes(b"")
+    assert "SHARDED_STATE_DICT" in fault_of(folder)
 
 
 def test_tied_names_in_safetensors_metadata(tmp_path: Path) -> None:
@@ -238,9 +242,9 @@ def test_damaged_hugging_face(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     for content in ("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../../etc/passwd"}}'):
         index.write_text(content)
-        assert str(tmp_path) in fault_of(tmp_path)
+        assert str(index) in fault_of(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    assert "one.safetensors" in fault_of(tmp_path)
+    assert "one.safetensors, two.safetensors" in fault_of(tmp_path)
     save_file({"a": torch.ones(3)}, tmp_path / "one.safetensors")
     save_file({"a": torch.ones(3)}, tmp_path / "two.safetensors")
     assert re.search(r"two\.safetensors: a .*another file", fault_of(tmp_path))

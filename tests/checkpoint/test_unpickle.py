@@ -72,6 +72,7 @@ def hostile(mark: Path) -> dict[str, bytes]:
         "call of a class": called(name("torch", "Tensor"), text(command)),
         "rebuilt by another name": called(rebuild, name("os", "system"), b"N", b"(" + text(command) + b"t", b"N"),
         "OrderedDict's attributes": b"\x80\x02" + ordered + b"}" + text("__reduce__") + name("os", "system") + b"sb.",
+        "attributes for a global": b"\x80\x02" + name("torch", "Tensor") + b"}" + text("make") + text("x") + b"sb.",
         "a state that is no dict": b"\x80\x02" + name("torch", "device") + b")\x81" + ordered + text("x") + b"b.",
         "INST": b"(" + text(command) + b"ios\nsystem\n.",
         "OBJ": b"(" + name("os", "system") + text(command) + b"o.",

@@ -55,7 +55,8 @@ def test_init_overwrites_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "recipes" / "cls.py").read_text() == "print('mine')\n"
     out = capsys.readouterr().out
     assert f"{len(SHIPPED) - 2} files copied" in out
-    assert "not overwritten: recipes/cls.py, recipes/title.py (" in out
+    assert "you changed them: recipes/cls.py (" in out
+    assert "cd " not in out
 
 
 def test_init_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:

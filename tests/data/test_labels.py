@@ -161,7 +161,9 @@ def test_lists_of_numbers_of_another_length_are_named() -> None:
 @pytest.mark.parametrize(
     ("file", "content"),
     [("a.json", '["joy", "anger", "fear"]'), ("a.json", '{"2": "fear", "0": "joy", "1": "anger"}'),
-     ("a.jsonl", '{"id": 0, "desc": "joy"}\n{"id": "2", "desc": "fear"}\n{"id": 1, "desc": "anger"}\n')],
+     ("a.json", '{"joy": 0, "anger": 1, "fear": 2}'),
+     ("a.jsonl", '{"label": "0", "label_desc": "joy"}\n{"label": "2", "label_desc": "fear"}\n["anger", 1]\n'),
+     ("a.txt", "joy\nanger\n\nfear\n")],
 )  # fmt: skip
 def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -> None:
     (tmp_path / file).write_text(content, encoding="utf-8")
@@ -181,19 +183,12 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        *(
-            ("a.json", content, "its entries are not a number and a name")
-            for content in (
-                '[["joy", "anger"], ["joy", 1]]',
-                '{"0": "joy", "1": " "}',
-                '["joy", "joy"]',
-                '{"joy": 0}',
-                '[{"id": 1}, {"id": 2}]',
-                '[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]',
-            )
-        ),
+        ("a.json", '[["joy", "anger"], ["joy", 1]]', r"entry \d: .* is not a number and a name"),
+        ("a.json", '{"0": "joy", "1": " "}', r"entry 2: .* is not a number and a name"),
+        ("a.json", '["joy", "joy"]', r"entry \d: .* is not a number and a name"),
+        ("a.json", '[{"id": 1}, {"id": 2}]', r"entry \d: .* is not a number and a name"),
         ("a.csv", "id,name\n0,joy\n1,anger\n", r"write the names as \.json"),  # its header would be class 0
-        ("a.json", '["差", "好"]', "save it as UTF-8"),
+        ("a.txt", "差\n好\n", "save it as UTF-8"),
     ],
 )
 def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, content: str, said: str) -> None:
@@ -211,11 +206,11 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, file: str, conten
         ([[], []], None, "no class at all"),
         ([[0, 1], [0, 1]], None, r"holds \[0, 1\] in each row: .*--label_column"),
         (["a", None, "b"], None, "no label in column 'label' of rows 2:"),
-        (["a", "", "b", ""], None, "rows 2, 4: fill or remove them .--drop_empty_text"),
+        (["a", "", "b", ""], None, "rows 2, 4: fill or remove them, or pass --drop_empty_text, which leaves them out$"),
         (["a|b", "", "b", "a"], None, "rows 2: .*--problem_type multi_label"),
         ([1, None, 2], None, "rows 2:"),
         ([1.5, float("nan")], None, "rows 2:"),
-        ([["a"], None, ["b"]], None, "rows 2: fill or remove them;"),
+        ([["a"], None, ["b"]], None, "rows 2: fill or remove them$"),
         ([f"text {number}" for number in range(2001)], None, "2001 different values.*--label_column"),
         (TEXTS, None, r"490 different values in 490 rows: is it the label\?.*--problem_type"),
         # in two ways: grades or numbers of classes; 0 and 1 in one place only

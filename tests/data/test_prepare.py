@@ -106,6 +106,7 @@ def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(pre
         (["title", "body"], None, "Name one of title, body with --text_column"),
         (["number"], None, "Name one of number with --text_column"),
         ([" 标题　", "text"], "标题", " 标题　"),
+        (["标题，正文"], None, "pass --delimiter '，'"),
         (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
     ],
 )
@@ -274,9 +275,9 @@ def test_the_separator_is_a_token_that_stays(prepared: Prepare, tokenizer: Any) 
 def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"good film {place}|{place % 2}\n" for place in range(20)))
-    given = {"train_file": str(path), "column_names": "text,label", "quoting": "none"}
+    given = {"train_file": str(path), "column_names": "text,label"}
     data = prepare_data(build(TaskSettings, given | {"delimiter": "|"}), tokenizer, MODEL)
-    assert data.notes[0] == f"{path}: read with --quoting none: double quotes are part of the texts"
+    assert data.notes[0] == f"{path}: read with --delimiter |, --column_names text,label"
     assert data.sizes == {"train": 18, "validation": 2}
     renamed = {"train_file": str(path.rename(tmp_path / "b.txt")), "delimiter": "|"}
     again = prepare_data(build(TaskSettings, given | renamed), tokenizer, MODEL)

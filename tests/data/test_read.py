@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -107,6 +108,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, name: str) -> None:
 def test_unknown_endings_list_the_known_ones(tmp_path: Path, name: str) -> None:
     fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
     assert all(f".{kind}" in fault for kind in FORMATS)
+    assert ("save it as `CSV UTF-8`" in fault) == (name == "a.xlsx")
 
 
 DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
@@ -208,9 +210,9 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
 @pytest.mark.parametrize(
     ("name", "content", "options", "columns", "said"),
     [
-        ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}, ""),
-        ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}, ""),
-        ("a.csv", "a,1\n\nb,0\n", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}, ""),
+        ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}, "with --delimiter |"),
+        ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}, "--delimiter tab"),
+        ("a.csv", "a,1\n\nb,0\n", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}, "--column_names"),
         ("a.txt", "a, 'b\n\n c\r\n", {}, {"text": ["a, 'b", "", " c"]}, "one text per line"),
         ("a.json", '[["a", 1], ["b", 0]]', {}, {"text": ["a", "b"], "label": [1, 0]}, "rows [text, label], lists"),
         ("a.json", '[["x", "a"], ["x", "b"]]', {}, {"label": ["x", "x"], "text": ["a", "b"]}, "rows [label, text]"),
@@ -237,9 +239,11 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path) -> None:
     assert "line 1: 2 cells where" in fault_of(path, column_names="a")
     assert "line 1 names the columns as --column_names does" in fault_of(path, column_names="text,label")
     returns = 'text,label\n"a\rb\n",1\na\rb,1\n'
-    assert "line 4 (row 2): a lone carriage return" in fault_of(write(tmp_path / "r.csv", returns))
-    one_cell = fault_of(write(tmp_path / "b.csv", "text;label\na;1\n"))
-    assert "the header 'text;label' is one cell: pass --delimiter ';', or, if the first line is no header" in one_cell
+    assert "line 5: a lone carriage return" in fault_of(write(tmp_path / "r.csv", returns))
+    assert len(read_file(write(tmp_path / "n.csv", "text,label\n\ra,1\n\rb,0\n\r"))) == 2
+    one = read_file(write(tmp_path / "b.csv", "text;label\na;1\n"))
+    refusal(one.text_column, None, says=["'text;label': pass --delimiter ';', or --column_names"])
+    assert one.text_column("text;label") == "text;label"
     assert read_file(write(tmp_path / "c.csv", '"a, b"\nc\n')).text_column(None) == "a, b"
 
 
@@ -318,14 +322,19 @@ def test_files_with_other_orders_of_class_names(tmp_path: Path) -> None:
     refusal(lambda: read_file(str(tmp_path / "*.parquet")).rows, match="2.parquet: its class names, or their order")
 
 
-def test_forms_of_json(tmp_path: Path) -> None:
-    rows = [{"text": 'a "b], [" \\', "label": 12.5, "deep": [1, {"c": []}]}, {"text": "é\n", "label": -1, "deep": None}]
-    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    for text in (json.dumps(rows, indent=2), " \n" + json.dumps({"data": rows}), lines):
-        path = Path(write(tmp_path / "a.json", text))
-        assert list(json_files.parse_json(path, ".json", "utf-8")) == rows
+@pytest.mark.parametrize("characters", [1, 2, 5, 1 << 20])
+def test_a_list_of_json_is_read_as_a_stream(tmp_path: Path, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_files, "_JSON_CHARACTERS", characters)
+    rows = [{"text": 'a "b], [" \\', "label": 12.5e3, "deep": [1, {"c": []}]}, ["x", -1, None], 17, "é\n", True, {}]
+    for indent in (None, 2):
+        path = Path(write(tmp_path / "a.json", " \n" + json.dumps(rows, indent=indent) + "\n "))
+        assert read._read_entries(path) == rows
     for text in ('[{"text": "a"}, {"text": "b"}', '[{"text": "a"},]', '[{"text": "a"}] [1]', '[{"text": "a"} 1]'):
-        assert "not JSON" in fault_of(write(tmp_path / "a.json", text))
+        refusal(read._read_entries, Path(write(tmp_path / "a.json", text)), match=r"a\.json: not JSON")
+    stream = io.StringIO(json.dumps(rows * 1000))
+    if characters < 10:
+        assert next(json_files._stream_items(stream)) == rows[0]
+        assert stream.tell() < 200
 
 
 def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_path: Path) -> None:
@@ -339,11 +348,9 @@ def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_
 
 def test_the_same_bytes_in_another_place_and_format(tmp_path: Path) -> None:
     """The cache knows rows by their content and format; a file is named by where it lies now."""
-    paths = [write(tmp_path / name, "text\ta,label\na\t1,2\n") for name in ("a.csv", "b.csv", "a.tsv")]
+    paths = [write(tmp_path / name, "text\tlabel\na\t1\n") for name in ("a.csv", "b.csv", "a.tsv")]
     comma, copy, tab = map(read_file, paths)
-    assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\ta", "label"]] * 2 + [
-        ["text", "a,label"]
-    ]
+    assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\tlabel"]] * 2 + [["text", "label"]]
     assert [table.where(0) for table in (comma, copy, tab)] == [f"{path}, row 1" for path in paths]
     assert comma.digest == copy.digest != tab.digest
 

@@ -71,6 +71,8 @@ def parse_size(text: str) -> int:
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
     if match is None or size <= 0:
         raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
+    if not match[2] + match[4] and size < 10**6:
+        raise UserError(f"--max_shard_size {text} is {size} bytes: did you mean {match[1]}GB?")
     return size
 
 

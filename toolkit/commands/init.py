@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import filecmp
 import shlex
 import shutil
 from pathlib import Path
@@ -21,35 +22,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
-    new, existing = copy_templates(folder)
+    new, different = copy_templates(folder)
     print(f"{len(new)} files copied to {folder.resolve()}")
-    if existing:
-        print(f"not overwritten: {', '.join(existing)} (move a file away to get ours)")
-    print(f"next:\n  cd {shlex.quote(str(folder))}")
+    if different:
+        print(f"not overwritten, as you changed them: {', '.join(different)} (move a file away to get ours)")
+    print("next:")
+    if folder.resolve() != Path.cwd():
+        print(f"  cd {shlex.quote(str(folder))}")
     print("  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml")
+    print("  deepspeed recipes/bigbird.py")
+    print("  python recipes/title.py --help")
 
 
 def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
-    """Copies the files that `folder` lacks. Returns (copied files, existing files).
+    """Copies the files that `folder` lacks. Returns (copied files, existing files that differ from ours).
 
     Raises UserError if the folder cannot be written.
     """
     source = templates()
     ours = [path for name, patterns in _PATTERNS.items() for each in patterns for path in (source / name).glob(each)]
-    new, existing = [], []
+    if not ours:
+        raise UserError(f"no recipes in {source}: this installation is incomplete; reinstall finetune-toolkit")
+    new, different = [], []
     for path in sorted(ours):
         name = path.relative_to(source)
         target = folder / name
-        if target.exists():
-            existing.append(str(name))
-            continue
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+                new.append(str(name))
+            elif not filecmp.cmp(path, target, shallow=False):
+                different.append(str(name))
         except OSError as error:
             raise UserError(f"{target} cannot be written: {error.strerror}: name another folder") from error
-        new.append(str(name))
-    return new, existing
+    return new, different
 
 
 COMMAND = Command(

@@ -70,10 +70,45 @@ _OTHER_NAMES = {
     "save_total_limit": "keep_checkpoints", "resume_from_checkpoint": "resume", "lr": "learning_rate",
     "epochs": "num_train_epochs", "bf16": "mixed_precision", "fp16": "mixed_precision", "optim": "optimizer",
     "max_seq_length": "max_length", "wd": "weight_decay", "patience": "early_stopping_patience",
-    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "eval_delay"), "eval_every"),
-    "save_strategy": "checkpoint_every", "auto_find_batch_size": "per_device_batch_size",
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), "optimizer_args"),
 }  # fmt: skip
+# a setting of other trainers -> what to use instead
+_REPLACED_BY = {
+    "pooling": "a head that reads the mean of all tokens is a change of the recipe: docs/your-own-recipe.md, "
+               "Another model class",
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"),
+                    "a strategy is a file: --config_file accelerate_configs/zero2.yaml (ddp, zero1, zero3, fsdp2), or "
+                    "deepspeed recipes/cls.py --deepspeed_config ds.json"),
+    "train_sampling_strategy": "texts of similar length share a batch unless --group_by_length false; --sampling draws "
+                               "rare classes more often",
+    **dict.fromkeys(("save_strategy", "save_only_model"),
+                    "--checkpoint_every 500 saves every 500 optimizer steps; the best model is always saved"),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "eval_on_start", "eval_delay"),
+                    "each epoch is evaluated, or --eval_every 500 optimizer steps"),
+    "load_best_model_at_end": "the best model by --metric_for_best_model is always the one that is saved and tested",
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"),
+                    "a recipe always trains, and evaluates --validation_file and --test_file; for a saved model there "
+                    "are toolkit evaluate and toolkit predict"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+                    "--optimizer_args 'betas=(0.9,0.98),eps=1e-6'"),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+                     "dataloader_persistent_workers"),
+                    "texts are tokenized before training, and read without copies: there are no workers to set"),
+    "dataloader_drop_last": "no sample is dropped: the last batch is smaller",
+    **dict.fromkeys(("logging_strategy", "logging_first_step"), "every optimizer step is logged; --logging_steps N "
+                    "gathers N steps at once"),
+    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+                    "--gradient_checkpointing true takes no more"),
+    "activation_checkpointing": "--gradient_checkpointing true",
+    "auto_find_batch_size": "--per_device_batch_size auto",
+    "label_names": "--label_column names the labels' column",
+    **dict.fromkeys(("length_column_name", "use_cache", "enable_jit_checkpoint", "optim_target_modules",
+                     "lr_scheduler_kwargs"), "there is no such setting, and none is needed"),
+    **dict.fromkeys(("local_rank", "use_cpu", "no_cuda"), "the launch decides it: the same file runs with GPUs and "
+                    "without"),
+    **dict.fromkeys(("hub_strategy", "hub_always_push"), "--push_to_hub uploads model/ once, when the run has ended"),
+    "hub_token": "export HF_TOKEN=... (a setting would be written to config.json)",
+}  # fmt: skip
+_DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 
 
 def tasks() -> dict[str, type[Any]]:
@@ -276,23 +311,29 @@ def fields_of(section: type) -> dict[str, Any]:
 
 def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{path} is not a YAML file of settings: all else is given as --name value")
+        way = f"pass --train_file {path}" if path.suffix in _DATA else "settings are given as --name value"
+        if path.suffix == ".json":  # after DeepSpeed's switch `--deepspeed`, say
+            way += f" for rows, --deepspeed_config {path} for DeepSpeed's settings"
+        raise UserError(f"{path} is not a YAML file of settings: {way}")
     if not path.is_file():
-        raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
+        others = [str(file) for file in path.parent.glob("*.yaml")]
+        raise UserError(f"there is no settings file {path}{did_you_mean(str(path), others)} (looked in {Path.cwd()})")
     loaded = read_yaml(path)
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`, but holds a {type(loaded).__name__}")
     for name in (name for name in loaded if name not in fields):
-        faults.add(f"{path}: unknown setting {name}{_hint(str(name), fields)}")
+        nested = isinstance(loaded[name], dict) and not fields.keys().isdisjoint(loaded[name])
+        hint = ": there are no sections, write its settings at the margin" if nested else _hint(str(name), fields)
+        faults.add(f"{path}: unknown setting {name}{hint}")
     return {name: value for name, value in loaded.items() if name in fields}
 
 
 def _from_command_line(
     parser: argparse.ArgumentParser, arguments: Sequence[str], known: Collection[str], faults: Faults
 ) -> dict[str, Any]:
-    words = list(arguments)
+    words = _join_negative_numbers(arguments)
     while True:
         try:
             options, others = parser.parse_known_args(words)
@@ -304,8 +345,7 @@ def _from_command_line(
     for word in others:  # a fault for each unknown name; the word after it is its value
         if word.startswith("--"):
             name = word[2:].split("=")[0]
-            lists = "--help_all lists them all, docs/migrating.md those of Trainer"
-            faults.add(f"unknown setting --{name}{_hint(name, known)}; {lists}")
+            faults.add(f"unknown setting --{name}{_hint(name, known)}; --help_all lists them all")
         elif not value_follows:
             strays.append(repr(word))
         value_follows = word.startswith("--") and "=" not in word
@@ -340,6 +380,17 @@ def _command_line(
     return parser
 
 
+def _join_negative_numbers(arguments: Sequence[str]) -> list[str]:
+    """`--x -1e-5` -> `--x=-1e-5`: argparse reads a negative number with an exponent as an option."""
+    words: list[str] = []
+    for word in arguments:
+        if re.match(r"-\.?\d", word) and words and re.fullmatch(r"--\w+", words[-1]):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
 def metavar(annotation: Any) -> str:
     """The metavar: `a|b` for choices, else the kind of value."""
     if hasattr(annotation, "__metadata__"):
@@ -357,8 +408,8 @@ def _hint(name: str, known: Collection[str]) -> str:
     name = name.replace("-", "_")
     if name in known:
         return did_you_mean(name, known)
-    if name in ("deepspeed", "fsdp", "fsdp_config"):
-        return ": a strategy is a file, --config_file accelerate_configs/zero2.yaml (ddp, zero1, zero3, fsdp2)"
+    if name in _REPLACED_BY:
+        return f": {_REPLACED_BY[name]}"
     if (other_name := _OTHER_NAMES.get(name)) in known:
         return f" (did you mean {other_name}?)"
     recipes = [f"recipes/{task}.py" for task, settings_class in tasks().items()
@@ -371,6 +422,13 @@ def _fault_message(fault: Any) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     message = re.sub(r", unable to .*| valid", "", message.replace("integer", "whole number"))
     message = message.replace("an whole", "a whole").replace("Input should be", "must be")
+    if isinstance(value := fault["input"], list | dict) and message.endswith("a string"):
+        parts = value if isinstance(value, list) else [f"{key}={part}" for key, part in value.items()]
+        message += " ('part-*.csv' for several files)" if name.endswith("_file") else f": {','.join(map(str, parts))}"
+    if message.endswith("number") and re.fullmatch(r"[\d.e+-]+(,[\d.e+-]+)+", str(fault["input"])):
+        message += f"; to compare several: toolkit sweep RECIPE.py --search {name}={fault['input']}"
+    if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as in transformers 5
+        message += f"; a share of all steps is --warmup_ratio {fault['input']}"
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
 from toolkit.data.text_files import check_column_names, in_batches, open_text, split_lines, unify_schemas
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 _UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)  # pyarrow's errors are of these
+_JSON_CHARACTERS = 1 << 20
+_JSON_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_json(path: Path, settings: TextSettings, kind: str) -> tuple[str, Iterator[pyarrow.RecordBatch]]:
@@ -31,7 +34,7 @@ def read_json(path: Path, settings: TextSettings, kind: str) -> tuple[str, Itera
     return note, map(records.batch, itertools.chain([first] * bool(first), batches))
 
 
-def parse_json(path: Path, kind: str, encoding: str) -> Iterable[Any]:
+def parse_json(path: Path, kind: str, encoding: str) -> Iterator[Any]:
     """The lines of a `.jsonl` file; of a `.json` file the items of a list, of `{"data": [items]}`, or its lines."""
     return _json_lines(path, encoding) if kind == ".jsonl" else _json(path, encoding)
 
@@ -57,18 +60,56 @@ def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from error
 
 
-def _json(path: Path, encoding: str) -> Iterable[Any]:
+def _json(path: Path, encoding: str) -> Iterator[Any]:
+    """A list is read as a stream; anything else is first read whole."""
+    try:
+        with open_text(path, encoding) as file:
+            yield from _stream_items(file)
+        return
+    except UnicodeError:
+        raise
+    except (ValueError, IndexError, RecursionError):
+        pass  # not a list, or an invalid one: read it whole to name the fault
+    yield from _whole_json(path, encoding)
+
+
+def _stream_items(file: IO[str]) -> Iterator[Any]:
+    """Reads the items of a JSON list lazily. Raises ValueError, IndexError or RecursionError for other files."""
+    text, place = file.read(_JSON_CHARACTERS).lstrip(), 0
+    if not text.startswith("["):
+        raise ValueError
+    while text[place] != "]":  # the character before an item
+        try:
+            item, end = _DECODER.raw_decode(text, _skip_space(text, place + 1))
+            if text[end := _skip_space(text, end)] not in ",]":
+                raise ValueError
+        except (ValueError, IndexError):  # the item continues after what was read
+            if not (more := file.read(max(_JSON_CHARACTERS, len(text) - place))):
+                raise
+            text, place = text[place:] + more, 0
+            continue
+        yield item
+        place = end
+    if text[place + 1 :].strip() or file.read().strip():
+        raise ValueError
+
+
+def _skip_space(text: str, start: int) -> int:
+    space = _JSON_SPACE.match(text, start)
+    return space.end() if space else start
+
+
+def _whole_json(path: Path, encoding: str) -> Iterable[Any]:
     with open_text(path, encoding) as file:
         text = file.read()
     if not text.strip():
         raise UserError(f"{path} is empty")
     try:
         loaded = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # after the first value: an object per line
-            return _json_lines(path, encoding)
-        raise UserError(f"{path}: not JSON ({error})") from error
     except (ValueError, RecursionError) as error:
+        lines = [line for line in text.split("\n") if line.strip()]
+        if len(lines) > 1 and all(line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines):
+            return _json_lines(path, encoding)
         raise UserError(f"{path}: not JSON ({error})") from error
     if isinstance(loaded, dict):
         lists = [value for value in loaded.values() if isinstance(value, list)]

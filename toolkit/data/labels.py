@@ -384,12 +384,11 @@ def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemT
         if _is_blank(value, problem)
     ]
     if blank:
-        drop = " (--drop_empty_text leaves them out)" * _has_cells(table, column)
-        rows_text = f"rows {table.listing(blank)}: fill or remove them{drop}"
-        raise UserError(
-            f"{table.name}: no label in column {column!r} of {rows_text}; with --problem_type {MULTI} an empty cell "
-            "is a row without classes"
-        )
+        several = any(re.search(_SEPARATORS, str(cell)) for cell in table.rows[:100][column])
+        other = f", or pass --problem_type {MULTI} if a row may have several classes or none" * several
+        drop = ", or pass --drop_empty_text, which leaves them out" * _has_cells(table, column)
+        rows_text = f"rows {table.listing(blank)}: fill or remove them{drop}{other}"
+        raise UserError(f"{table.name}: no label in column {column!r} of {rows_text}")
 
 
 def _has_cells(table: Table, column: str) -> bool:

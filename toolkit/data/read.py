@@ -99,8 +99,11 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} {what}{did_you_mean(path.name, siblings)} (looked in {Path.cwd()})")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty")
-    kind = format_of(path)  # as the same bytes are other rows in another
-    return cached_digest(path) + kind * (kind != ".csv")
+    kind = format_of(path)
+    try:  # with the format, as the same bytes are other rows in another
+        return cached_digest(path) + kind * (kind != ".csv")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> tuple[datasets.Dataset, list[FileRows]]:
@@ -199,10 +202,9 @@ def format_of(path: Path) -> str:
     if suffixes and suffixes[-1] in text_files.OPENERS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise UserError(
-            f"{path}: its format is unclear: name it {', '.join(FORMATS)} (also with .gz after it), or save it as `CSV "
-            "UTF-8` in Excel"
-        )
+        excel = "save it as `CSV UTF-8` in Excel; else "
+        remedy = {".xlsx": excel, ".xls": excel, ".zip": "unpack it; else "}.get(path.suffix.lower(), "")
+        raise UserError(f"{path}: its format is unclear: {remedy}name it {', '.join(FORMATS)} (also with .gz after it)")
     return suffixes[-1]
 
 
@@ -218,7 +220,10 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
         note = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
         batches, ignored = text_files.read_plain(path, settings), ["column_names", "quoting"]
     else:
-        note = "read with --quoting none: double quotes are part of the texts" * (settings.quoting == "none")
+        names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
+        options = [f"--{name} {getattr(settings, name)}" for name in names]
+        options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
+        note = f"read with {', '.join(options)}" * bool(options)
         batches, ignored = text_files.read_csv(path, settings, kind), ["sample_by"]
     unused = [f"--{name} {value}" for name in ignored if (value := getattr(settings, name)) not in (None, *_DEFAULTS)]
     if unused:
@@ -227,30 +232,42 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
 
 
 def read_class_names(name: str) -> dict[str, str]:
-    """A JSON file of class names -> {value in the label column: class name}, in the order of the numbers.
+    """A file of class names -> {value in the label column: class name}, in the order of the numbers.
 
-    `["joy", "anger"]`; `{"0": "joy", "1": "anger"}`; or, in a list or a line each, objects with a number and a name, as
+    `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
     `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
     """
-    path = Path(name)
-    if (kind := format_of(path)) not in (".json", ".jsonl"):
-        raise UserError(f"--label_names_file {name}: write the names as .json or .jsonl")
-    try:
-        rows = list(parse_json(path, kind, "utf-8"))
-    except UnicodeError as error:  # --encoding is of the texts
-        raise UserError(f"--label_names_file {name} is not UTF-8 [{error}]: save it as UTF-8") from error
+    rows = _read_entries(Path(name))
     if len(rows) == 1 and isinstance(rows[0], dict):
         pairs = list(rows[0].items())
     else:
-        pairs = [tuple(row.values()) if isinstance(row, dict) else (place, row) for place, row in enumerate(rows)]
-    names = {str(pair[0]): pair[1].strip() for pair in pairs if len(pair) == 2 and isinstance(pair[1], str)}
-    numbers = all(re.fullmatch(r"-?\d+", number) for number in names)
-    if not numbers or not all(names.values()) or not len(pairs) == len(names) == len(set(names.values())):
-        raise UserError(
-            f"--label_names_file {name}: its entries are not a number and a name, each given once: write "
-            '["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
-        )
-    return dict(sorted(names.items(), key=lambda item: int(item[0])))
+        rows = [row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)]
+        pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
+    names_of: dict[str, str] = {}
+    for place, pair in enumerate(pairs, 1):
+        numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
+        names = [part.strip() for part in pair if isinstance(part, str) and part.strip() and part not in numbers]
+        if len(numbers) != 1 or len(names) != 1 or numbers[0] in names_of or names[0] in names_of.values():
+            raise UserError(
+                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
+                'once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
+            )
+        names_of[numbers[0]] = names[0]
+    return dict(sorted(names_of.items(), key=lambda item: int(item[0])))
+
+
+def _read_entries(path: Path) -> list[Any]:
+    """The entries of a JSON or JSONL file, or the lines of a text. Raises UserError for other formats."""
+    kind = format_of(path)
+    if kind not in (".json", ".jsonl", ".txt"):  # its header, or its numbers, would be parts of names
+        raise UserError(f"--label_names_file {path}: write the names as .json, .jsonl, or a line each in .txt")
+    try:
+        if kind in (".json", ".jsonl"):
+            return list(parse_json(path, kind, "utf-8"))
+        with text_files.open_text(path, "utf-8") as text:
+            return [line.strip() for line in text_files.split_lines(path, text) if line.strip()]
+    except UnicodeError as error:  # --encoding is of the texts
+        raise UserError(f"--label_names_file {path} is not UTF-8 [{error}]: save it as UTF-8") from error
 
 
 def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:

@@ -23,6 +23,7 @@ BATCH_ROWS = 2048
 _MAX_GROUPS = 20
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article",
               "文本", "内容", "评论", "评论内容", "正文")  # fmt: skip
+_FLATTEN = "fields within objects are not read: make columns of them first, as pandas.json_normalize does"
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -126,9 +127,10 @@ class Table:
             return tuple(lowered[name] for name in usual if name in lowered)[:1]
         for name in (names := self.columns_of(value)):
             if name not in columns:
+                hint = f" ({_FLATTEN})" if name.partition(".")[0] in columns else ""
                 raise UserError(
                     f"{self.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
-                    f"{listing(columns)}; name one with --{setting}"
+                    f"{listing(columns)}; name one with --{setting}{hint}"
                 )
         return tuple(names)
 
@@ -142,6 +144,12 @@ class Table:
             if len(columns) != 1:
                 header = " (or all with --column_names, if the first line is no header)"
                 raise self.ambiguous_column("text", "text_column", columns or others, header)
+            delimiters = r"[;|,；，]" if ".tsv" in self.name else r"[;|\t；，]"
+            if len(self.rows.column_names) == 1 and (other := re.search(delimiters, columns[0])):
+                raise UserError(
+                    f"{self.name} has one column, {columns[0][:60]!r}: pass --delimiter {other[0]!r}, or "
+                    "--column_names text if the first line is no header, or name it with --text_column"
+                )
         return ",".join(columns)
 
     def _contains_text(self, column: str) -> bool:
@@ -165,8 +173,7 @@ class Table:
         for name in set(itertools.chain(*parts)) & set(self.rows.column_names):
             if not hasattr(self.rows.features[name], "dtype"):
                 raise UserError(
-                    f"{self.name}: column {name!r} holds lists or objects, not texts: name another column, or make "
-                    "columns of its fields first, as pandas.json_normalize does"
+                    f"{self.name}: column {name!r} holds lists or objects, not texts: name another column ({_FLATTEN})"
                 )
         for _, cells in self.cells([name for part in parts for name in part], rows):
             each = iter(cells)

@@ -14,6 +14,7 @@ import gzip
 import io
 import itertools
 import lzma
+import operator
 import os
 import re
 import zlib
@@ -38,6 +39,7 @@ MAX_CELL = 1 << 26
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _CHUNK_BYTES = 1 << 20
 _MAX_COLUMNS = 10_000
+_LINE_BREAK = re.compile(r"\r\n|\r|\n")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -63,7 +65,10 @@ class _Unpacked(io.RawIOBase):
         opener = OPENERS.get(path.suffix.lower())
         self.path, self.bytes_read = path, 0
         self.limit = max_unpacked_bytes(path) if opener else None
-        self.file = (opener or open)(path, "rb")
+        try:
+            self.file = (opener or open)(path, "rb")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
     def readable(self) -> bool:
         return True
@@ -73,7 +78,7 @@ class _Unpacked(io.RawIOBase):
             count: int = self.file.readinto(buffer)
         except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
             if self.limit is None:
-                raise
+                raise UserError(f"{self.path} cannot be read: {error}") from error
             raise UserError(f"{self.path} is not a whole {self.path.suffix} file: {error}") from error
         self.bytes_read += count
         if self.limit is not None and self.bytes_read > self.limit:
@@ -190,18 +195,21 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
     header = names = settings.header
     what = "names the columns as --column_names does: leave that out" if names else "repeats the header: remove it"
     for rows, starts in _cells(path, settings, delimiter):
+        if starts[0] == 1 and re.fullmatch("sep=.?", rows[0][0], re.IGNORECASE):
+            raise UserError(f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter")
         if not names:
             header, rows, starts = rows[0], rows[1:], starts[1:]
-            names = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
-            check_column_names(path, names)
-            _refuse_other_delimiter(path, names, delimiter)
+            names = header
         for repeated in (header, ["\ufeff" + header[0], *header[1:]]):
             if len(header) > 1 and repeated in rows:
                 raise UserError(f"{path}, line {starts[rows.index(repeated)]} {what}")
+        names = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
+        check_column_names(path, names)
         widths = set(map(len, rows))
         if max(widths, default=0) > len(names):
             row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
             remedy = f"put texts that contain {delimiter!r} in quotes, and double quotes within them"
+            remedy = _other_delimiter(names) or remedy
             raise UserError(
                 f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
                 f"{remedy if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
@@ -214,43 +222,41 @@ def read_csv(path: Path, settings: TextSettings, kind: str) -> Iterator[pyarrow.
         raise UserError(f"{path} is empty: it holds no columns")
 
 
-def _refuse_other_delimiter(path: Path, header: Sequence[str], delimiter: str) -> None:
-    """Raises UserError for Excel's line `sep=;`, and for a header that is one cell with another delimiter in it."""
-    if re.fullmatch("sep=.?", header[0], re.IGNORECASE):
-        raise UserError(f"{path}, line 1: remove this line for Excel (sep=), and pass its --delimiter")
-    others = "\t;|，；" + "," * (delimiter == "\t")
-    if len(header) == 1 and (other := next(filter(header[0].count, others), "")):
-        option = "tab" if other == "\t" else repr(other)
-        raise UserError(
-            f"{path}: the header {header[0][:60]!r} is one cell: pass --delimiter {option}, or, if "
-            "the first line is no header, --column_names text"
-        )
-
-
 def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
-    """Batches of (rows that are not blank, the line that each starts on); the first row alone, as it may be a header
-    that shows another delimiter."""
+    """Batches of (rows that are not blank, the line that each starts on)."""
     csv.field_size_limit(MAX_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     batch_lines: list[str] = []
-    lines_read, rows_read = 0, int(bool(settings.column_names))
-    with open_text(path, settings.encoding, "\n") as text:
+    line_end, lines_read, rows_read = "", 0, int(bool(settings.column_names))
+    with open_text(path, settings.encoding) as text:
         lines = (batch_lines.append(line) or line for line in split_lines(path, text))  # type: ignore[func-returns-value]
         reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
         while True:
             rows: list[list[str]] = []
             batch_lines.clear()
             try:
-                rows.extend(itertools.islice(reader, BATCH_ROWS if lines_read else 1))  # keeps the rows before an error
+                rows.extend(itertools.islice(reader, BATCH_ROWS))  # keeps the rows before an error
             except csv.Error as error:
+                ends = "end of data" in str(error) or "field limit" in str(error)
+                fault = "is never closed" if ends else f"is followed by more text on line {reader.line_num}"
                 start, number = lines_read + sum(map(_height, rows)) + 1, rows_read + sum(map(_is_filled, rows))
-                raise UserError(f"{path}, line {start} (row {number}): {_csv_fault(error, reader.line_num)}") from error
+                remedy = (
+                    "where double quotes are part of the texts, pass --quoting none; else close it at the end of the "
+                    'cell, or double it ("")'
+                )
+                remedy = (_other_delimiter(rows[0]) if rows and not lines_read else "") or remedy
+                raise UserError(
+                    f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: {remedy}"
+                ) from error
             if not rows:
                 return
             starts: Sequence[int] = range(lines_read + 1, reader.line_num + 1)
             if len(starts) > len(rows):
                 starts = list(itertools.accumulate(map(_height, rows[:-1]), initial=lines_read + 1))
                 _refuse_quoted_rows(path, batch_lines, delimiter, rows, starts, rows_read)
+            line_end = line_end or batch_lines[0][-1]
+            if line_end == "\n" and "\r" in map(operator.itemgetter(-1), batch_lines):
+                _refuse_carriage_returns(path, batch_lines, starts)
             if min(map(len, rows)) < 2:
                 places = [place for place, row in enumerate(rows) if _is_filled(row)]
                 rows, starts = [rows[place] for place in places], [starts[place] for place in places]
@@ -259,19 +265,11 @@ def _cells(path: Path, settings: TextSettings, delimiter: str) -> Iterator[tuple
                 yield rows, starts
 
 
-def _csv_fault(error: csv.Error, line: int) -> str:
-    """What the reader met on this line, and the remedy."""
-    if "new-line" in str(error):  # csv.writer, and pandas, write such a text without quotes
-        return (
-            "a lone carriage return (\\r) in a text without quotes: remove it, or write all texts in quotes (pandas: "
-            "to_csv(quoting=csv.QUOTE_ALL))"
-        )
-    ends = "end of data" in str(error) or "field limit" in str(error)
-    fault = "is never closed" if ends else f"is followed by more text on line {line}"
-    return (
-        f"a double quote that begins a cell {fault}: if double quotes are part of the texts, pass --quoting none; else "
-        'close it at the end of the cell, or double it ("")'
-    )
+def _other_delimiter(header: Sequence[str]) -> str:
+    """The remedy if the header is one cell with another delimiter in it; else ""."""
+    names = {"\t": "tab", ";": "';'", "|": "'|'", ",": "','"}
+    other = next((name for each, name in names.items() if len(header) == 1 and each in header[0]), None)
+    return f"the header {header[0]!r} is one cell: pass --delimiter {other}" if other else ""
 
 
 def _is_filled(row: list[str]) -> bool:
@@ -280,7 +278,18 @@ def _is_filled(row: list[str]) -> bool:
 
 def _height(row: list[str]) -> int:
     """The number of lines of a row."""
-    return 1 + sum(cell.count("\n") for cell in row)
+    return 1 + sum(len(_LINE_BREAK.findall(cell)) for cell in row)
+
+
+def _refuse_carriage_returns(path: Path, lines: list[str], starts: Sequence[int]) -> None:
+    """Raises UserError if a row ends in a lone \\r, and the header in \\n: csv.writer, and pandas, write such a text
+    without quotes, and it would become two rows."""
+    for start, following in itertools.pairwise([*starts, starts[0] + len(lines)]):
+        if re.search(r"[^\r]\r\Z", lines[following - 1 - starts[0]]):  # blank lines do not matter
+            raise UserError(
+                f"{path}, line {start}: a lone carriage return (\\r) in a text without quotes ends the row: remove it, "
+                "or write all texts in quotes (pandas: to_csv(quoting=csv.QUOTE_ALL))"
+            )
 
 
 def _refuse_quoted_rows(

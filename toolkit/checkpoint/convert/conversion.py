@@ -196,10 +196,13 @@ def _select_model(reader: CheckpointReader, prefix: str) -> CheckpointReader:
     Raises UserError if there are none, or the checkpoint has several models and `prefix` is empty.
     """
     prefix = prefix and prefix.rstrip(".") + "."
-    names, states = model_names(reader, prefix), reader.details.get("states", [])
-    if (states and not any(map(prefix.startswith, states))) or (prefix and not names):
-        prefixes = listing(states or sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
-        raise UserError(f"{reader.path} has no tensors under --prefix {prefix!r}: choose one of {prefixes}")
+    states = reader.details.get("states")
+    if isinstance(states, list) and not any(prefix.startswith(state) for state in states if state):
+        raise UserError(f"{reader.path} has tensors under {listing(states)}: choose one with --prefix NAME")
+    names = model_names(reader, prefix)
+    if prefix and not names:
+        prefixes = listing(sorted({f"{name.partition('.')[0]}." for name in reader.names()}), 5)
+        raise UserError(f"{reader.path} has no tensors under --prefix {prefix}: its names begin with {prefixes}")
     return reader.renamed(names)
 
 

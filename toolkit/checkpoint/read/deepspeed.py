@@ -2,7 +2,8 @@
 
 Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one flat buffer of
 its parameters, in the order of `param_shapes`, with gaps under `parameter_alignment`. Each rank has an equal partition
-of it. The masters are saved without the padding at the buffer's end, the optimizer's state with it.
+of it. The masters are saved without the padding at the buffer's end, the optimizer's state with it (or without it
+under `elastic_checkpoint`).
 
 Stage 3 (stage3.py): each parameter is split into equal partitions, the last ones padded. A rank's partitions are
 concatenated in the order of `param_shapes`, in sub-groups of complete partitions.
@@ -36,6 +37,9 @@ Shards = Mapping[str, list[tuple[int, int, int]]]
 _FILE = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_?(?P<kind>model|optim)_states\.pt"
 )
+_PIPELINE_OR_EXPERT = re.compile(
+    r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
+)
 _MAX_PROCESSES = 1 << 20  # a larger number means a damaged file
 
 
@@ -46,16 +50,17 @@ def is_tag_folder(folder: Path) -> bool:
 def find_tag_folder(root: Path) -> Path | None:
     """The folder that `latest` names; None if there are no tags. Raises UserError if `latest` names none of them."""
     tags = sorted(entry.name for entry in root.iterdir() if is_tag_folder(entry))
-    latest, hint = root / "latest", f"name an existing one: {listing(root / tag for tag in tags) or 'there is none'}"
+    choices, latest = listing(root / tag for tag in tags), root / "latest"
     if not latest.is_file():
         if not tags:
             return None
-        raise UserError(f"{root} has no file `latest` with the name of the newest checkpoint; {hint}")
+        raise UserError(f"{root} has no file `latest` with the name of the newest checkpoint; name one: {choices}")
     if {"pytorch_model", "pytorch_model_1"} <= set(tags):  # accelerate's, where `latest` names the last model
-        raise UserError(f"{root} has several models; {hint}")
+        raise UserError(f"{root} has several models; name one: {choices}")
     tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
     # a tag may have a slash, as epoch-1/step-100
     if {"", "..", "/"} & {tag, *Path(tag).parts} or not is_tag_folder(root / tag):
+        hint = f"name an existing one: {choices}" if tags else "and there is no other"
         raise UserError(f"{latest} names {tag!r}, which is not a checkpoint in {root}; {hint}")
     return root / tag
 
@@ -136,9 +141,11 @@ def _files_by_rank(folder: Path) -> dict[str, dict[int, Path]]:
     files: dict[str, dict[int, Path]] = {"model": {}, "optimizer": {}}
     for path in sorted(folder.iterdir()):
         match = _FILE.fullmatch(path.name)
-        if path.name.endswith("_states.pt") and not (match and match["tensor"] == "00"):
-            fault = "is of tensor, pipeline or expert parallelism, which is not supported"
-            raise UserError(f"{path} {fault}; DeepSpeed's ds_to_universal.py reads it")
+        if _PIPELINE_OR_EXPERT.fullmatch(path.name) or (match and int(match["tensor"])):
+            raise UserError(
+                f"{path}: {'tensor' if match else 'pipeline or expert'} parallelism is not supported; DeepSpeed's "
+                "ds_to_universal.py reads it"
+            )
         if match:
             ranks = files["model" if match["kind"] == "model" else "optimizer"]
             other, first = ranks.setdefault(int(match["rank"] or 0), path), ranks[min(ranks)]
@@ -174,9 +181,14 @@ def _partition_counts(optimizer: TorchArchive) -> list[Any]:
 
 
 def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
-    """Raises UserError naming all ranks whose files are missing."""
-    missing = {kind: [rank for rank in range(counts[kind]) if rank not in files] for kind, files in paths.items()}
-    lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
+    """Raises UserError naming all ranks whose files are missing, or files that are left of another save."""
+    lines = []
+    for kind, files in paths.items():
+        if surplus := [path.name for rank, path in files.items() if rank >= counts[kind]]:
+            saved = f"{folder} was saved by {counts['optimizer']} processes"
+            raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove that save's files")
+        if missing := [rank for rank in range(counts[kind]) if rank not in files]:
+            lines.append(f"{kind} files of ranks {listing(missing, 16)}")
     if lines:
         processes = f"{max(counts.values())} processes saved it"
         raise missing_files(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")
@@ -208,8 +220,12 @@ class _Rank:
 
     def _states(self, saved: Any) -> dict[int, dict[str, Any]]:
         """Group number -> the optimizer's state of it."""
-        groups, states = (saved or {}).get("param_groups") or [], (saved or {}).get("state") or {}
-        steps = {index: group.get("step") for group in groups for index in group["params"]}
+        if type(saved) is list:  # elastic_checkpoint
+            steps = dict.fromkeys(range(len(saved)), self.content.get("base_optimizer_state_step"))
+            states = dict(enumerate(saved))
+        else:
+            groups, states = (saved or {}).get("param_groups") or [], (saved or {}).get("state") or {}
+            steps = {index: group.get("step") for group in groups for index in group["params"]}
         counts = {index: {} if step is None else {"step": step} for index, step in steps.items()}
         return {index: counts[index] | states[index] for index in steps if index in states}
 

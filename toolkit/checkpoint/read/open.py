@@ -75,6 +75,9 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
         raise UserError(f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}")
     if (path / folders.MANIFEST).is_file() or folders.step_number(path) is not None:
         return _open_run_checkpoint(path, path), path
+    # DeepSpeed's universal format uses file names of `save_checkpoint` for other content
+    if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
+        raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint it was made from")
     if is_tag_folder(path):
         return open_deepspeed(path, path, folders.first_with("config.json", path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
@@ -90,12 +93,19 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
 def _only_checkpoint_in(path: Path) -> Path:
     """The only `checkpoint-N` of transformers' Trainer, `checkpoint_N` of accelerate, or file that may be a model's
     state. Raises UserError if there is none, or several."""
+    if any((path / "model").glob("*.safetensors")):
+        raise UserError(
+            f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
+            f"Hugging Face folder, is {path / 'model'}"
+        )
     entries = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
     inside = [entry for entry in entries if entry.name.startswith(("checkpoint-", "checkpoint_")) and entry.is_dir()]
     inside = inside or [entry for entry in entries if entry.suffix in SUFFIXES and not _NO_MODEL.match(entry.name)]
-    if len(inside) != 1:
-        fault = "contains several checkpoints; name one of them" if inside else f"is not a checkpoint ({_EXPECTED})"
-        raise UserError(f"{path} {fault}: it contains {listing(inside or entries, 5) or 'nothing'}")
+    if len(inside) > 1:
+        raise UserError(f"{path} contains several checkpoints; name one of them: {listing(inside, 5)}")
+    if not inside:
+        names = listing((entry.name for entry in entries), 5)
+        raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {names or 'nothing'}")
     return inside[0]
 
 

@@ -56,8 +56,9 @@ class TorchArchive:
             if type(value) is Tensor and type(name) is not str:
                 raise UserError(f"{self.file}: a tensor's name is {name!r}, not a string: save it under a string")
             if type(value) is not Tensor and any(type(each) is Tensor for each in walk([value])):
-                fault = f"{name} is a {type(value).__name__} of tensors, next to others"
-                raise UserError(f"{self.file}: {fault}: save each under a name, or {name} alone")
+                kind, advice = type(value).__name__, "save each under a name"
+                advice += f", or the dict alone: torch.save(...[{name!r}], FILE)" if kind == "dict" else ""
+                raise UserError(f"{self.file}: {name} is a {kind} of tensors, next to others: {advice}")
         return {name: value for name, value in state.items() if type(value) is Tensor}
 
     def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -158,6 +159,10 @@ def _member(file: Path, opened: _Range, entry: zipfile.ZipInfo, directory: int, 
 
 def _format_fault(first: bytes) -> str:
     """Why a file with these first bytes has no end record."""
+    if not first:
+        return "the file is empty; copy it again or take another checkpoint"
+    if first == _LOCAL:
+        return "the end of the file is missing: truncated; copy it again or take another checkpoint"
     if first.startswith(b"\x80"):
         return "in torch's old format, which cannot be read without executing code; if you trust it, load and resave it"
-    return "truncated, or not a file of torch.save: copy it again or take another checkpoint"
+    return "not a file of torch.save, or its beginning and end are damaged"

@@ -2,7 +2,8 @@
 
 Python's unpickler (`pickle._Unpickler`) reads it, with only the opcodes that torch, DeepSpeed and
 torch.distributed.checkpoint write. Operations that could execute code, or copy or hash without end, are replaced: a
-global is looked up in a table and becomes an inert value, no call copies its arguments, and keys are short and flat.
+global is looked up in a table and becomes an inert value, no call copies its arguments, keys are short and flat, and
+the number of operations is limited.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 from toolkit.checkpoint.tensor_index import DTYPES, ITEM_BYTES
 from toolkit.errors import UserError
 
-MAX_BYTES = 16 << 20
-"""Largest size of a pickle, which limits its operations; one of 10,000 tensors has about 1 MiB."""
-_MAX_VALUES = 5_000_000
+MAX_BYTES = 64 << 20
+"""Largest size of a pickle; one of 10,000 tensors has about 1 MiB."""
+_MAX_OPERATIONS = 5_000_000
 _MAX_DEPTH = 100
 
 
@@ -29,12 +30,16 @@ class MalformedError(Exception):
     """Not a pickle that torch writes."""
 
 
+class Global(NamedTuple):
+    path: str
+    """`module.name`, a key of `ALLOWED`."""
+
+
 @dataclass(eq=False, slots=True)
 class Inert:
-    """Stands for an allowed global, or an object that it makes, with its arguments and attributes."""
+    """Stands for an object of an allowed class, with its arguments and attributes."""
 
     name: str
-    """`module.name`, a key of `ALLOWED`."""
     arguments: tuple[Any, ...] = ()
     state: Any = field(default_factory=dict)
 
@@ -100,7 +105,7 @@ def unpickle(content: bytes, where: Path | str) -> Any:
 
 def walk(value: Any) -> Iterator[Any]:
     """All values in nested containers; those of a shared container each time it occurs."""
-    budget, containers = _MAX_VALUES, [(value, 0)]
+    budget, containers = _MAX_OPERATIONS, [(value, 0)]
     while containers:
         container, depth = containers.pop()
         items = (container.arguments, container.state) if type(container) is Inert else container
@@ -115,6 +120,18 @@ def walk(value: Any) -> Iterator[Any]:
                 yield item
 
 
+class _Operations(dict[int, Callable[[Any], None]]):
+    """Opcode -> its function; gives at most `_MAX_OPERATIONS` in all."""
+
+    budget = _MAX_OPERATIONS
+
+    def __getitem__(self, opcode: int) -> Callable[[Any], None]:
+        self.budget -= 1
+        if self.budget < 0 or opcode not in self:
+            raise MalformedError(f"opcode {opcode:#04x}, which torch does not write, or not as often")
+        return super().__getitem__(opcode)
+
+
 _Python: Any = pickle._Unpickler
 
 
@@ -123,9 +140,9 @@ class _Unpickler(_Python):
 
     def __init__(self, content: bytes, where: Path | str) -> None:
         super().__init__(io.BytesIO(content))
-        self.where, self.dispatch = where, _OPERATIONS
+        self.where, self.dispatch = where, _Operations(_OPERATIONS)
 
-    def find_class(self, module: str, name: str) -> Inert:
+    def find_class(self, module: str, name: str) -> Global:
         path = f"{module}.{name}"
         if path not in ALLOWED:
             escaped = path[:200].encode("unicode_escape").decode()
@@ -133,14 +150,14 @@ class _Unpickler(_Python):
                 f"{self.where} needs {escaped}, which is not allowed in a checkpoint: nothing was executed; if you "
                 "trust the file, save only its weights: torch.save(model.state_dict(), FILE)"
             )
-        return Inert(path)
+        return Global(path)
 
     def persistent_load(self, pid: Any) -> Storage:
         """`pid`: ("storage", class, key, device, elements)."""
         kind, cls, key, _, count = pid
-        if kind != "storage" or type(cls) is not Inert or type(key) is not str:
+        if kind != "storage" or type(cls) is not Global or type(key) is not str:
             raise MalformedError("a storage that torch does not write")
-        dtype = _STORAGE_DTYPES[cls.name]
+        dtype = _STORAGE_DTYPES[cls.path]
         return Storage(key, dtype, _count(count) * ITEM_BYTES[dtype])
 
     def reduce(self) -> None:
@@ -170,17 +187,17 @@ def _key(value: Any) -> Any:
     parts = value if type(value) is tuple and len(value) <= 16 else (value,)
     for part in parts:
         kind = type(part)
-        if kind not in (str, int, float, bool, type(None), Inert) or (kind is str and len(part) > 1000):
+        if kind not in (str, int, float, bool, type(None), Inert, Global) or (kind is str and len(part) > 1000):
             raise MalformedError(f"a {kind.__name__} as a key, or one that is too long")
     return value
 
 
 def _call(function: Any, arguments: Any) -> Any:
     """Calls an allowed global."""
-    make = ALLOWED[function.name] if type(function) is Inert else None
+    make = ALLOWED[function.path] if type(function) is Global else None
     if make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
-    return Inert(function.name, arguments) if make is Inert else make(*arguments)
+    return Inert(function.path, arguments) if make is Inert else make(*arguments)
 
 
 _INHERITED = (
@@ -235,7 +252,7 @@ def _tensor(
 def _dict(*arguments: Any) -> dict[Any, Any]:
     """An OrderedDict, a Counter or a defaultdict; their items are a dict argument, or set later."""
     items = arguments[-1] if arguments else None
-    if type(items) not in (dict, Inert, type(None)):
+    if type(items) not in (dict, Global, type(None)):
         raise MalformedError("a dict made of something else")
     return items if type(items) is dict else {}
 

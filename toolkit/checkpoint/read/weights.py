@@ -3,7 +3,7 @@ under one process, DDP and FSDP, files of torch.save (Lightning's `.ckpt` too), 
 
 The last have a pickled `.metadata` with the offsets of each tensor's chunks, and `__RANK_N.distcp` files, each several
 small files of torch.save. The model's tensors are often in a nested dict (`model`, `state_dict`): the one dict that
-contains tensors is taken. With several, a tensor's name begins with its dict's key; `details["states"]` lists them.
+contains tensors is taken. With several, a tensor's name begins with its dict's key, and `details["states"]` lists them.
 Parameters and buffers are not distinguished: all are `weights`. The optimizer's state is ignored.
 """
 
@@ -68,7 +68,8 @@ def _open_model(folder: Path) -> CheckpointReader | None:
     """The first existing kind of `SINGLE`, as one file or several with an index."""
     for file in (folder / name for name in SINGLE):
         if file.is_file():
-            if (second := file.with_stem(f"{file.stem}_1")).is_file():  # as accelerate names them
+            second = file.with_stem(f"{file.stem}_1")  # as accelerate names them
+            if second.is_file():
                 raise UserError(f"{folder} has several models ({file.name}, {second.name}): put each in its own folder")
             return _open_file(file)
         if (index := Path(f"{file}.index.json")).is_file():
@@ -80,12 +81,15 @@ def _open_index(index: Path) -> CheckpointReader:
     weight_map = read_table(index, {}).get("weight_map")
     if not weight_map:
         raise UserError(f"{index} is not an index of weights: it has no weight_map")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise UserError(f"{index} names {listing(missing)}, missing in its folder; copy the folder again")
     tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
-    for name in sorted(set(weight_map.values())):
-        opened = _open_file(index.parent / name)
-        if repeated := opened.weights.keys() & tensors.keys():
-            raise UserError(f"{index.parent / name}: {listing(repeated)} are in another file, too: copy them again")
+    for file in files:
+        opened = _open_file(file)
+        if repeated := [name for name in opened.weights if name in tensors]:
+            raise UserError(f"{file}: {listing(repeated)} are in another file of its folder too: copy the folder again")
         tensors |= opened.weights
         tied |= opened.tied
     if missing := [name for name in weight_map if name not in tensors and name not in tied]:
@@ -120,9 +124,9 @@ def _open_archive(file: Path) -> CheckpointReader:
         tensors = {f"{key}{name}": tensor for name, tensor in opened.tensors(table).items()}
         tied |= (aliases := opened.tied(tensors))
         weights |= {name: opened.index(name, tensor) for name, tensor in tensors.items() if name not in aliases}
-    step, details = content.get("global_step"), {"states": [*filter(None, tables)]}
+    step = content.get("global_step")
     step = step if type(step) is int else None
-    return CheckpointReader(path=file, step=step, weights=weights, tied=tied, details=details)
+    return CheckpointReader(path=file, step=step, weights=weights, tied=tied, details=_details(tables))
 
 
 def _model_states(content: Mapping[str, Any], is_weight: Callable[[Any], Any]) -> dict[str, Mapping[Any, Any]]:
@@ -141,6 +145,10 @@ def _model_states(content: Mapping[str, Any], is_weight: Callable[[Any], Any]) -
     return {"".join(f"{key}." for key in path): table for path, table in sorted(tables.items())}
 
 
+def _details(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {"states": list(tables)} if len(tables) > 1 else {}
+
+
 def _open_fsdp(folder: Path) -> CheckpointReader | None:
     """FULL_STATE_DICT or SHARDED_STATE_DICT, or any folder of torch.distributed.checkpoint; None for others."""
     if others := sorted(path.name for path in folder.glob("pytorch_model_fsdp_[1-9]*")):
@@ -151,12 +159,19 @@ def _open_fsdp(folder: Path) -> CheckpointReader | None:
         return _open_shards(folder)
     if (folder / FSDP_FULL).is_file():
         return _open_archive(folder / FSDP_FULL)
+    if any(folder.glob("pytorch_model_fsdp_*rank*.bin")):
+        raise UserError(
+            f"{folder}: FSDP's local state of each process (pytorch_model_fsdp_*_rank*.bin) is not supported; "
+            "save with fsdp_state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     return None
 
 
 def _open_shards(folder: Path) -> CheckpointReader:
     """The model's tensors of torch.distributed.checkpoint."""
     metadata = folder / DCP_METADATA
+    if not metadata.is_file():
+        raise UserError(f"{metadata} is missing, and the shards cannot be read without it; copy the folder again")
     structure = read_member(Member(metadata, metadata.name, 0, metadata.stat().st_size), MAX_BYTES)
     content = unpickle(structure, metadata).state
     chunks = _chunks(folder, content["storage_data"])
@@ -176,14 +191,14 @@ def _open_shards(folder: Path) -> CheckpointReader:
     }
     if not tensors:
         raise UserError(f"{metadata} lists no tensors of a model")
-    return CheckpointReader(path=folder, weights=tensors, details={"states": [*filter(None, tables)]})
+    return CheckpointReader(path=folder, weights=tensors, details=_details(tables))
 
 
 def _is_weight(value: Any) -> bool:
     """Whether a flat name and its metadata are of a floating tensor with dimensions, as no counter or random state."""
     if type(value) is not tuple:
         return False
-    return bool(value[1]["size"]) and "float" in value[1]["properties"].state[0].name
+    return bool(value[1]["size"]) and "float" in value[1]["properties"].state[0].path
 
 
 def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
@@ -210,8 +225,7 @@ def _joined_chunks(folder: Path, name: str, entry: Mapping[str, Any], chunks: _C
             raise ValueError(f"{name} is not sharded along its first dimension")
         file, start, length = chunks[name, offsets]
         opened = open_torch_archive(file, start=start, size=length)
-        shard = opened.index(name, opened.content)
-        if shard.shape != sizes:
+        if type(opened.content) is not Tensor or opened.content.shape != sizes:
             raise UserError(f"{file}: the bytes at {start} are not a chunk of {name}: damaged")
-        shards.append(((offsets or (0,))[0] * math.prod(shape[1:]), shard))
+        shards.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.index(name, opened.content)))
     return join_shards(folder, name, shape, shards)
