@@ -71,11 +71,17 @@ def replace_folder(
 
     With `flush` its content is on the disk before. Without `overwrite` it raises OSError if there is anything but an
     empty folder at `path`; with it, `check_old` gets the old content, moved aside, and may raise to restore it. If the
-    block fails (Ctrl-C included), the draft is removed. Creates the parent folders.
+    block fails (Ctrl-C included), the draft and the parent folders created for it are removed.
     """
     draft = draft_path(path)
+    new_parents: list[Path] = []
     try:
-        draft.mkdir(parents=True)
+        for parent in reversed(draft.parents):
+            if not parent.exists():
+                with contextlib.suppress(FileExistsError):  # another process created it first and may need it
+                    parent.mkdir()
+                    new_parents.insert(0, parent)
+        draft.mkdir()
         yield draft
         if flush:
             for file in filter(Path.is_file, draft.rglob("*")):
@@ -84,6 +90,9 @@ def replace_folder(
         _move(draft, path, overwrite, check_old)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
+        for parent in new_parents:  # the innermost first, and only when empty
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
     if flush:
         flush_path(path.parent)
