@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "another version of a library": (
         {"hosts": "AB", "before": {1: NEWER}}, [1, 1],
         [f"torch is {version('torch')} on A and 0.0.1 on B", "code is 0123456789ab on A and x on B",
-         "device is cpu on A and cuda on B", "pip freeze", "git pull", "toolkit doctor",
+         "device is cpu on A and cuda on B", "pip install torch==", "git pull", "toolkit doctor",
          "nothing was read or trained"]),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.faults import refusal
 from tests.training.test_optimizer import tiny
 from toolkit.models import attention, classifier
 from toolkit.models.attention import scaled_dot_product_attention
@@ -124,9 +125,7 @@ def test_torch_func_and_second_derivatives() -> None:
         return scaled_dot_product_attention(query, key, value, None, 0.1).square().sum()
 
     assert torch.func.grad(output)(query).shape == query.shape
-    (gradient,) = torch.autograd.grad(output(query.requires_grad_()), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
+    refusal(torch.autograd.grad, output(query.requires_grad_()), query, create_graph=True, says=["eager"])
 
 
 def test_half_precision_without_dropout_equals_torchs() -> None:

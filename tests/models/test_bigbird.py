@@ -210,6 +210,8 @@ def test_errors() -> None:
     refusal(bigbird.install, make(attention_type="original_full"), match="attention_type='block_sparse'")
     bigbird.install(model)
     refusal(model, **batch(1024), output_attentions=True, match="output_attentions")
+    refusal(model, **batch(1024), attention_mask=torch.ones(2, 1, 1, 1024), match=r"samples, tokens")
+    refusal(model.bert, match="either input_ids or inputs_embeds")
     narrow = bigbird.install(make(max_position_embeddings=1000))
     refusal(narrow, **batch(999), match="--max_length 960")
 
@@ -259,3 +261,12 @@ def test_the_mask_of_a_short_batch_is_not_expanded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("toolkit.models.attention._finite", lambda mask: sizes.append(mask.numel()) or _finite(mask))
     fast(make(attention_probs_dropout_prob=0.1))(**batch(100, "tail"))
     assert sizes == [200, 200]  # of two layers
+
+
+def test_torch_func_is_refused() -> None:
+    model, inputs = fast(make()), batch(800)
+
+    def output(weights: dict[str, Any]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (), inputs).logits.sum()
+
+    refusal(torch.func.grad(output), dict(model.named_parameters()), says=["eager"])

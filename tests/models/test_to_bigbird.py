@@ -29,8 +29,7 @@ NONE, CLASSIFIER = "the BERT has no MLM head to keep", "classifier.bias, classif
 KINDS: dict[str, tuple[str, bool, str]] = {
     "BertModel": ("BigBirdModel", True, NONE),
     "BertForMaskedLM": ("BigBirdForMaskedLM", False, "MLM head kept; the BERT has no pooler"),
-    "BertForPreTraining": (
-        "BigBirdForMaskedLM", True, "MLM head kept; dropped: cls.seq_relationship.bias, cls.seq_relationship.weight"),
+    "BertForPreTraining": ("BigBirdForPreTraining", True, "MLM and NSP heads kept"),
     "BertForNextSentencePrediction": (
         "BigBirdModel", True, f"{NONE}; dropped: cls.seq_relationship.bias, cls.seq_relationship.weight"),
     "BertForSequenceClassification": ("BigBirdModel", True, f"{NONE}; dropped: {CLASSIFIER}"),
@@ -125,10 +124,13 @@ def test_every_kind_of_bert(bert: Bert, out: Path, kind: str, tied: bool) -> Non
     theirs, ours = same_numbers(source, out, AutoModel, inputs)
     if has_pooler:
         close(ours.pooler_output, theirs.pooler_output)
-    if family == "BigBirdForMaskedLM":
+    if family in ("BigBirdForMaskedLM", "BigBirdForPreTraining"):
         theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, inputs)
         visible = inputs["attention_mask"].bool()
         close(ours.logits[visible], theirs.logits[visible])
+    if family == "BigBirdForPreTraining":
+        theirs, ours = same_numbers(source, out, transformers.AutoModelForPreTraining, inputs)
+        close(ours.seq_relationship_logits, theirs.seq_relationship_logits)
 
 
 def test_the_config(bert: Bert, out: Path, tokenizer: Any) -> None:
@@ -168,15 +170,18 @@ def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_pat
     ("changed", "sizes", "message"),
     [
         ({"model_type": "roberta"}, {}, "model_type roberta, and only bert can be converted: use bert-base-chinese"),
+        ({"model_type": "big_bird"}, {}, "already is a BigBird, with 48 positions"),
         ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type relative_key"),
-        ({"is_decoder": True}, {}, "is a decoder, or has"),
+        ({"is_decoder": True}, {}, "is a decoder"),
         ({"num_hidden_layers": 1}, {}, "do not match its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, {}, "do not match its config.json (bert.encoder.layer.2."),
+        ({"hidden_size": 48}, {}, "do not match its config.json"),
         ({"vocab_size": 200}, {}, "do not match its config.json (bert.embeddings.word_embeddings.weight "),
-        ({}, {"max_length": 40, "block_size": 4}, "use a multiple of --block_size 4, not below the 48"),
-        ({}, {"max_length": 100}, "--max_length 100: use a multiple of --block_size 8"),
-        ({}, {"max_length": 56}, "64, say"),
+        ({}, {"max_length": 40}, "--max_length 40 is less than the 48 positions"),
+        ({}, {"max_length": 100}, "--max_length 100 is not a multiple of --block_size 8: use 104"),
+        ({}, {"max_length": 56}, "--max_length 56 is too short for the sparse pattern"),
         ({}, {"block_size": 0}, "both must be at least 1"),
+        ({}, {"num_random_blocks": 0}, "both must be at least 1"),
         ({}, {"max_length": 4096, "block_size": 128, "num_random_blocks": 5}, "the first 1024 tokens"),
     ],
 )
@@ -199,8 +204,8 @@ def test_a_source_without_tokenizer_or_weights_or_a_missing_one(bert: Bert, out:
     assert not out.exists()
 
 
-def test_only_its_own_output_is_replaced(bert: Bert, out: Path) -> None:
-    source = bert()
+def test_only_an_unchanged_output_is_replaced(bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, write = bert(), module._write_bigbird
     out.mkdir()
     convert(source, out)  # into an empty folder
     assert "exists and is not empty: name another folder, or replace it with --overwrite" in fault_of(source, out)
@@ -208,12 +213,20 @@ def test_only_its_own_output_is_replaced(bert: Bert, out: Path) -> None:
     table = load_file(out / "model.safetensors")["embeddings.position_embeddings.weight"]
     assert len(table) == 136
     assert torch.equal(table, torch.cat([table[:48]] * 3)[:136])  # BERT's, repeated
-    (out / "notes.txt").write_text("mine")
-    assert "holds notes.txt, which" in fault_of(source, out, overwrite=True)
-    (out / "meta.json").write_text('["of another program"]')
-    assert "holds config.json, meta.json, model.safetensors and 3 more" in fault_of(source, out, overwrite=True)
-    assert len(list(out.iterdir())) == 6
-    fault_of(source, out / "notes.txt", overwrite=True, match="Not a directory")
+
+    def write_slowly(*options: Any) -> Any:
+        (out / "notes.txt").write_text("mine")  # a file that comes while the model is converted
+        return write(*options)
+
+    monkeypatch.setattr(module, "_write_bigbird", write_slowly)
+    for _ in range(2):
+        assert "holds notes.txt, which" in fault_of(source, out, overwrite=True)
+    (out / "notes.txt").unlink()
+    edit_json(out / "config.json", hidden_act="relu")  # edited
+    assert "holds config.json, which" in fault_of(source, out, overwrite=True)
+    (out / "meta.json").unlink()
+    assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
+    assert len(list(out.iterdir())) == 4
 
 
 def test_a_full_disk_is_one_line(bert: Bert, out: Path) -> None:

@@ -3,7 +3,9 @@
 import importlib.metadata
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,16 +54,26 @@ def test_a_library_older_than_supported_is_refused_and_a_newer_one_returned(
 
 
 def test_code_digest_changes_with_the_recipe_and_any_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package, recipe = tmp_path / "toolkit", tmp_path / "cls.py"
-    package.mkdir()
+    package = tmp_path / "toolkit"
+    (package / "launch").mkdir(parents=True)
+    (package / "a.py").write_text("a = 1\n")
+    (package / "launch" / "b.py").write_text("b = 2\n")
     monkeypatch.setattr(versions, "_ROOT", package)
-    digests = [versions.code_digest()]
-    for path, text in ((package / "a.py", ""), (package / "a.py", "b = 2\n"), (recipe, "x = 1\n"), (recipe, "x = 2\n")):
-        path.write_text(text)
-        digests.append(versions.code_digest(recipe))
+    changes: list[Callable[[], object]] = [
+        lambda: (package / "launch" / "b.py").write_text("b = 2\r\n"),
+        lambda: (package / "empty.py").touch(),
+        lambda: (package / "a.py").rename(package / "launch" / "a.py"),
+        lambda: (package / "launch" / "b.py").unlink(),
+    ]
+    digests = [versions.code_digest(), *((change(), versions.code_digest())[1] for change in changes)]
     assert len(set(digests)) == 5
+    for name, text in (("cls.py", "x = 1\n"), ("title.py", "x = 2\n"), ("copy.py", "x = 1\n")):
+        (tmp_path / name).write_text(text)
+    digests = [versions.code_digest(), *(versions.code_digest(tmp_path / f"{name}.py") for name in ("cls", "title"))]
+    assert len(set(digests)) == 3
+    assert digests[1] == versions.code_digest(str(tmp_path / "copy.py"))
     for script in ("", "-c", "no/such.py", "/usr/bin/env", "."):  # no recipe
-        assert versions.code_digest(script) == digests[2]
+        assert versions.code_digest(script) == digests[0]
 
 
 def test_describe_differences() -> None:
@@ -69,3 +81,19 @@ def test_describe_differences() -> None:
     several = [("A", SAME), ("A", SAME), ("B", other), ("B", other)]  # of one host
     for machines, names in (([("A", SAME), ("B", other), ("C", SAME)], "A, C"), (several, "A")):
         assert versions.describe_differences(machines) == f"torch is 2.13.0 on {names} and 2.12.1 on B"
+
+
+@pytest.mark.parametrize(
+    ("others", "parts", "absent"),
+    [
+        ([{"torch": "2.12.1", "numpy": None}, {}], ["pip install torch==2.13.0 numpy==2.4.0"], ["git pull", "Python"]),
+        ([{"code": "other"}], ["git pull"], ["pip"]),
+        ([{"toolkit": "other"}], ["git pull"], ["pip"]),
+        ([{"device": "cpu"}], ["toolkit doctor"], ["pip", "git pull"]),
+        ([{"torch": "1", "code": "x"}, {"python": "3"}], ["torch==2.13.0", "git pull", "same Python"], []),
+    ],
+)
+def test_remedy(others: list[dict[str, Any]], parts: list[str], absent: list[str]) -> None:
+    advice = versions.remedy([("A", SAME), *((f"B{place}", SAME | other) for place, other in enumerate(others))])
+    assert all(part in advice for part in parts)
+    assert not any(part in advice for part in absent)

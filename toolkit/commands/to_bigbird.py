@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size("--max_length", default=4096, help="the longest text that OUT reads, in tokens [4096]")
     size("--block_size", default=64, help="tokens of an attention block [64]")
     size("--num_random_blocks", default=3, help="random blocks that each block attends to [3]")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if all of its files are this command's")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if unchanged since this command wrote it")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -266,11 +266,8 @@ def _difference(peers: Sequence[Peer]) -> str:
     of_hosts = [(f"{peer.host} ({peer.node})" if unclear else peer.host, peer.versions) for peer in peers]
     if not (differences := versions.describe_differences(of_hosts)):
         return ""
-    remedy = (
-        f"give all of them the code (`git pull`, or rsync), the Python and the libraries of {of_hosts[0][0]} (`pip "
-        "freeze` there, `pip install -r` on the others); where the device differs, see `toolkit doctor`"
-    )
-    return f"the machines run different versions: {differences}: {remedy}; nothing was read or trained"
+    remedy = versions.remedy(of_hosts)
+    return f"the machines run different versions: {differences}. {remedy}; nothing was read or trained"
 
 
 # --- the ranks of a run

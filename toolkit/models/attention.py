@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from toolkit.errors import UserError
 from toolkit.utils.compat import require
 
 # scores of a group of heads: 2 MiB in float32
@@ -106,6 +106,12 @@ def _is_faster(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
     return trains and key.shape[2] <= _SHORT and dtype.itemsize == 2
 
 
+def refuse_second_derivatives() -> None:
+    """Called in a backward pass: raises UserError if its graph is to be differentiated, too."""
+    if torch.is_grad_enabled():
+        raise UserError("create_graph=True (a gradient penalty, say) needs --attn_implementation eager")
+
+
 def _finite(mask: Tensor) -> Tensor:
     """Replaces -inf by a low number: a row that hides all keys would become NaN."""
     return mask.clamp(min=max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min))
@@ -134,8 +140,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         query, key, value, signed, context = ctx.saved_tensors
         grads = [like_projection(each) for each in (query, key, value)]
         samples, heads, queries, keys = signed.shape

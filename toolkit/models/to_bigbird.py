@@ -15,6 +15,8 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +25,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdModel
+from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX
@@ -38,18 +40,21 @@ from toolkit.pretrained import (
     model_digest,
     refuse_random,
 )
-from toolkit.utils.cache import cached_folder
+from toolkit.utils.cache import cached_folder, digest_of_file
 from toolkit.utils.files import explain_write_errors, make_readable, replace_folder
 
 Settings = TypeVar("Settings", bound=PretrainedSettings)
 
 _MADE_BY = "toolkit to-bigbird"
 _META = "meta.json"
-_LAYOUT = 2  # increase this when a change in this file changes the files in the cache
+_LAYOUT = 1  # increase this when a change in this file changes the files in the cache
 # Texts to compare a saved and loaded tokenizer by: case, accents, Chinese, special tokens
 _PROBES = ("今天的服務很好，房间小。", "The Café's 2nd ROOM wasn't bad!\n東京 [MASK] 42", "ﬁlm\u3000𠮷 😀 ２０２４年")
 
-_POOLER, _MLM_HEAD = "bert.pooler.", "cls.predictions."
+_ENCODER = re.compile(r"(bert\.)?(embeddings|encoder|pooler)\.")
+_POOLER, _DECODER = "bert.pooler.", "cls.predictions.decoder.weight"
+_HEADS = {"MLM": "cls.predictions.", "NSP": "cls.seq_relationship."}
+_FAMILIES = {(): BigBirdModel, ("MLM",): BigBirdForMaskedLM, ("MLM", "NSP"): BigBirdForPreTraining}
 _COPIED = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
     "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "type_vocab_size",
@@ -73,18 +78,20 @@ class SparseSizes(NamedTuple):
 def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = False) -> list[str]:
     """Writes a BigBird with the weights of `source` (a folder, a hub name or a `demo:` name) to the folder `output`.
 
-    `output` appears only when it is complete. With `overwrite` it may replace a folder that holds only files that this
-    function wrote. Returns lines that describe the result. Raises UserError for a source that is not a BERT, lacks a
-    tokenizer or does not fit its config, for an unsuitable length, and for an existing output.
+    `output` appears only when it is complete. With `overwrite` it may replace a folder that this function wrote and
+    that has not changed since. Returns lines that describe the result. Raises UserError for a source that is not a
+    BERT, lacks a tokenizer or does not fit its config, for an unsuitable length, and for an existing output.
     """
     with explain_write_errors(output):
         _check_output(output, overwrite)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
-    with explain_write_errors(output), replace_folder(output, overwrite) as draft:
+    unchanged = partial(_refuse_foreign, output=output)  # it may have changed in the meantime
+    with explain_write_errors(output), replace_folder(output, overwrite, check_old=unchanged) as draft:
         parameters, heads = _write_bigbird(source, config, draft, sizes)
-        meta = {"made_by": _MADE_BY, "source": source, "files": sorted(path.name for path in draft.iterdir())}
+        files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
+        meta = {"made_by": _MADE_BY, "source": source, "files": files}
         (draft / _META).write_text(json.dumps(meta, ensure_ascii=False, indent=1), encoding="utf-8")
     return [
         f"wrote {output}: a BigBird of {parameters:,} parameters and {sizes.max_length} positions (the BERT had "
@@ -124,12 +131,13 @@ def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes
     source that cannot be loaded or converted."""
     tokenizer = load_plain_tokenizer(name)
     bert, new, unknown = _load(name, bert_config)
-    pooler, mlm = (not any(key.startswith(prefix) for key in new) for prefix in (_POOLER, _MLM_HEAD))
-    config, family = _config_of(bert, tokenizer, sizes), BigBirdForMaskedLM if mlm else BigBirdModel
+    pooler, mlm, nsp = (not _with_prefix(new, prefix) for prefix in (_POOLER, *_HEADS.values()))
+    heads = (("MLM", "NSP") if nsp and pooler else ("MLM",)) if mlm else ()
+    config = _config_of(bert, tokenizer, sizes)
+    family = _FAMILIES[heads]
     weights = {key: weight for key, weight in bert.state_dict().items() if key not in new}
-    # without the head its decoder is the embeddings
-    copied = ("bert.", _MLM_HEAD if mlm else f"{_MLM_HEAD}decoder.weight")
-    dropped = sorted({*unknown, *(key for key in weights if not key.startswith(copied))})
+    prefixes = ("bert.", *(_HEADS[head] for head in heads))
+    dropped = sorted({*unknown, *(key for key in weights if not key.startswith(prefixes) and key != _DECODER)})
     tensors = _bigbird_tensors(name, weights, family, config, pooler)
     config.architectures, config.dtype = [family.__name__], str(bert.dtype).removeprefix("torch.")
     # not `save_pretrained`, which writes only in the first process of a group
@@ -140,24 +148,32 @@ def _write_bigbird(name: str, bert_config: Any, folder: Path, sizes: SparseSizes
         raise OSError(errno.EIO, str(error)) from error
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     make_readable(folder)
-    message = "MLM head kept" if mlm else "the BERT has no MLM head to keep"
+    head_names = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept"
+    message = head_names if heads else "the BERT has no MLM head to keep"
     message += "" if pooler else "; the BERT has no pooler"
     message += f"; dropped: {listing(dropped, 4)}" if dropped else ""
     return sum(tensor.numel() for tensor in tensors.values()), message
 
 
+def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
+
+
 def _load(name: str, config: Any) -> tuple[Any, set[str], list[str]]:
-    """Loads a checkpoint as BertForPreTraining, which has the MLM head and the pooler.
+    """Loads a checkpoint as BertForPreTraining, which has all heads of pretraining.
 
     Returns the model, the names of its parameters that the checkpoint lacks (random ones), and names in the checkpoint
     that it does not use. Raises UserError for an incomplete encoder.
     """
     bert, loading = from_pretrained(BertForPreTraining, name, config, dtype="auto", ignore_mismatched_sizes=True)
-    mismatched = {key for key, *_ in loading["mismatched_keys"]}
+    mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
     new = {*loading["missing_keys"], *mismatched}
-    encoder = (key for key in new if key.startswith("bert."))
-    refuse_random(name, (key for key in encoder if key in mismatched or not key.startswith(_POOLER)))
-    return bert, new, sorted(loading["unexpected_keys"])
+    pooler = _with_prefix(new, _POOLER)
+    lost = set(_with_prefix(new, "bert.")) - set(pooler) | set(_with_prefix(mismatched, "bert."))
+    lost |= set(pooler) if len(pooler) == 1 else set()  # weight without bias, or the reverse
+    lost |= {key for key in unknown if _ENCODER.match(key)}
+    refuse_random(name, lost)
+    return bert, new, unknown
 
 
 def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
@@ -214,15 +230,17 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
 
 def _check_kind(name: str, config: Any) -> None:
     """Raises UserError for a model that a BigBird with the same weights would not reproduce."""
-    if config.model_type != "bert":
+    kind = config.model_type
+    if kind == "big_bird":
+        raise UserError(f"{name} already is a BigBird, with {config.max_position_embeddings} positions: use it")
+    if kind != "bert":
         good = "bert-base-chinese, bert-base-uncased, hfl/chinese-roberta-wwm-ext (a BERT despite its name)"
-        raise UserError(
-            f"{name} has model_type {config.model_type}, and only bert can be converted: use {good}, or a BigBird"
-        )
+        raise UserError(f"{name} has model_type {kind}, and only bert can be converted: use {good}, or a BigBird")
     positions = getattr(config, "position_embedding_type", None) or "absolute"  # old configs have it
-    if positions != "absolute" or config.is_decoder or config.add_cross_attention:
-        why = f"a decoder, or has position_embedding_type {positions}"
-        raise UserError(f"{name} is {why}: use an encoder with absolute positions")
+    if positions != "absolute":
+        raise UserError(f"{name} has position_embedding_type {positions}: use a BERT with absolute positions")
+    if config.is_decoder or config.add_cross_attention:
+        raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): use an encoder")
 
 
 def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
@@ -231,13 +249,18 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
     pattern = f"--block_size {block} and --num_random_blocks {random}"
     if block < 1 or random < 1:
         raise UserError(f"{pattern}: both must be at least 1; the defaults are 64 and 3")
-    shortest = max(positions, sizes.sparse_above + 1)
-    if length < shortest or length % block:
-        raise UserError(
-            f"--max_length {length}: use a multiple of --block_size {block}, not below the {positions} positions of "
-            f"{name}, and above {sizes.sparse_above}, up to which BigBird runs full attention with {pattern}: "
-            f"{-(-max(length, shortest) // block) * block}, say"
+    fault = ""
+    if length < positions:
+        fault = f"less than the {positions} positions of {name}: raise it, and truncate texts when you tokenize them"
+    elif length % block:
+        fault = f"not a multiple of --block_size {block}: use {-(-length // block) * block}"
+    elif length <= sizes.sparse_above:
+        fault = (
+            f"too short for the sparse pattern: with {pattern} texts of up to {sizes.sparse_above} tokens get full "
+            f"attention; use {sizes.sparse_above + block} or more, or smaller blocks"
         )
+    if fault:
+        raise UserError(f"--max_length {length} is {fault}")
     try:  # otherwise training would fail at the first batch of one of these lengths
         for width in plan.PAPER_LENGTHS:
             if sizes.sparse_above < width <= length and width % block == 0:
@@ -248,15 +271,26 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
-    """Raises UserError for a folder that is not empty, unless, with `overwrite`, all of its files are this command's.
-    Raises OSError for anything but a folder."""
-    names = {path.name for path in output.iterdir()} if os.path.lexists(output) else set()
-    if names and not overwrite:
+    """Raises UserError for an output that must not be replaced."""
+    if not os.path.lexists(output):
+        return
+    if output.is_symlink() or not output.is_dir():
+        raise UserError(f"{output} exists and is not a folder: name another output")
+    if any(output.iterdir()) and not overwrite:
         raise UserError(f"{output} exists and is not empty: name another folder, or replace it with --overwrite")
-    ours: set[str] = set()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # any file may have this name
-        meta = json.loads((output / _META).read_text(encoding="utf-8"))
-        ours = {_META, *meta["files"]} if meta["made_by"] == _MADE_BY else ours
-    if foreign := names - ours:
-        why = f"which {_MADE_BY} did not write: name another folder, or remove it yourself"
-        raise UserError(f"{output} holds {listing(sorted(foreign), 3)}, {why}")
+    _refuse_foreign(output, output)
+
+
+def _refuse_foreign(folder: Path, output: Path) -> None:
+    """Raises UserError for files in `folder`, the content of `output`, that this command did not write, or that have
+    changed since."""
+    digests: dict[str, str] = {}
+    # any file may have this name
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        content = json.loads((folder / _META).read_text(encoding="utf-8"))
+        digests = dict(content["files"]) if content["made_by"] == _MADE_BY else {}
+    others = [path for path in sorted(folder.iterdir()) if path.name != _META or not digests]
+    foreign = [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]
+    if foreign:
+        why = f"which {_MADE_BY} did not write, or which have changed since"
+        raise UserError(f"{output} holds {listing(foreign, 3)}, {why}: name another folder, or remove it yourself")

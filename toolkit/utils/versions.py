@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pef
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent.parent  # the package
 _PROJECT = _ROOT.parent / "pyproject.toml"
+_MAX_LISTED = 6
+_VERSION = re.compile(r"\d[\w.+!]{0,40}", re.ASCII)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
@@ -103,4 +106,25 @@ def describe_differences(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str
         if len(hosts) > 1:
             differing = " and ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
             texts.append(f"{name} is {differing}")
-    return "; ".join(texts)
+    rest = len(texts) - _MAX_LISTED
+    return "; ".join(texts[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def remedy(tables: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """The commands that give all machines the versions of rank 0, which comes first."""
+    host, first = tables[0]
+    names = {name for _, values in tables[1:] for name in {**first, **values} if first.get(name) != values.get(name)}
+    libraries = [name for name in ALL_PACKAGES if name in names]
+    # checked, since another machine may send anything and this becomes a command
+    pins = [f"{name}=={first[name]}" for name in libraries if _VERSION.fullmatch(str(first.get(name)))]
+    lines = [f"`pip install {' '.join(pins)}` on the others"] if pins else []
+    others = {name: next(v[name] for _, v in tables if v.get(name)) for name in libraries if not first.get(name)}
+    missing = [f"{name}=={version}" for name, version in others.items() if _VERSION.fullmatch(str(version))]
+    lines += [f"`pip install {' '.join(missing)}` on {host}"] if missing else []
+    if "code" in names or "toolkit" in names:
+        lines.append("copy the same code to all machines (`git pull`, or rsync the folder)")
+    if "device" in names:
+        lines.append("`toolkit doctor` on the machine with cpu shows why torch sees no GPU there")
+    if "python" in names:
+        lines.append("use the same Python on all machines")
+    return ", and ".join(lines)

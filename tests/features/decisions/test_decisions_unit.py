@@ -68,7 +68,14 @@ def tune_on(truth: np.ndarray, logits: np.ndarray, **settings: Any) -> tuple[Dec
     return module.tune(DecisionSettings(**settings), TWO, Evaluation("validation", {}, None, (split, logits)))
 
 
-@pytest.mark.parametrize(("positives", "warns"), [(9, True), (10, False), (30, False), (31, True)])
+def test_the_highest_temperature_is_a_warning() -> None:
+    logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
+    decisions, notes = tune_on(truth, logits, calibrate=True)
+    assert decisions.temperature > 19
+    assert ["temperature 20" in line for line in notes] == [True]
+
+
+@pytest.mark.parametrize(("positives", "warns"), [(9, True), (10, False), (30, False), (31, True), (40, True)])
 def test_a_threshold_from_few_rows_is_a_warning(positives: int, warns: bool) -> None:
     truth = (np.arange(40) < positives).astype(np.int64)
     logits = np.stack([np.zeros(40), np.linspace(2, -2, 40)], axis=1).astype(np.float32)
@@ -140,16 +147,27 @@ def test_the_file_of_a_model_is_read(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"temperature": 0}, "temperature is 0 and should be a number from 0.05 to 20"),
+        ({"temperature": 1e-300}, "temperature is 1e-300 and"),  # whose answers were nan
+        ({"temperature": 10**400}, "temperature is 1000"),
         ({"temperature": float("nan")}, "temperature is NaN"),
+        ({"temperature": "hot"}, 'temperature is "hot" and'),
         ({"thresholds": {"pos": 1.5}}, "thresholds is "),
         ({"thresholds": [0.5]}, "thresholds is "),
         ({"thresholds": {"good": 0.5}}, "thresholds of good, but the labels are neg, pos"),
+        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "two classes have one"),
         ({"labels": ["bad", "good"]}, "other labels than neg, pos"),
         ({"abstain_below": True}, "abstain_below is true"),
     ],
 )
 def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     refusal(saved_decisions, written(tmp_path, **changed), TWO, says=["decisions.json", message])
+
+
+@pytest.mark.parametrize(("labels", "changed"), [(NUMBER, {}), (SEVERAL, {"abstain_below": 0.7})])
+def test_decisions_that_do_not_fit_the_labels(labels: Labels, changed: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers would be divided by the temperature."""
+    file = written(tmp_path, labels=list(labels.names), thresholds={}, **changed)
+    refusal(saved_decisions, file, labels, says=["decisions.json", "regression has no decisions", "no abstain_below"])
 
 
 @pytest.mark.parametrize(
@@ -168,11 +186,14 @@ def test_settings_that_do_not_fit_the_labels(settings: dict[str, Any], labels: L
     refusal(module.check, DecisionSettings(**settings), labels, says=[list(settings)[-1], message])
 
 
-def test_a_cached_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_model_needs_no_request_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    snapshot = tmp_path / "models--nobody--with" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs" / "main").write_text("abc")
-    written(snapshot)
+    monkeypatch.setattr(module, "hf_hub_download", None)  # which would fail
+    for name, folder in (("without", ".no_exist"), ("with", "snapshots")):
+        cache = tmp_path / f"models--nobody--{name}"
+        for place in (cache / "refs", cache / "snapshots" / "abc", cache / folder / "abc"):
+            place.mkdir(parents=True, exist_ok=True)
+        (cache / "refs" / "main").write_text("abc")
+        written(cache / folder / "abc")
+    assert saved_decisions("nobody/without", TWO) is None
     assert saved_decisions("nobody/with", TWO) == Decisions(TWO, 2.0, {"pos": 0.3})

@@ -6,6 +6,7 @@ predict`, `toolkit.predict` and the last evaluation apply.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers.utils import cached_file
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
 from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.data.labels import MULTI, Labels
@@ -151,15 +153,23 @@ def saved_decisions(model: str, labels: Labels) -> Decisions | None:
         raise UserError(f"{path} belongs to a model with other labels than {listing(names)}: {remedy}")
     if unknown := [name for name in thresholds if name not in names]:
         raise UserError(f"{path}: thresholds of {listing(unknown)}, but the labels are {listing(names)}: {remedy}")
-    return Decisions(labels, float(content.get("temperature") or 1), thresholds, content.get("abstain_below"))
+    kind, abstain_below = labels.problem_type, content.get("abstain_below")
+    too_many = kind == _SINGLE and labels.size == 2 and len(thresholds) > 1
+    if kind == "regression" or too_many or (kind == MULTI and abstain_below is not None):
+        why = "regression has no decisions, two classes have one threshold, several labels per text no abstain_below"
+        raise UserError(f"{path}: {why}: {remedy}")
+    return Decisions(labels, float(content.get("temperature") or 1), thresholds, abstain_below)
 
 
 def _decisions_file(model: str) -> Path | None:
-    """In the model's folder, or on the hub."""
-    try:
-        return Path(str(cached_file(model_path(model), DECISIONS)))
-    except OSError:  # no file, or no network
-        return None
+    path = Path(model_path(model)) / DECISIONS
+    if path.parent.is_dir():
+        return path if path.is_file() else None
+    cached = try_to_load_from_cache(model, DECISIONS)
+    if cached is None:  # one request for each commit of the model: its cache records that there is no such file
+        with contextlib.suppress(EntryNotFoundError, HfHubHTTPError):  # no network
+            cached = hf_hub_download(model, DECISIONS)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 # ---- tuning
@@ -217,6 +227,9 @@ def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> 
         notes.append("temperature 1: without mistakes on the validation rows there is nothing to calibrate on")
     elif settings.calibrate:
         temperature = fit_temperature(logits, truth)
+        if temperature > 0.99 * _TEMPERATURES[1]:
+            notes.append(f"temperature {temperature:.0f}, the highest that is tried: on the validation rows the model "
+                         "is hardly better than chance; train longer, or look at the labels")  # fmt: skip
     if settings.tune_thresholds:
         # in float64, so that a threshold fits between any two scores
         thresholds = _thresholds(settings, logits.astype(np.float64) / temperature, truth, labels)
@@ -301,8 +314,11 @@ def best_thresholds(truth: np.ndarray, scores: np.ndarray) -> np.ndarray:
             if f1.max() > best + 1e-9:
                 end = int(ends[f1.argmax()])
                 following = margin[order[end + 1]] if end + 1 < count else margin[order[end]] - 1
-                offsets[c] = (margin[order[end]] + following) / 2
-                best = f1_sum()
+                previous, offsets[c] = offsets[c], (margin[order[end]] + following) / 2
+                if (now := f1_sum()) > best:
+                    best = now
+                else:  # the midpoint of two adjacent floats is one of them
+                    offsets[c] = previous
         if best <= before:
             break
     return np.clip(1 / (1 + np.exp(-offsets)), 1e-6, 1 - 1e-6)
@@ -310,11 +326,17 @@ def best_thresholds(truth: np.ndarray, scores: np.ndarray) -> np.ndarray:
 
 def _f1_after_each_switch(truth: np.ndarray, runner_up: np.ndarray, c: int, class_sizes: np.ndarray) -> np.ndarray:
     """(N,): the sum of the classes' F1 after the first 1 to N rows have switched from their runner-up to class `c`."""
-    guessed = np.eye(len(class_sizes))[runner_up]  # (N, C)
-    hits = guessed * (truth == runner_up)[:, None]
-    guessed, hits = (each.sum(axis=0) - each.cumsum(axis=0) for each in (guessed, hits))
-    guessed[:, c], hits[:, c] = np.arange(1, len(truth) + 1), np.cumsum(truth == c)
-    return (2 * hits / np.maximum(guessed + class_sizes, 1)).sum(axis=1)
+    counts = np.arange(1, len(truth) + 1)
+    total = 2 * np.cumsum(truth == c) / (counts + class_sizes[c])
+    for source in np.unique(runner_up):
+        rows = np.flatnonzero(runner_up == source)
+        correct = (truth[rows] == source).astype(int)
+        hits = correct.sum() - np.append(0, np.cumsum(correct))
+        f1 = 2 * hits / np.maximum(len(rows) - np.arange(len(rows) + 1) + class_sizes[source], 1)
+        steps = np.zeros(len(truth))
+        steps[rows] = np.diff(f1)
+        total = total + f1[0] + np.cumsum(steps)
+    return total
 
 
 # ---- effect

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import os
 import shutil
 import warnings
@@ -87,10 +88,11 @@ def export(options: Any) -> None:
         after = answers.adjust_logits(exported.compute_outputs(validation))
         result, losses = compare(before, after, validation.labels if has_labels else None, answers.labels)
         result = f"{result}, on {len(validation)} rows of {validation.name}"
-        exceeded = [f"--{name} {limit:g}" for name in losses if losses[name] > (limit := getattr(options, name))]
-        if exceeded:
-            why = f"it exceeds {' and '.join(exceeded)} (percentage points): pass more to accept this"
-            raise UserError(f"{out} was not written: {result}; {why}")
+        too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
+        if too_much:
+            allowed = " and ".join(f"--{name} {getattr(options, name):g}" for name in too_much)
+            passes = " ".join(f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}" for name, points in too_much.items())
+            raise UserError(f"{out} was not written: {result}, which exceeds {allowed}; to accept this, pass {passes}")
         _write_card(draft, source, options, result)
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 

@@ -210,7 +210,7 @@ class Sweep:
         except Exception as error:  # optuna raises many kinds for a damaged line
             why = f"is not a readable journal ({first_line(error)[:200]})"
             raise UserError(f"{path} {why}: name another --output_dir, or remove it") from error
-        if (earlier := study.user_attrs.get("command", command)) != command:
+        if (earlier := study.user_attrs.get("command", "" if study.trials else command)) != command:
             remedy = f"continue it with `toolkit sweep {earlier}`, or name another --output_dir"
             raise UserError(f"{self.folder} holds another sweep, or its YAML files have changed: {remedy}")
         study.set_user_attr("command", command)

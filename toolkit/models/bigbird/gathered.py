@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from toolkit.models.attention import head_groups, like_projection
+from toolkit.errors import UserError
+from toolkit.models.attention import head_groups, like_projection, refuse_second_derivatives, transforms_active
 from toolkit.models.bigbird.plan import Pattern, tables
 
 # query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache
@@ -32,8 +32,10 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
     """(B, nh, S, hs) each, and a bias (B, S), added to every score of a key -> (B, nh, S, hs).
 
-    A block that occurs twice in the plan counts twice in the softmax. Without second derivatives and torch.func.
+    A block that occurs twice in the plan counts twice in the softmax. Supports no second derivatives.
     """
+    if not torch.compiler.is_compiling() and transforms_active():
+        raise UserError("torch.func (grad, vmap, ...) of a BigBird needs --attn_implementation eager")
     blocks = _tables(pattern, query.device)
     random = blocks["middle"][..., blocks["middle"].shape[-1] - pattern.random :]
     context: Tensor = _Sparse.apply(query, key, value, bias, pattern.block, blocks["second"], random)
@@ -129,8 +131,8 @@ class _Sparse(torch.autograd.Function):
         return context
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         query, key, value, bias, second, random, context, logs = ctx.saved_tensors
         grads = [like_projection(query) for _ in range(3)]
         samples, heads, length, _ = query.shape

@@ -93,10 +93,14 @@ class BigBirdModel(theirs.BigBirdModel):
         **options: Any,
     ) -> Any:
         """As in transformers, for (B, S) ids or (B, S, H) embeddings and a mask (B, S). Raises UserError for attention
-        weights, which are not computed."""
+        weights, which are not computed, and for unsuitable inputs."""
         if options.get("output_attentions", self.config.output_attentions):
             raise UserError("the fast BigBird attention computes no attention weights: leave output_attentions "
                             "out, or load the model with --attn_implementation eager")  # fmt: skip
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("BigBird takes either input_ids or inputs_embeds")
         # not on a GPU, where the check synchronises
         if attention_mask is None and input_ids is not None and input_ids.device.type == "cpu":
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
