@@ -212,17 +212,17 @@ def cpu_attention(model: Any) -> Iterator[None]:
 
 
 def load_saved_classifier(settings: ModelSettings) -> Any:
-    """A fine-tuned classifier, saved or exported. Raises UserError for an untrained head."""
+    """A fine-tuned classifier, saved or exported. Raises UserError if weights are missing."""
     name = str(settings.model_name_or_path)
     config = load_config(settings)
     if export_format(Path(name)):
         return ExportedClassifier(Path(name), config)
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
-    if loading["missing_keys"]:
-        raise UserError(
-            f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): its "
-            "predictions would be random; fine-tune it first, or pass a run's model folder"
-        )
+    if missing := sorted(loading["missing_keys"]):
+        what, remedy = "trained classification head", "fine-tune it first, or pass a run's model folder"
+        if all(key.startswith(f"{model.base_model_prefix}.") for key in missing):
+            what, remedy = "weights for its config.json", "a recipe that changes layers changes `model.config`, too"
+        raise UserError(f"{name} has no {what} ({listing(missing, 2)} missing): predictions would be random; {remedy}")
     configure_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
     read_first_token_only(model)

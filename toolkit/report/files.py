@@ -336,7 +336,7 @@ def run_config(folder: Path) -> dict[str, Any]:
 
 def architecture(model_folder: Path) -> str:
     """The class in a saved model's config.json; "" if it cannot load the weights: a model that is not of
-    transformers, or whose head the recipe replaced."""
+    transformers, or whose head or layers the recipe replaced."""
     path = model_folder / "config.json"
     if not path.is_file():
         return ""

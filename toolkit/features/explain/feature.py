@@ -21,7 +21,9 @@ class ExplainFeature(Feature):
             )  # fmt: skip
 
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
-        if data is None or not data.facts.get("labels"):
+        from toolkit.report.files import architecture
+
+        if data is None or not data.facts.get("labels") or not architecture(folder / "model"):
             return ()
         run = shlex.quote(str(folder))
         return [f"  toolkit report {run} --explain 5   shows which words led to the worst mistakes"]
