@@ -220,6 +220,8 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     model, loading = from_pretrained(AutoModelForSequenceClassification, name, config)
     if missing := sorted(loading["missing_keys"]):
         what, remedy = "trained classification head", "fine-tune it first, or pass a run's model folder"
+        if others := listing(sorted(loading["unexpected_keys"]), 2):
+            remedy = f"a recipe that changed the model saved {others} instead: load it with that recipe's class"
         if all(key.startswith(f"{model.base_model_prefix}.") for key in missing):
             what, remedy = "weights for its config.json", "a recipe that changes layers changes `model.config`, too"
         raise UserError(f"{name} has no {what} ({listing(missing, 2)} missing): predictions would be random; {remedy}")
