@@ -104,7 +104,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
                    "seq_classif_dropout": 0.3},
     "modernbert": SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
                            "sep_token_id": 2, "mlp_dropout": 0.3},
-    "gpt2": {"n_embd": 24, "n_head": 2, "n_layer": 2, "vocab_size": 30, "pad_token_id": 0},
 }  # fmt: skip
 
 
@@ -217,6 +216,12 @@ def test_loading_prints_nothing(
     load(tmp_path, FIVE)
     assert capfd.readouterr() == ("", "")
     assert caplog.messages == []
+
+
+def test_dropout_under_gpt2s_names() -> None:
+    config = AutoConfig.for_model("gpt2")
+    set_dropout(config, 0.3)
+    assert (config.resid_pdrop, config.embd_pdrop, config.attn_pdrop) == (0.3, 0.3, 0.3)
 
 
 def test_models_that_need_an_end_or_ignore_padding(tmp_path: Path) -> None:

@@ -117,8 +117,10 @@ def _check_checksums_exist(settings: ConvertSettings, tensors: Iterable[TensorIn
     members = {span.member for tensor in tensors for span in tensor.spans}
     files = sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
     if files and not settings.without_checksums:
-        fault = f"{listing(files, 3)} was saved without checksums: damage in it cannot be detected"
-        raise UserError(f"{fault}; pass --without_checksums to convert it nevertheless")
+        raise UserError(
+            f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options): damage in it "
+            "cannot be detected; pass --without_checksums to convert it nevertheless"
+        )
 
 
 def _check_output(settings: ConvertSettings) -> None:
