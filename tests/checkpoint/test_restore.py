@@ -155,7 +155,7 @@ def test_different_steps_are_restored_but_not_under_zero(tmp_path: Path) -> None
     assert (steps["scalar"], steps["brief"]) == (1.0, 3.0)
     # ZeRO has one count
     message = refused(Flattened(trained(2)), reader)
-    assert "scalar and brief have another step (1.0 and 3.0), and ZeRO has one for both" in message
+    assert "scalar and brief differ in step (1.0 and 3.0), and ZeRO has one for both" in message
 
 
 class Flattened(LiveState):

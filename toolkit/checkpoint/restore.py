@@ -144,7 +144,7 @@ def _check_equal_steps(reader: CheckpointReader, names: list[str]) -> None:
         other, expected = first = first or (name, values)
         for key in {**expected, **values}:
             if (one := expected.get(key, "none")) != (two := values.get(key, "none")):
-                fault = f"{other} and {name} have another {key} ({one} and {two}), and ZeRO has one for both"
+                fault = f"{other} and {name} differ in {key} ({one} and {two}), and ZeRO has one for both"
                 raise UserError(f"{reader.path}: {fault}: resume with one process or DDP")
 
 
