@@ -7,7 +7,9 @@ The same Chinese BERT (demo:m3e-small, 4 layers, with a new head tied to its emb
 texts, global batch, learning rate and share of masked tokens; bf16 unless --fp32 is set. Contestants:
 
     ours     recipes/pretrain.py
-    trainer  Trainer with DataCollatorForLanguageModeling at its best: by length, fused AdamW, no logging
+    trainer  Trainer with DataCollatorForLanguageModeling, tuned: by length, fused AdamW, no logging
+    small    the same in micro-batches of 2048 tokens with gradient accumulation, as ours has them on a CPU;
+             transformers 5.23 multiplies its loss and gradient by their number (#47688)
 
 Each run is a new process, and they take turns; ratios are within a round. The first 4 steps are not timed. Memory is
 what training adds to the resident size (on a GPU: what it allocates), and the total. Needs
@@ -83,7 +85,12 @@ def ours(settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def trainer(settings: dict[str, Any]) -> dict[str, Any]:
+def small_batches_trainer(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same in micro-batches of at most 2048 tokens."""
+    return trainer(settings, 2048 // settings["max_length"])
+
+
+def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[str, Any]:
     """Trainer on the same tokens."""
     import torch
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
@@ -129,14 +136,17 @@ def trainer(settings: dict[str, Any]) -> dict[str, Any]:
             numbers["tokens"] = numbers["all"] - numbers["before"]
             numbers["peak"] = peak_memory_bytes(device)
 
+    batch = settings["global_batch_size"]
     arguments = TrainingArguments(
         settings["output_dir"], max_steps=settings["max_steps"], learning_rate=settings["learning_rate"],
-        per_device_train_batch_size=settings["global_batch_size"], weight_decay=settings["weight_decay"],
+        per_device_train_batch_size=micro_batch or batch, gradient_accumulation_steps=batch // (micro_batch or batch),
+        weight_decay=settings["weight_decay"],
         bf16=settings["mixed_precision"] == "bf16", train_sampling_strategy="group_by_length", save_strategy="no",
         optim="adamw_torch_fused", logging_strategy="no", logging_nan_inf_filter=False, report_to="none", seed=42,
         disable_tqdm=True, use_cpu=device.type == "cpu", dataloader_num_workers=0)  # fmt: skip
     result = Trainer(model, arguments, collate, items, callbacks=[Timed()]).train()
-    return numbers | {"loss": result.training_loss, "padding": 1 - numbers["all"] / numbers["computed"]}
+    loss = result.training_loss / arguments.gradient_accumulation_steps  # multiplied by them: transformers#47688
+    return numbers | {"loss": loss, "padding": 1 - numbers["all"] / numbers["computed"]}
 
 
 def packing(settings: dict[str, Any]) -> dict[str, Any]:
@@ -248,16 +258,16 @@ def main() -> None:
     precision = "no" if options.fp32 else "bf16"
     if options.worker:
         name, length, folder = options.worker
-        result = {"ours": ours, "trainer": trainer, "packing": packing}[name](
-            settings_of(folder, options.steps, int(length), precision)
-        )
+        workers = {"ours": ours, "trainer": trainer, "small": small_batches_trainer, "packing": packing}
+        result = workers[name](settings_of(folder, options.steps, int(length), precision))
         print(json.dumps(result))
         return
     head = ["texts", "contestant", "tokens/s", "tokens per CPU second", "peak, added by the training", "peak, whole",
-            "padding", "loss", "tokens/s, ours / Trainer", "by CPU second", "memory, Trainer / ours"]  # fmt: skip
+            "padding", "loss", "tokens/s, ours / this", "by CPU second", "memory added, this / ours",
+            "whole"]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for length in options.lengths:
-        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trainer": []}
+        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trainer": [], "small": []}
         for _ in range(options.rounds):
             for name, done in runs.items():
                 done.append(spawn(name, length, options))
@@ -267,12 +277,13 @@ def main() -> None:
                     [run["tokens"] / run["seconds"] for run in done], [run["tokens"] / run["cpu"] for run in done],
                     [(run["peak"] - run["base"]) / 2**20 for run in done], [run["peak"] / 2**20 for run in done])
             )  # fmt: skip
-            ratios = ["", "", ""]
-            if name == "ours":
-                pairs = list(zip(runs["ours"], runs["trainer"], strict=True))
+            ratios = ["", "", "", ""]
+            if name != "ours":
+                pairs = list(zip(runs["ours"], done, strict=True))
                 ratios = [spread([a["tokens"] / a["seconds"] * b["seconds"] / b["tokens"] for a, b in pairs]),
                           spread([a["tokens"] / a["cpu"] * b["cpu"] / b["tokens"] for a, b in pairs]),
-                          spread([(b["peak"] - b["base"]) / (a["peak"] - a["base"]) for a, b in pairs])]  # fmt: skip
+                          spread([(b["peak"] - b["base"]) / (a["peak"] - a["base"]) for a, b in pairs]),
+                          spread([b["peak"] / a["peak"] for a, b in pairs])]  # fmt: skip
             lines.append(
                 f"| {TEXTS[length][0]}, {length} | {name} | {rate:,.0f} | {work:,.0f} | {added:,.0f} MiB | "
                 f"{whole:,.0f} MiB | {done[0]['padding']:.1%} | {done[0]['loss']:.3f} | {' | '.join(ratios)} |"

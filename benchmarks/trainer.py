@@ -11,6 +11,8 @@ with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` this CPU computes like a
     ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
     tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
              no logging, evaluation batches of 64 by length
+    small    as tuned, in micro-batches of 2048 tokens with gradient accumulation, as ours has them on a CPU; evaluation
+             batches likewise. transformers 5.23 multiplies its loss and gradient by their number (#47688)
     plain    Trainer as in most scripts: every text padded to 128, fp32, defaults (evaluation batches of 8)
 
 Each run is a new process with its own memory, and the contestants take turns, so that other jobs on the machine slow
@@ -41,7 +43,7 @@ from machine import hardware
 
 # Nothing heavy is imported here: Linux lets a child's ru_maxrss start at its parent's resident size.
 
-CONTESTANTS = ("ours", "tuned", "plain")
+CONTESTANTS = ("ours", "tuned", "small", "plain")
 TASKS = ("train", "evaluate")
 SEED = 42
 JOB = {"model_name_or_path": "demo:minilm", "learning_rate": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.01,
@@ -219,15 +221,24 @@ def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     return {"loss": result.numbers["loss"], "accuracy": result.numbers["accuracy"]}
 
 
-def tuned_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
+def small_batches_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
+    """The same in micro-batches of at most 2048 tokens."""
+    size = min(job.settings.training.global_batch_size, 2048 // job.data.max_length)
+    return tuned_trainer(job, task, clock, size)
+
+
+def tuned_trainer(job: Job, task: str, clock: Clock, micro_batch: int | None = None) -> dict[str, Any]:
     """Trainer with the settings that its documentation recommends for speed, and samples as lists in memory."""
     from transformers import DataCollatorWithPadding
 
+    batch = job.settings.training.global_batch_size
     options = {
         "bf16": JOB["mixed_precision"] == "bf16",
         "train_sampling_strategy": "group_by_length",
         "optim": "adamw_torch_fused",
-        "per_device_eval_batch_size": 64,
+        "per_device_train_batch_size": micro_batch or batch,
+        "gradient_accumulation_steps": batch // (micro_batch or batch),
+        "per_device_eval_batch_size": micro_batch or 64,
         "logging_strategy": "no",
         "logging_nan_inf_filter": False,
     }
@@ -245,7 +256,8 @@ def plain_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
         return datasets.Dataset.from_dict(dict(features))
 
     splits = [padded(split) for split in (job.data.train, job.data.validation)]
-    return _run_trainer(job, task, clock, {}, splits, default_data_collator)
+    batch = {"per_device_train_batch_size": job.settings.training.global_batch_size}
+    return _run_trainer(job, task, clock, batch, splits, default_data_collator)
 
 
 def _items(split: Any) -> list[dict[str, Any]]:
@@ -279,7 +291,6 @@ def _run_trainer(
     arguments = TrainingArguments(
         training.output_dir,
         max_steps=training.max_steps,
-        per_device_train_batch_size=training.global_batch_size,
         learning_rate=training.learning_rate,
         warmup_steps=training.warmup_ratio,  # below 1 it is a ratio
         weight_decay=training.weight_decay,
@@ -296,7 +307,8 @@ def _run_trainer(
     )  # fmt: skip
     if task == "train":
         result = trainer.train()
-        return {"loss": result.training_loss, "steps": result.global_step}
+        # transformers 5.23 multiplies it by the micro-batches (#47688)
+        return {"loss": result.training_loss / arguments.gradient_accumulation_steps, "steps": result.global_step}
     warm_up(job.model.to(arguments.device), arguments.bf16)
     clock.start()
     numbers = trainer.evaluate()
@@ -316,7 +328,7 @@ def _trainer_metrics(outputs: Any) -> dict[str, float]:
 
 def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any]:
     """One contestant's run in this process -> its measurements."""
-    contenders = {"ours": ours, "tuned": tuned_trainer, "plain": plain_trainer}
+    contenders = {"ours": ours, "tuned": tuned_trainer, "small": small_batches_trainer, "plain": plain_trainer}
     with tempfile.TemporaryDirectory() as output_dir:
         settings = make_settings(f"{output_dir}/run", samples, length)
         if contestant == "prepare":  # fills the cache of tokens
