@@ -137,9 +137,10 @@ def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[st
             numbers["peak"] = peak_memory_bytes(device)
 
     batch = settings["global_batch_size"]
+    size = micro_batch or batch
     arguments = TrainingArguments(
         settings["output_dir"], max_steps=settings["max_steps"], learning_rate=settings["learning_rate"],
-        per_device_train_batch_size=micro_batch or batch, gradient_accumulation_steps=batch // (micro_batch or batch),
+        per_device_train_batch_size=size, gradient_accumulation_steps=batch // size,
         weight_decay=settings["weight_decay"],
         bf16=settings["mixed_precision"] == "bf16", train_sampling_strategy="group_by_length", save_strategy="no",
         optim="adamw_torch_fused", logging_strategy="no", logging_nan_inf_filter=False, report_to="none", seed=42,

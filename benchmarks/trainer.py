@@ -9,7 +9,7 @@ of at most 512 in batches of 16 (demo:imdb). `TRAINER_PRECISION=no` computes in 
 with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` this CPU computes like an older one. Contestants:
 
     ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
-    tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
+    tuned    Trainer, the batch at once: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
              no logging, evaluation batches of 64 by length
     small    as tuned, in micro-batches of 2048 tokens with gradient accumulation, as ours has them on a CPU; evaluation
              batches likewise. transformers 5.23 multiplies its loss and gradient by their number (#47688)
@@ -232,12 +232,13 @@ def tuned_trainer(job: Job, task: str, clock: Clock, micro_batch: int | None = N
     from transformers import DataCollatorWithPadding
 
     batch = job.settings.training.global_batch_size
+    size = micro_batch or batch
     options = {
         "bf16": JOB["mixed_precision"] == "bf16",
         "train_sampling_strategy": "group_by_length",
         "optim": "adamw_torch_fused",
-        "per_device_train_batch_size": micro_batch or batch,
-        "gradient_accumulation_steps": batch // (micro_batch or batch),
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": batch // size,
         "per_device_eval_batch_size": micro_batch or 64,
         "logging_strategy": "no",
         "logging_nan_inf_filter": False,
