@@ -11,7 +11,8 @@ the lengths of real reviews. bf16 unless stated otherwise.
     compiled  the same with --torch_compile
     rows      the same with --padding_free (attention itself padded: torch's kernel for rows has no dropout)
     ours0     as ours, without dropout of attention; rows0: rows likewise, by that kernel
-    tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging
+    tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging, four worker
+              processes for batches, torch's own attention kernels instead of cuDNN's
     plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
 Each run is a process of its own, and the contestants take turns. The second epoch of training is timed (of `plain`,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import resource
@@ -229,6 +230,7 @@ def small_batches_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 
 def tuned_trainer(job: Job, task: str, clock: Clock, micro_batch: int | None = None) -> dict[str, Any]:
     """Trainer with the settings that its documentation recommends for speed, and samples as lists in memory."""
+    import torch
     from transformers import DataCollatorWithPadding
 
     batch = job.settings.training.global_batch_size
@@ -243,6 +245,12 @@ def tuned_trainer(job: Job, task: str, clock: Clock, micro_batch: int | None = N
         "logging_strategy": "no",
         "logging_nan_inf_filter": False,
     }
+    if torch.cuda.is_available():
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape of a batch
+        # on a CPU they would compete with the computation
+        options |= {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have none
+        multiprocessing.set_start_method("fork", force=True)  # as in a script; processes.py uses another
     splits = [_items(split) for split in (job.data.train, job.data.validation)]
     return _run_trainer(job, task, clock, options, splits, DataCollatorWithPadding(job.tokenizer))
 

@@ -160,8 +160,8 @@ def _has_foreign_hooks(module: Any) -> bool:
 @torch.no_grad()
 def _logits_of_probe(model: Any) -> Tensor:
     """Logits of two short samples, one of them padded, without dropout or random numbers."""
-    training, ids = model.training, torch.arange(2, 10).view(2, 4)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    training, ids = model.training, torch.arange(2, 10, device=model.device).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=model.device)
     logits: Tensor = model.eval()(input_ids=ids, attention_mask=mask).logits
     model.train(training)
     return logits
