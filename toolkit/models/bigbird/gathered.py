@@ -22,7 +22,8 @@ from toolkit.errors import UserError
 from toolkit.models.attention import head_groups, like_projection, refuse_second_derivatives, transforms_active
 from toolkit.models.bigbird.plan import Pattern, tables
 
-# query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache
+# query blocks per group: 4 heads at 4096 tokens, whose keys and values fit a CPU's cache. A GPU takes 16: it waits for
+# the CPU, which starts over 300 kernels per group and training step.
 _BLOCKS = 256
 _tables = torch.compiler.disable(tables)  # a graph would contain the random blocks of one pattern
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -117,7 +118,7 @@ class _Sparse(torch.autograd.Function):
         # of logarithms, merged outputs and sums of gradients: bfloat16 is too coarse for 64 terms
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
         logs = query.new_empty(samples, heads, length, dtype=sum_dtype)
-        for group in head_groups(samples, heads, _BLOCKS // (length // block)):
+        for group in head_groups(samples, heads, _at_once(query, block)):
             q, k, v = (_blocked(x[group], block) for x in (query, key, value))
             out, sums = torch.zeros_like(q, dtype=logs.dtype), logs.new_full(q.shape[:3], -torch.inf)
             group_bias = _bias_of(bias, group, block)
@@ -135,8 +136,8 @@ class _Sparse(torch.autograd.Function):
         refuse_second_derivatives()
         query, key, value, bias, second, random, context, logs = ctx.saved_tensors
         grads = [like_projection(query) for _ in range(3)]
-        samples, heads, length, _ = query.shape
-        for group in head_groups(samples, heads, _BLOCKS // (length // ctx.block)):
+        samples, heads = query.shape[:2]
+        for group in head_groups(samples, heads, _at_once(query, ctx.block)):
             g, q, k, v, out = (_blocked(x[group], ctx.block) for x in (grad, query, key, value, context))
             sums = logs[group].flatten(0, 1).unflatten(1, (-1, ctx.block))
             totals = [torch.zeros_like(q, dtype=logs.dtype) for _ in range(3)]
@@ -151,6 +152,11 @@ class _Sparse(torch.autograd.Function):
             for whole, total in zip(grads, totals, strict=True):
                 whole[group].copy_(total.view(whole[group].shape))
         return *grads, None, None, None, None
+
+
+def _at_once(query: Tensor, block: int) -> int:
+    """Heads of a group, for queries (B, nh, S, hs)."""
+    return (_BLOCKS if query.device.type == "cpu" else 4 * _BLOCKS) // (query.shape[2] // block)
 
 
 def _blocked(x: Tensor, block: int) -> Tensor:
