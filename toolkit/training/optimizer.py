@@ -30,6 +30,9 @@ DISTANCE = "layers_from_head"
 HIDDEN = "hidden_matrices"
 """Key of a parameter group: whether Muon trains it."""
 
+# parameters that Lion updates together: a GPU needs few kernels, and little memory for their directions
+_AT_ONCE = 32
+
 
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"), which PyTorch does not have: updates
@@ -44,15 +47,18 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                direction = state["exp_avg"].lerp(parameter.grad, 1 - beta1).sign()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
-                state["exp_avg"].lerp_(parameter.grad, 1 - beta2)
+            trained = [each for each in group["params"] if each.grad is not None]
+            for each in trained:
+                if "exp_avg" not in self.state[each]:
+                    self.state[each]["exp_avg"] = torch.zeros_like(each)
+            for start in range(0, len(trained), _AT_ONCE):
+                some = trained[start : start + _AT_ONCE]
+                moments, grads = [self.state[each]["exp_avg"] for each in some], [each.grad for each in some]
+                directions = torch._foreach_lerp(moments, grads, 1 - beta1)
+                torch._foreach_sign_(directions)
+                torch._foreach_mul_(some, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(some, directions, alpha=-group["lr"])
+                torch._foreach_lerp_(moments, grads, 1 - beta2)
         return closure and closure()
 
 
