@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -61,6 +62,8 @@ def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
     """Writes the model as its pretrained class is saved, with the tokenizer trained on `texts`."""
     architecture = ARCHITECTURES[name]
     tokenizer = make_tokenizer(architecture.tokenizer, texts)
+    if not hasattr(transformers, architecture.pretrained) and transformers.__version__ < "5.20":
+        pytest.skip(f"needs transformers 5.20 for {name}")
     kind = getattr(transformers, architecture.pretrained)
     special = () if architecture.tokenizer == "causal" else ("pad", "bos", "eos", "cls", "sep")
     ids = {f"{which}_token_id": getattr(tokenizer, f"{which}_token_id") for which in special}

@@ -178,13 +178,16 @@ def quiet_transformers() -> Iterator[None]:
 @contextlib.contextmanager
 def whole_weights() -> Iterator[None]:
     """Disables ZeRO-3's sharding while a model is loaded: a head initialised shard by shard would depend on the number
-    of processes."""
+    of processes. And FSDP's loading in one process only: up to transformers 5.22 the others' weights are zeros."""
     reference = require(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers")
     transformers_deepspeed.unset_hf_deepspeed_config()
+    in_one = os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
     try:
         yield
     finally:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
+        if in_one is not None:
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = in_one
 
 
 def _refuse_wrong_folder(name: str) -> None:

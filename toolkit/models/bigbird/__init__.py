@@ -67,5 +67,7 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
         # record hidden states and read the config
         part.__class__ = BigBirdModel if part is encoder else SparseAttention
         part.fast_attention = attention
-    # transformers registers a class for recording hidden states when it creates an instance
-    require(output_capturing, "_CAN_RECORD_REGISTRY", "transformers")[encoder] = encoder._can_record_outputs
+    # transformers registers a class for recording hidden states when it creates an instance, by this key; from 5.23 on
+    # the registry makes it of the model itself
+    registry = require(output_capturing, "_CAN_RECORD_REGISTRY", "transformers")
+    dict.__setitem__(registry, str(type(encoder)), encoder._can_record_outputs)
