@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from toolkit.errors import UserError, first_line
-from toolkit.utils.extras import require_extra
+from toolkit.utils.extras import no_statistics, require_extra
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
 """File names of graphs, as in optimum and text-embeddings-inference."""
@@ -54,7 +54,8 @@ class ExportedClassifier(torch.nn.Module):
 
 
 def _openvino(path: Path) -> tuple[list[str], Compute]:
-    import openvino
+    with no_statistics():
+        import openvino
 
     threads = torch.get_num_threads()
     streams = min(2, threads)  # two halves of a batch in parallel are faster than the batch on all cores

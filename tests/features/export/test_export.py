@@ -97,6 +97,7 @@ def test_any_number_of_rows(to: str, exported: Any) -> None:
 
 def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CI", "true")  # or openvino sends usage statistics
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     script, diff = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "diff"))
     for to in ("openvino", "onnx"):
@@ -111,8 +112,16 @@ def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.Monk
         assert script_names["answers"] == [line["prediction"] for line in expected]
 
 
-def test_what_servers_need(exported: Any) -> None:
+def test_no_usage_statistics(exported: Any, bare: Path, tmp_path: Path) -> None:
+    """openvino gives itself an id in `intel` before it sends the first."""
+    words = ["predict", exported["openvino", True][0], bare, "--output", tmp_path / "out.jsonl"]
+    start(["toolkit", *words], env={"HOME": str(tmp_path)}).succeeded()
+    assert not (tmp_path / "intel").exists()
+
+
+def test_what_servers_need(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """text-embeddings-inference's router with its ONNX Runtime backend, and OpenVINO."""
+    monkeypatch.setenv("CI", "true")  # or openvino sends usage statistics
     import onnxruntime
     import openvino
 

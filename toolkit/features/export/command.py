@@ -15,7 +15,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, training_quoting, training_run
 from toolkit.models.exported import FILES, INPUTS, export_format
 from toolkit.pretrained import quiet_transformers
-from toolkit.utils.extras import require_extra
+from toolkit.utils.extras import no_statistics, require_extra
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
 
@@ -258,10 +257,9 @@ def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the converters, and turns off the usage statistics that openvino and nncf would send."""
+    """Silences the converters."""
     logging.getLogger("nncf").setLevel(logging.ERROR)
-    no_statistics = mock.patch.dict(os.environ, {"CI": "true", "NNCF_CI": "1"})
-    with no_statistics, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with no_statistics(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
