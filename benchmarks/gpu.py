@@ -13,6 +13,7 @@ the lengths of real reviews. bf16 unless stated otherwise.
     ours0     as ours, without dropout of attention; rows0: rows likewise, by that kernel
     tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging, four worker
               processes for batches, torch's own attention kernels instead of cuDNN's
+    cudnn     the same with cuDNN's attention, torch's default on recent GPUs
     plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
 Each run is a process of its own, and the contestants take turns. The second epoch of training is timed (of `plain`,
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import statistics
@@ -56,8 +58,8 @@ PARTS = {"epoch": None, "base-reviews": ("BERT-base", "real reviews"), "bigbird"
          "base-512": ("BERT-base", "512 tokens"), "large-reviews": ("BERT-large", "real reviews"),
          "large-512": ("BERT-large", "512 tokens")}  # fmt: skip
 MOST_SECONDS = 900  # of one run
-TASKS = (("train", ["ours", "tuned", "rows0", "ours0", "compiled", "rows", "plain"]),
-         ("evaluate", ["ours", "tuned", "rows"]))  # fmt: skip
+TASKS = (("train", ["ours", "tuned", "rows0", "ours0", "compiled", "rows", "cudnn", "plain"]),
+         ("evaluate", ["ours", "tuned", "rows", "cudnn"]))  # fmt: skip
 
 
 def main() -> None:
@@ -205,7 +207,9 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
     clock = trainer.Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # Trainer prints its results
         job = job_of(spec, folder)
-        contestant = {"tuned": trainer.tuned_trainer, "plain": trainer.plain_trainer}.get(spec["who"], trainer.ours)
+        theirs = {"tuned": trainer.tuned_trainer, "cudnn": functools.partial(trainer.tuned_trainer, cudnn=True),
+                  "plain": trainer.plain_trainer}  # fmt: skip
+        contestant = theirs.get(spec["who"], trainer.ours)
         result = contestant(job, spec["task"], clock)
     split = job.data.train if spec["task"] == "train" else job.data.validation
     count = training_flops(job.model)
@@ -295,7 +299,7 @@ def model_of(spec: dict[str, Any]) -> Any:
     config = BertConfig(**SHAPES[spec["model"]], vocab_size=VOCABULARY)
     config.attention_probs_dropout_prob *= not spec["who"].endswith("0")
     model = BertForSequenceClassification(config)
-    if spec["who"] not in ("tuned", "plain"):
+    if spec["who"] not in ("tuned", "cudnn", "plain"):
         choose_attention(model, None)
         freeze_unused(model)
         read_first_token_only(model)

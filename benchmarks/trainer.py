@@ -228,8 +228,11 @@ def small_batches_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
     return tuned_trainer(job, task, clock, size)
 
 
-def tuned_trainer(job: Job, task: str, clock: Clock, micro_batch: int | None = None) -> dict[str, Any]:
-    """Trainer with the settings that its documentation recommends for speed, and samples as lists in memory."""
+def tuned_trainer(
+    job: Job, task: str, clock: Clock, micro_batch: int | None = None, cudnn: bool = False
+) -> dict[str, Any]:
+    """Trainer with the settings that its documentation recommends for speed, and samples as lists in memory. `cudnn`:
+    with torch's default on a GPU, cuDNN's attention, which makes a plan for each new shape of a batch."""
     import torch
     from transformers import DataCollatorWithPadding
 
@@ -246,7 +249,7 @@ def tuned_trainer(job: Job, task: str, clock: Clock, micro_batch: int | None = N
         "logging_nan_inf_filter": False,
     }
     if torch.cuda.is_available():
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape of a batch
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         # on a CPU they would compete with the computation
         options |= {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # or it may have none

@@ -16,7 +16,8 @@ def test_every_part_of_the_page(device: str) -> None:
         pytest.skip("no GPU here (torch.cuda.is_available() is false)")
     done = start([sys.executable, "benchmarks/gpu.py", "--tiny", "--device", device], 500).succeeded()
     rows = re.findall(r"^\| (\w+) \| [\d.]+ \| \d+ \| \d+ \| \S+ \| [\d.]+ \| [\d.]+ \|$", done.out, re.MULTILINE)
-    trained, evaluated = ["ours", "tuned", "rows0", "ours0", "rows", "plain"], ["ours", "tuned", "rows"]
+    trained = ["ours", "tuned", "rows0", "ours0", "rows", "cudnn", "plain"]
+    evaluated = ["ours", "tuned", "rows", "cudnn"]
     assert rows == ["ours", *[*trained, *evaluated] * 2], done.out
     attentions = re.findall(
         r"^\| (\w+)(?:, freed memory kept)? \| [\d.]+ \| \d+ \| \d+ \| [\d.]+x ", done.out, re.MULTILINE
