@@ -147,7 +147,7 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
     """TF32 for the fp32 products and convolutions of a bf16 or fp16 run on a GPU; nowhere else.
 
     Torch's own attention kernels, not cuDNN's, which make a plan for each new shape of a batch, and with a single shape
-    took 0.98 of the time on an H100. With texts of up to 512 tokens Trainer took 2.7 times as long with cuDNN's (H200).
+    took 0.98 of the time on an H100. With texts of up to 512 tokens Trainer took about 2.7 times as long with cuDNN's.
     """
     import torch
 
