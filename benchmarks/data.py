@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from machine import processor
+from machine import processor, write_page
 
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Collator, GlobalBatches, micro_batches
@@ -237,7 +237,7 @@ def main() -> None:
     ]  # fmt: skip
     if not options.rows or not options.steps:
         return
-    RESULTS.write_text("\n".join(text), encoding="utf-8")
+    write_page(RESULTS, "\n".join(text))
 
 
 if __name__ == "__main__":

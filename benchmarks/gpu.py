@@ -39,8 +39,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import contestants
 import processes
-import trainer
 from machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,12 +204,12 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
 
     from toolkit.training.mfu import training_flops
 
-    clock = trainer.Clock()
+    clock = contestants.Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # Trainer prints its results
         job = job_of(spec, folder)
-        theirs = {"tuned": trainer.tuned_trainer, "cudnn": functools.partial(trainer.tuned_trainer, cudnn=True),
-                  "plain": trainer.plain_trainer}  # fmt: skip
-        contestant = theirs.get(spec["who"], trainer.ours)
+        theirs = {"tuned": contestants.tuned_trainer, "cudnn": functools.partial(contestants.tuned_trainer, cudnn=True),
+                  "plain": contestants.plain_trainer}  # fmt: skip
+        contestant = theirs.get(spec["who"], contestants.ours)
         result = contestant(job, spec["task"], clock)
     split = job.data.train if spec["task"] == "train" else job.data.validation
     count = training_flops(job.model)
@@ -244,7 +244,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
         "model_name_or_path": "random", "max_length": longest, "output_dir": f"{folder}/run",
         "max_steps": warm_steps + steps,
         "global_batch_size": batch, "per_device_batch_size": batch, "per_device_eval_batch_size": batch,
-        "learning_rate": 1e-5, "warmup_ratio": 0.1, "mixed_precision": "bf16", "seed": trainer.SEED,
+        "learning_rate": 1e-5, "warmup_ratio": 0.1, "mixed_precision": "bf16", "seed": contestants.SEED,
         "report_to": "none", "eval_every": 10**6, "torch_compile": spec["who"] == "compiled",
         "padding_free": spec["who"].startswith("rows"),
     })  # fmt: skip
@@ -255,7 +255,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
     data = add_collator(
         settings, Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
     )
-    job = trainer.Job(settings, tokenizer_of(), data, model_of(spec), warm_steps)
+    job = contestants.Job(settings, tokenizer_of(), data, model_of(spec), warm_steps)
     return job if spec["task"] == "train" else dataclasses.replace(job, warm_steps=0)
 
 
@@ -295,7 +295,7 @@ def model_of(spec: dict[str, Any]) -> Any:
     from toolkit.models.classifier import choose_attention, freeze_unused
     from toolkit.models.first_token import read_first_token_only
 
-    torch.manual_seed(trainer.SEED)
+    torch.manual_seed(contestants.SEED)
     config = BertConfig(**SHAPES[spec["model"]], vocab_size=VOCABULARY)
     config.attention_probs_dropout_prob *= not spec["who"].endswith("0")
     model = BertForSequenceClassification(config)

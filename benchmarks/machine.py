@@ -1,4 +1,4 @@
-"""The machine that a page was measured on."""
+"""The machine that a page was measured on, and the page."""
 
 from __future__ import annotations
 
@@ -37,3 +37,13 @@ def hardware() -> str:
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     gpu = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return ", ".join(filter(None, [processor(), gpu.stdout.strip()]))
+
+
+BY_HAND = "<!-- below: measured by hand -->\n"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Replaces a page, except what follows the line BY_HAND."""
+    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    _, mark, rest = before.partition(BY_HAND)
+    path.write_text("\n".join([text, mark + rest]) if mark else text, encoding="utf-8")

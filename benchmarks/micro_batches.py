@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import processor
+from machine import processor, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "micro_batches.md"
@@ -58,7 +58,7 @@ def main() -> None:
             print(lines[-1], flush=True)
     if options.write:
         note = f"`python benchmarks/micro_batches.py --write`: {processor()}, {date.today()}."
-        PAGE.write_text("\n".join(["# Micro-batches on a CPU", "", note, "", *head, *lines]) + "\n", encoding="utf-8")
+        write_page(PAGE, "\n".join(["# Micro-batches on a CPU", "", note, "", *head, *lines]) + "\n")
 
 
 def one(trains: bool, length: int, texts: int, size: int) -> tuple[float, float]:

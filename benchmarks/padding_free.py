@@ -33,6 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import contestants
 import trainer
 from machine import hardware
 
@@ -67,15 +68,17 @@ def work(case: dict[str, Any]) -> dict[str, float]:
     name, samples, steps = DATA[case["length"]]
     with tempfile.TemporaryDirectory() as folder:
         settings = build(TaskSettings, {
-            **trainer.JOB, "dataset_name": name, "max_length": int(case["length"]), "output_dir": f"{folder}/run",
+            **contestants.JOB, "dataset_name": name, "max_length": int(case["length"]), "output_dir": f"{folder}/run",
             "max_steps": steps + WARM, "mixed_precision": case["precision"], "group_by_length": case["sorted"],
             "padding_free": case["who"] != "padded", "report_to": "none",
             "per_device_batch_size": 32 if case["length"] == "128" else 16,
             "max_eval_samples": 2 * steps * GLOBAL_BATCH, "global_batch_size": GLOBAL_BATCH,
         })  # fmt: skip
-        job, clock = trainer.load_job(settings, samples), trainer.Clock()
+        job, clock = contestants.load_job(settings, samples), contestants.Clock()
         warm = WARM if case["task"] == "train" else 0
-        result = trainer.ours(trainer.Job(settings, job.tokenizer, job.data, job.model, warm), case["task"], clock)
+        result = contestants.ours(
+            contestants.Job(settings, job.tokenizer, job.data, job.model, warm), case["task"], clock
+        )
     return {"wall": clock.wall, "cpu": clock.cpu, "loss": result["loss"]}
 
 

@@ -34,7 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import trainer
+import contestants
 from machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,10 +161,10 @@ def _texts(file: str) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
 
 
-def pipeline(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[str]]:
+def pipeline(who: str, folder: str, file: str) -> tuple[contestants.Clock, float, list[str]]:
     import transformers
 
-    texts, clock, answers, first = _texts(file), trainer.Clock(), [], 0.0
+    texts, clock, answers, first = _texts(file), contestants.Clock(), [], 0.0
     clock.start()
     classify = transformers.pipeline("text-classification", model=folder, batch_size=64, device="cpu")
     for answer in classify((text for text in texts), truncation=True):
@@ -174,7 +174,7 @@ def pipeline(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, li
     return clock, first, answers
 
 
-def plain_trainer(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[str]]:
+def plain_trainer(who: str, folder: str, file: str) -> tuple[contestants.Clock, float, list[str]]:
     from transformers import (
         AutoModelForSequenceClassification,
         AutoTokenizer,
@@ -183,7 +183,7 @@ def plain_trainer(who: str, folder: str, file: str) -> tuple[trainer.Clock, floa
         TrainingArguments,
     )
 
-    tokenizer, clock = AutoTokenizer.from_pretrained(folder), trainer.Clock()
+    tokenizer, clock = AutoTokenizer.from_pretrained(folder), contestants.Clock()
     encoded = tokenizer(_texts(file), truncation=True)
     samples = [{name: encoded[name][index] for name in encoded} for index in range(len(encoded["input_ids"]))]
     with tempfile.TemporaryDirectory() as out:
@@ -196,12 +196,12 @@ def plain_trainer(who: str, folder: str, file: str) -> tuple[trainer.Clock, floa
     return clock, clock.wall, [names[index] for index in output.predictions.argmax(axis=1).tolist()]
 
 
-def ours(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[str]]:
+def ours(who: str, folder: str, file: str) -> tuple[contestants.Clock, float, list[str]]:
     from toolkit.cli import build_parser
     from toolkit.features.predict.command import predict_file
     from toolkit.features.predict.parts import Parts
 
-    clock, written, write = trainer.Clock(), [], Parts.write
+    clock, written, write = contestants.Clock(), [], Parts.write
 
     def timed_write(*arguments: Any) -> None:
         write(*arguments)

@@ -35,7 +35,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import processor
+from machine import processor, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = 4
@@ -311,7 +311,7 @@ def main() -> None:
                 f"{'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
                 "which says what is compared.")  # fmt: skip
         path = ROOT / "benchmarks" / "results" / "pretrain.md"
-        path.write_text(f"# Continued pretraining beside transformers.Trainer\n\n{note}\n\n" + "\n".join(lines) + "\n")
+        write_page(path, f"# Continued pretraining beside transformers.Trainer\n\n{note}\n\n" + "\n".join(lines) + "\n")
 
 
 def spawn(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
