@@ -139,11 +139,11 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
         files: list[FileRows] = []
         schema, rows = widest, 0
         writer: Any = None
-        pending: list[pyarrow.RecordBatch] = []
+        pending: list[pyarrow.Table] = []
         with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
             for path in paths:
                 first_row = rows
-                with text_files.explain_encoding_errors(path, settings.encoding):
+                try:
                     note, batches = _parse(path, settings)
                     files.append((first_row, str(path), note))
                     for batch in batches:
@@ -155,6 +155,8 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                         if sum(part.nbytes for part in pending) >= _WRITTEN_BYTES:
                             _write(writer, pending)
                         rows += batch.num_rows
+                except UnicodeError as error:
+                    raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
                 if rows == first_row:
                     raise UserError(f"{path} has {'a header and ' * (format_of(path) in ('.csv', '.tsv'))}no rows")
             _write(writer, pending)
@@ -162,13 +164,13 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
     return files, sink
 
 
-def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
-    """Writes the batches as one, and empties the list."""
+def _write(writer: Any, tables: list[pyarrow.Table]) -> None:
+    """Writes the tables as one batch, and empties the list."""
     import pyarrow
 
-    if batches:
-        writer.write_table(pyarrow.Table.from_batches(batches).combine_chunks())
-        batches.clear()
+    if tables:
+        writer.write_table(pyarrow.concat_tables(tables).combine_chunks())
+        tables.clear()
 
 
 def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
