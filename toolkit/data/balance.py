@@ -47,15 +47,15 @@ def weigh_classes(
         weights = _class_weights(setting, counts, names)
         per_class = weights.astype(np.float32)
         splits = {name: replace(split, weights=per_class[split.labels]) for name, split in splits.items()}
-        lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}")
+        lines.append(f"class weights of the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}")
     if setting := objective.pos_weight:
         positive = _positive_weights(setting, counts, len(train), names).astype(np.float32)
-        lines.append(f"a present label weighs (--pos_weight): {_listed(order, names, positive, '{:.3g}')}")
+        lines.append(f"weights of positive labels (--pos_weight): {_listed(order, names, positive, '{:.3g}')}")
     if objective.sampling:
         share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
         share = share / share.sum()
         splits["train"] = replace(splits["train"], chances=(share / np.maximum(counts, 1))[train.labels])
-        lines.append(f"an epoch draws (--sampling), in %: {_listed(order, names, 100 * share, '{:.3g}')}")
+        lines.append(f"classes of an epoch's rows, in % (--sampling): {_listed(order, names, 100 * share, '{:.3g}')}")
         if objective.class_weights and objective.sampling == "balanced":
             lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
     compensated = objective.class_weights or objective.pos_weight or objective.sampling or objective.loss == "focal"

@@ -150,7 +150,7 @@ def encoding_fault(path: Path, encoding: str) -> str:
             text = replacing.decode(line, final)
             bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
     if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
-        return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
+        return f"{path} is an Excel workbook (or another zip), not text: save it as `CSV UTF-8` there"
     if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return f"{fault}: pass --encoding utf-16"
     other = next((name for name in decoders if name != encoding), None)
