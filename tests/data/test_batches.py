@@ -12,7 +12,7 @@ import torch
 
 from tests.faults import refusal
 from tests.splits import of_lengths
-from toolkit.data.batches import Collator, GlobalBatches, accumulation_of, collator_of, even_width, micro_batches
+from toolkit.data.batches import Collator, GlobalBatches, accumulation_of, collator_of, micro_batches, padded_width
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.features.titles.data import TitleCollator, TitleSplit
 
@@ -199,9 +199,9 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
         inputs = collate(np.array([equal])).inputs
         assert inputs["input_ids"].shape == (1, split.lengths[equal])
         assert "attention_mask" not in inputs
-    assert [even_width(length, 50, None) for length in (1, 8, 41, 49, 50)] == [8, 8, 48, 50, 50]
+    assert [padded_width(length, 50, None) for length in (1, 8, 41, 49, 50)] == [8, 8, 48, 50, 50]
     odd = LengthBuckets(full=33, block=3)
-    assert [even_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [32, 32, 33, 36, 60]
+    assert [padded_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [32, 32, 33, 36, 60]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700])

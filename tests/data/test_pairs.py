@@ -72,7 +72,7 @@ def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any
         (ROWS, {"text_pair": "anwser"}, r"has no column 'anwser' \(did you mean answer\?\).*--text_pair"),
         (ROWS, {"text_pair": "question"}, "--text_pair question is the first text's column too"),
         ([*ROWS, {**ROWS[0], "answer": " "}], {"text_pair": "answer"}, r"'answer' is empty in 1 of 5 rows \(rows 5\)"),
-        (ROWS, {"text_pair": "answer", "max_length": 3}, "--max_length 3 holds no token of a text beside the 3"),
+        (ROWS, {"text_pair": "answer", "max_length": 3}, "--max_length 3 leaves no token for the text"),
     ],
 )
 def test_faults_of_pairs(prepared: Callable[..., Any], rows: Any, given: dict[str, Any], said: str) -> None:

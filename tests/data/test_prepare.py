@@ -349,7 +349,7 @@ def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Prepa
 
 
 @pytest.mark.parametrize("classes", [None, 2, 3, 17])
-def test_what_is_held_back_is_what_scikit_learn_takes(classes: int | None) -> None:
+def test_what_is_held_out_is_what_scikit_learn_takes(classes: int | None) -> None:
     from sklearn.model_selection import train_test_split
 
     for seed in range(60):
@@ -359,9 +359,9 @@ def test_what_is_held_back_is_what_scikit_learn_takes(classes: int | None) -> No
         if strata is not None:  # each class twice at least, and some class ids without rows
             strata = random.permutation(np.concatenate([strata, np.repeat(np.unique(strata), 2)]))
             count = len(strata)
-        held_back = int(random.integers(17, count - 17))
-        _, expected = train_test_split(np.arange(count), test_size=held_back, random_state=seed, stratify=strata)
-        assert sorted(_stratified_sample(strata, count, held_back, seed)) == sorted(expected)
+        held_out = int(random.integers(17, count - 17))
+        _, expected = train_test_split(np.arange(count), test_size=held_out, random_state=seed, stratify=strata)
+        assert sorted(_stratified_sample(strata, count, held_out, seed)) == sorted(expected)
 
 
 # found with the version that knew no other way to choose rows
@@ -369,7 +369,7 @@ HELD_BACK = {1: [5, 9, 10, 11, 22, 24], 42: [5, 6, 12, 15, 24, 29]}
 
 
 @pytest.mark.parametrize("seed", HELD_BACK)
-def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(prepared: Prepare, seed: int) -> None:
+def test_the_rows_that_are_held_out_stay_the_same_from_version_to_version(prepared: Prepare, seed: int) -> None:
     data = prepared(growing(30), validation_split=0.2, seed=seed)
     assert data.validation.rows.tolist() == HELD_BACK[seed]
     assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))

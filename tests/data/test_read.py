@@ -353,6 +353,7 @@ def test_the_same_bytes_in_another_place_and_format(tmp_path: Path) -> None:
     assert [table.rows.column_names for table in (comma, copy, tab)] == [["text\tlabel"]] * 2 + [["text", "label"]]
     assert [table.where(0) for table in (comma, copy, tab)] == [f"{path}, row 1" for path in paths]
     assert comma.digest == copy.digest != tab.digest
+    assert read_file(paths[0], column_names="line").digest != comma.digest  # `line` is a value of --sample_by, too
 
 
 def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path, toolkit_cache: Path) -> None:

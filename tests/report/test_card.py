@@ -121,10 +121,10 @@ def test_no_local_path(tmp_path: Path, exist: bool, monkeypatch: pytest.MonkeyPa
         base.mkdir(parents=True)
         train.touch()
     settings = {"model_name_or_path": str(base), "train_file": str(train)}
-    loaded = card(tmp_path, settings, notes=[f"{train}: 9 of 90 rows are held back"])
+    loaded = card(tmp_path, settings, notes=[f"{train}: 9 of 90 rows are held out"])
     assert loaded.data.base_model is None
     assert "fine-tuned from `my-bert`" in loaded.text
-    assert "- train.csv: 9 of 90 rows are held back" in loaded.text
+    assert "- train.csv: 9 of 90 rows are held out" in loaded.text
     assert "secret" not in loaded.content
     assert str(tmp_path) not in loaded.content
 

@@ -82,6 +82,13 @@ def test_predictions_of_an_evaluation_that_is_done_again_are_removed(tmp_path: P
         assert (tmp_path / "run" / "predictions.jsonl").exists() == (count == 4)
 
 
+@pytest.mark.parametrize("truncated", [{}, {"max_length": 8}])  # the second is not a result of the run
+def test_no_older_predictions_after_a_kill_within_an_evaluation(tmp_path: Path, truncated: dict[str, int]) -> None:
+    make_run(tmp_path / "run", LABELS, [], {"loss": 0.5})
+    RunFiles(MAIN, tmp_path / "run").append_evaluation(EVALUATION, 50, **truncated)
+    assert (tmp_path / "run" / "predictions.jsonl").exists() == bool(truncated)
+
+
 def test_repeated_steps_count_once() -> None:
     """A run that resumes at step 30 repeats the steps after it."""
     lines = [{"step": step, "again": again} for again, first in ((False, 1), (True, 31)) for step in range(first, 41)]

@@ -17,7 +17,7 @@ from toolkit.errors import Faults, did_you_mean, listing
 
 # of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples": their choice for large sets
 _BETA = 0.999
-_UNEVEN = 3.0
+_IMBALANCE = 3.0
 _RARE_SHARE = 0.1
 _MAX_LISTED = 8
 _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
@@ -28,7 +28,7 @@ def weigh_classes(
 ) -> tuple[dict[str, Split], np.ndarray | None, list[str], str]:
     """(the splits with `weights`, for `--class_weights`, and the training split with `chances`, for `--sampling`; the
     weights of positive labels, for `--pos_weight`, (classes,) float32 or None; lines about the classes and their
-    weights; advice if classes are uneven and no setting compensates for it).
+    weights; advice if classes are imbalanced and no setting compensates for it).
 
     Raises UserError naming every setting that does not apply to this kind of labels.
     """
@@ -47,15 +47,15 @@ def weigh_classes(
         weights = _class_weights(setting, counts, names)
         per_class = weights.astype(np.float32)
         splits = {name: replace(split, weights=per_class[split.labels]) for name, split in splits.items()}
-        lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}")
+        lines.append(f"class weights of the loss (--class_weights): {_listed(order, names, weights, '{:.3g}')}")
     if setting := objective.pos_weight:
         positive = _positive_weights(setting, counts, len(train), names).astype(np.float32)
-        lines.append(f"a present label weighs (--pos_weight): {_listed(order, names, positive, '{:.3g}')}")
+        lines.append(f"weights of positive labels (--pos_weight): {_listed(order, names, positive, '{:.3g}')}")
     if objective.sampling:
         share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
         share = share / share.sum()
         splits["train"] = replace(splits["train"], chances=(share / np.maximum(counts, 1))[train.labels])
-        lines.append(f"an epoch draws (--sampling), in %: {_listed(order, names, 100 * share, '{:.3g}')}")
+        lines.append(f"classes of an epoch's rows, in % (--sampling): {_listed(order, names, 100 * share, '{:.3g}')}")
         if objective.class_weights and objective.sampling == "balanced":
             lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
     compensated = objective.class_weights or objective.pos_weight or objective.sampling or objective.loss == "focal"
@@ -90,8 +90,8 @@ def _positive_weights(setting: str, counts: np.ndarray, rows: int, names: tuple[
     """(classes,) float64: the weights of positive labels."""
     if setting != "balanced":
         return _weights_by_name("pos_weight", setting, names)
-    uneven = (counts > 0) & (counts < rows)  # a label of every row would weigh 0, and not be trained at all
-    return np.where(uneven, (rows - counts) / np.maximum(counts, 1), 1)
+    varies = (counts > 0) & (counts < rows)  # a label of every row would weigh 0, and not be trained at all
+    return np.where(varies, (rows - counts) / np.maximum(counts, 1), 1)
 
 
 def _class_weights(setting: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
@@ -134,14 +134,14 @@ def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> 
     most, least = counts[present[0]], counts[present[-1]]
     name, rarest = labels.names[present[0]], labels.names[present[-1]]
     if labels.problem_type == MULTI and 0 < least < _RARE_SHARE * rows:
-        uneven = f"the labels are uneven: {rarest} is present in {100 * least / rows:.2g} % of the rows"
+        imbalance = f"the labels are imbalanced: {rarest} is present in {100 * least / rows:.2g} % of the rows"
         remedy = "--pos_weight balanced makes"
-    elif labels.problem_type != MULTI and most >= _UNEVEN * least:
-        uneven = f"the classes are uneven: {name} has {most / least:.3g} times as many rows as {rarest}"
+    elif labels.problem_type != MULTI and most >= _IMBALANCE * least:
+        imbalance = f"the classes are imbalanced: {name} has {most / least:.3g} times as many rows as {rarest}"
         remedy = "--class_weights balanced, --sampling balanced or --loss focal make"
     else:
         return ""
-    return f"{uneven}; {remedy} the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
+    return f"{imbalance}; {remedy} the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
 
 
 def doubtful_names(names: Sequence[str]) -> Iterator[str]:

@@ -159,7 +159,7 @@ def _width(length: int) -> int:
     return -(-int(length) // _GPU_MULTIPLE) * _GPU_MULTIPLE
 
 
-def even_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
+def padded_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
     """`_width`, but at most the longest text of the split (a model may have no more positions) and of the bucket."""
     most = longest if buckets is None else min(longest, buckets.widest(length))
     return min(_width(length), most)
@@ -200,7 +200,7 @@ class Collator:
         lengths = [len(sample) for sample in samples]
         width = max(lengths)
         if self.device.type == "cuda" and min(lengths) < width:  # a mask rules the flash kernel out
-            width = even_width(width, self.longest, self.split.buckets)
+            width = padded_width(width, self.longest, self.split.buckets)
         inputs = {"input_ids": self.padded(samples, width, self.pad_id, self.left)}
         if min(lengths) < width:  # without padding attention needs no mask, and is faster
             ones = [np.ones_like(sample) for sample in samples]

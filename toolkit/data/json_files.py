@@ -27,11 +27,11 @@ def read_json(path: Path, settings: TextSettings, kind: str) -> tuple[str, Itera
     from batch to batch)."""
     batches = in_batches(parse_json(path, kind, settings.encoding))
     first = next(batches, [])
-    records = _Records(path, settings, first)
+    columns = _columns_of_lists(path, settings, first)
     note = f"without --column_names {settings.column_names}: its rows have names" * bool(settings.column_names)
-    if records.names:
-        note = f"rows [{', '.join(records.names)}], lists without names (--column_names gives them others)"
-    return note, map(records.batch, itertools.chain([first] * bool(first), batches))
+    if columns:
+        note = f"rows [{', '.join(columns)}], lists without names (--column_names gives them others)"
+    return note, _record_batches(path, columns, itertools.chain([first] * bool(first), batches))
 
 
 def parse_json(path: Path, kind: str, encoding: str) -> Iterator[Any]:
@@ -120,56 +120,38 @@ def _whole_json(path: Path, encoding: str) -> Iterable[Any]:
     return loaded if isinstance(loaded, list) else [loaded]
 
 
-class _Records:
-    """Rows that are objects, or lists of one length -> batches."""
+def _columns_of_lists(path: Path, settings: TextSettings, first: list[Any]) -> list[str]:
+    """The columns if the first rows of the file are lists of one length; empty if they are objects."""
+    if not first or not all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):
+        return []
+    names = settings.header or _names_of_lists(list(zip(*first, strict=True)))
+    check_column_names(path, names)
+    if len(names) != len(first[0]):
+        raise UserError(f"{path}: its rows have {len(first[0])} items, and --column_names names {len(names)}")
+    return names
 
-    def __init__(self, path: Path, settings: TextSettings, first: list[Any]) -> None:
-        """`first`: the first rows of the file, which decide whether all are lists."""
-        self.path, self.rows = path, 0
-        self.names: list[str] = []
-        """The columns, if rows are lists."""
-        self.types: dict[str, pyarrow.DataType] = {}
-        """The type of each column in the rows so far."""
-        if first and all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):
-            self.names = settings.header or _names_of_lists(list(zip(*first, strict=True)))
-            check_column_names(path, self.names)
-            if len(self.names) != len(first[0]):
-                raise UserError(
-                    f"{path}: its rows have {len(first[0])} items, and --column_names names {len(self.names)}"
-                )
 
-    def batch(self, rows: list[Any]) -> pyarrow.RecordBatch:
-        import pyarrow
+def _record_batches(path: Path, columns: list[str], blocks: Iterable[list[Any]]) -> Iterator[pyarrow.RecordBatch]:
+    """Rows that are lists of these columns, or objects if there are none -> batches."""
+    import pyarrow
 
-        width = len(self.names)
-        for place, row in enumerate(rows, self.rows + 1):
+    types: dict[str, pyarrow.DataType] = {}  # of each column in the rows so far
+    first_row, width = 1, len(columns)
+    for rows in blocks:
+        for number, row in enumerate(rows, first_row):
             if not (isinstance(row, list) and len(row) == width if width else isinstance(row, dict)):
                 kind = f"a list of {width} items" if width else "an object with named fields"
-                raise UserError(f"{self.path}, row {place}: not {kind} but {str(row)[:40]!r}")
-        names = self.names or list(dict.fromkeys(itertools.chain(self.types, *rows)))
+                raise UserError(f"{path}, row {number}: not {kind} but {str(row)[:40]!r}")
+        names = columns or list(dict.fromkeys(itertools.chain(types, *rows)))
         if not names:  # never after the first batch
-            raise UserError(f"{self.path}, rows 1 to {len(rows)}: objects without fields, {{}}: remove them")
-        check_column_names(self.path, names)
-        columns = map(list, zip(*rows, strict=True)) if width else ([row.get(name) for row in rows] for name in names)
-        arrays = list(map(self._column, names, columns))
-        self.rows += len(rows)
-        return pyarrow.record_batch(arrays, names)
-
-    def _column(self, name: str, values: list[Any]) -> pyarrow.Array:
-        import pyarrow
-
-        before = self.types.get(name, pyarrow.null())
-        array = _array(values, before)
-        if not isinstance(array, Exception):
-            self.types[name] = array.type
-            return array
-        # the first row (from 1) whose value has no common type with the rows before it
-        counts = range(len(values) + 1)
-        row = bisect.bisect_left(counts, True, key=lambda count: isinstance(_array(values[:count], before), Exception))
-        fault = f"{self.path}, row {self.rows + row}: field {name!r} is {str(values[row - 1])[:40]!r}"
-        if isinstance(array, UnicodeError):
-            raise UserError(f"{fault}, which holds half a character (a lone surrogate): correct the text") from array
-        raise UserError(f"{fault}, unlike the rows before it: make them all numbers, or all in quotes") from array
+            raise UserError(f"{path}, rows 1 to {len(rows)}: objects without fields, {{}}: remove them")
+        check_column_names(path, names)
+        cells = map(list, zip(*rows, strict=True)) if width else ([row.get(name) for row in rows] for name in names)
+        arrays = {name: _array(values, types.get(name, pyarrow.null()), path, first_row, name)
+                  for name, values in zip(names, cells, strict=True)}  # fmt: skip
+        types = {name: array.type for name, array in arrays.items()}
+        first_row += len(rows)
+        yield pyarrow.record_batch(arrays)
 
 
 def _names_of_lists(columns: Sequence[Sequence[Any]]) -> list[str]:
@@ -180,13 +162,24 @@ def _names_of_lists(columns: Sequence[Sequence[Any]]) -> list[str]:
     return ["text", "label"] if first >= second else ["label", "text"]
 
 
-def _array(values: list[Any], before: pyarrow.DataType) -> pyarrow.Array | Exception:
-    """The values in a type that also holds `before`."""
+def _array(values: list[Any], before: pyarrow.DataType, path: Path, first_row: int, name: str) -> pyarrow.Array:
+    """The cells of a column in a type that also holds `before`, that of the rows before them. Raises UserError naming
+    the first row, of those from `first_row` on, whose value has no common type with the rows before it."""
     import pyarrow
 
-    try:
-        array = pyarrow.array(values)
-        schemas = (pyarrow.schema([("", kind)]) for kind in (before, array.type))
-        return array.cast(unify_schemas(*schemas).field(0).type)
-    except _UNFIT as error:
-        return error
+    def cast(count: int) -> pyarrow.Array | Exception:
+        try:
+            array = pyarrow.array(values[:count])
+            schemas = (pyarrow.schema([("", kind)]) for kind in (before, array.type))
+            return array.cast(unify_schemas(*schemas).field(0).type)
+        except _UNFIT as error:
+            return error
+
+    array = cast(len(values))
+    if not isinstance(array, Exception):
+        return array
+    place = bisect.bisect_left(range(len(values)), True, key=lambda place: isinstance(cast(place + 1), Exception))
+    fault = f"{path}, row {first_row + place}: field {name!r} is {str(values[place])[:40]!r}"
+    if isinstance(array, UnicodeError):
+        raise UserError(f"{fault}, which holds half a character (a lone surrogate): correct the text") from array
+    raise UserError(f"{fault}, unlike the rows before it: make them all numbers, or all in quotes") from array

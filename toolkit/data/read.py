@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # a process whose tokens are cached does not import them
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 _LAYOUT = 4  # increase when the files in a cached folder of rows change
-_DEFAULTS = ("csv", "line", "utf-8")  # of --quoting, --sample_by and --encoding
 _OF_FILES = ("encoding", "delimiter", "quoting", "sample_by", "column_names")
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
@@ -67,12 +66,15 @@ def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Tabl
         train = tables["train"]
         unread = [(0, train.name, f"its splits {listing(sorted(others))} are not used")]
         tables["train"] = replace(train, source=lambda: (train.rows, unread))
-    unused = [*_OF_FILES, *["validation_split"] * ("validation" in tables)]
-    for setting in unused:
-        if (value := getattr(settings, setting)) != getattr(TextSettings(), setting):
-            why = "has a validation split" if setting == "validation_split" else "is not a text file"
-            raise UserError(f"--{setting} {value} has no effect, since --dataset_name {name} {why}: leave it out")
+    for setting, value in _changed(settings, *_OF_FILES, *["validation_split"] * ("validation" in tables)).items():
+        why = "has a validation split" if setting == "validation_split" else "is not a text file"
+        raise UserError(f"--{setting} {value} has no effect, since --dataset_name {name} {why}: leave it out")
     return tables
+
+
+def _changed(settings: TextSettings, *names: str) -> dict[str, Any]:
+    """Those of these settings that do not have their default value."""
+    return {name: value for name in names if (value := getattr(settings, name)) != getattr(TextSettings(), name)}
 
 
 def read_file(name: str, settings: TextSettings) -> Table:
@@ -84,11 +86,9 @@ def read_file(name: str, settings: TextSettings) -> Table:
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
     digests = [_digest_of(path) for path in paths]
-    options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names,
-               "by": settings.sample_by}  # fmt: skip
-    changed = [f"{name} {value}" for name, value in options.items() if value not in (None, *_DEFAULTS)]
     digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
-    digest = "-".join([digest, settings.encoding, *changed])
+    options = _changed(settings, "delimiter", "quoting", "column_names", "sample_by")
+    digest = "-".join([digest, settings.encoding, *(f"{option} {value}" for option, value in options.items())])
     return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)
 
 
@@ -139,11 +139,11 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
         files: list[FileRows] = []
         schema, rows = widest, 0
         writer: Any = None
-        pending: list[pyarrow.RecordBatch] = []
+        pending: list[pyarrow.Table] = []
         with pyarrow.OSFile(str(output), "wb") if output else pyarrow.BufferOutputStream() as sink:
             for path in paths:
                 first_row = rows
-                with text_files.explain_encoding_errors(path, settings.encoding):
+                try:
                     note, batches = _parse(path, settings)
                     files.append((first_row, str(path), note))
                     for batch in batches:
@@ -155,6 +155,8 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
                         if sum(part.nbytes for part in pending) >= _WRITTEN_BYTES:
                             _write(writer, pending)
                         rows += batch.num_rows
+                except UnicodeError as error:
+                    raise UserError(text_files.encoding_fault(path, settings.encoding)) from error
                 if rows == first_row:
                     raise UserError(f"{path} has {'a header and ' * (format_of(path) in ('.csv', '.tsv'))}no rows")
             _write(writer, pending)
@@ -162,13 +164,13 @@ def _write_rows(paths: list[Path], settings: TextSettings, output: Path | None) 
     return files, sink
 
 
-def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
-    """Writes the batches as one, and empties the list."""
+def _write(writer: Any, tables: list[pyarrow.Table]) -> None:
+    """Writes the tables as one batch, and empties the list."""
     import pyarrow
 
-    if batches:
-        writer.write_table(pyarrow.Table.from_batches(batches).combine_chunks())
-        batches.clear()
+    if tables:
+        writer.write_table(pyarrow.concat_tables(tables).combine_chunks())
+        tables.clear()
 
 
 def _widen(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
@@ -225,8 +227,7 @@ def _parse(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Re
         options += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
         note = f"read with {', '.join(options)}" * bool(options)
         batches, ignored = text_files.read_csv(path, settings, kind), ["sample_by"]
-    unused = [f"--{name} {value}" for name in ignored if (value := getattr(settings, name)) not in (None, *_DEFAULTS)]
-    if unused:
+    if unused := [f"--{name} {value}" for name, value in _changed(settings, *ignored).items()]:
         note += "; " * bool(note) + f"without {', '.join(unused)}, which is not for {kind}"
     return note, batches
 

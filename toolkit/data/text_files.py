@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import contextlib
 import csv
 import gzip
 import io
@@ -20,7 +19,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +126,7 @@ def split_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
         yield line
 
 
-def _encoding_fault(path: Path, encoding: str) -> str:
+def encoding_fault(path: Path, encoding: str) -> str:
     """Names the first line that does not decode, and an encoding in which all lines do; none if most text that is
     not ASCII does decode: then the file is damaged."""
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
@@ -152,7 +150,7 @@ def _encoding_fault(path: Path, encoding: str) -> str:
             text = replacing.decode(line, final)
             bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
     if start_bytes in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):  # .xlsx, .xls
-        return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
+        return f"{path} is an Excel workbook (or another zip), not text: save it as `CSV UTF-8` there"
     if start_bytes[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return f"{fault}: pass --encoding utf-16"
     other = next((name for name in decoders if name != encoding), None)
@@ -160,15 +158,6 @@ def _encoding_fault(path: Path, encoding: str) -> str:
     if other != "utf-8" and not larger and (bad == 1 or bad < foreign / 2):
         return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: correct those"
     return f"{fault}: {f'pass --encoding {other}' if other else 'convert it, or pass its --encoding'}"
-
-
-@contextlib.contextmanager
-def explain_encoding_errors(path: Path, encoding: str) -> Iterator[None]:
-    """Turns a UnicodeError into a UserError that names the line."""
-    try:
-        yield
-    except UnicodeError as error:
-        raise UserError(_encoding_fault(path, encoding)) from error
 
 
 def read_plain(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
@@ -349,13 +338,9 @@ def unify_schemas(first: pyarrow.Schema, second: pyarrow.Schema) -> pyarrow.Sche
     return first if first == second else pyarrow.unify_schemas([first, second], promote_options="permissive")
 
 
-def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:
     """The batch with the columns and types of the schema; nulls in missing columns."""
     import pyarrow
 
-    if batch.schema == schema:
-        return batch
-    present = set(batch.schema.names)
-    nulls = partial(pyarrow.nulls, batch.num_rows)
-    columns = [batch[field.name].cast(field.type) if field.name in present else nulls(field.type) for field in schema]
-    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
+    tables = [schema.empty_table(), pyarrow.Table.from_batches([batch])]
+    return pyarrow.concat_tables(tables, promote_options="permissive")

@@ -414,7 +414,7 @@ def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair:
     special = tokenizer.num_special_tokens_to_add(pair)
     if max_length is not None and max_length <= special:
         raise UserError(
-            f"--max_length {max_length} holds no token of a text beside the {special} that begin and end it"
+            f"--max_length {max_length} leaves no token for the text: the tokenizer adds {special} special tokens"
         )
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
     if max_length is None:

@@ -106,6 +106,8 @@ class RunFiles:
 
     def append_evaluation(self, evaluation: Evaluation, step: int, **extra: Any) -> None:
         self.append("eval.jsonl", {"step": step, "split": evaluation.split, **extra, **evaluation.numbers})
+        if self.writes and not extra:  # or, after a kill, those of an earlier evaluation would count as this one's
+            (self.path / "predictions.jsonl").unlink(missing_ok=True)
 
     def write_predictions(self, evaluation: Evaluation) -> None:
         if evaluation.predictions is not None:

@@ -44,7 +44,7 @@ class Sample:
     wrong: bool
     abstained: bool = False
     """Below `--abstain_below`: such a row does not count as wrong."""
-    badness: float = 0.0
+    severity: float = 0.0
     """The loss, the error, or the confidence in a wrong class: the worst mistakes have the greatest."""
     missed: Sequence[tuple[str, float]] = ()
     """Labels that were not predicted, with their probabilities."""
@@ -150,7 +150,7 @@ def _sample_context(
         logger.warning(f"{folder}/predictions.jsonl is not of the last evaluation: the report has no mistakes")
     wrong = [sample for sample in samples if sample.wrong]
     abstained = [sample for sample in samples if sample.abstained]
-    worst = heapq.nlargest(_MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
+    worst = heapq.nlargest(_MAX_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.severity) else s.severity)
     context: dict[str, Any] = {
         "worst": [(sample, truncate(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples), "num_wrong": len(wrong), "num_abstained": len(abstained),
@@ -172,7 +172,7 @@ def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     abstained = line.get("abstained", False)
     sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not abstained, abstained)
     if labels.problem_type == "regression":
-        sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
+        sample.severity = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
         numbers = [math.nan if number is None else number for number in line["probabilities"]]  # null in the file
         probabilities = dict(zip(labels.names, numbers, strict=True))
@@ -181,10 +181,10 @@ def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
         sample.missed = [(name, probabilities[name]) for name in true if name not in guessed]
         sample.added = [(name, probabilities[name]) for name in guessed if name not in true]
         if single:
-            sample.badness = probabilities[prediction]
+            sample.severity = probabilities[prediction]
         else:  # binary cross entropy, mean over classes; probabilities have 6 digits
             right = [number if name in label else 1 - number for name, number in probabilities.items()]
-            sample.badness = -sum(math.log(max(number, 5e-7)) for number in right) / len(right)
+            sample.severity = -sum(math.log(max(number, 5e-7)) for number in right) / len(right)
     return sample
 
 

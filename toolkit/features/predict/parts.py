@@ -170,4 +170,4 @@ def _join_parquet(parts: list[Path], draft: Path) -> None:
     with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
         for part in parts:
             for batch in pyarrow.parquet.ParquetFile(part).iter_batches():
-                writer.write_batch(cast_batch(batch, schema))
+                writer.write_table(cast_batch(batch, schema))
