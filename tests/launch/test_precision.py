@@ -88,7 +88,8 @@ def test_precision_of_a_launch_config(
 ) -> None:
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
-    assert precision.auto_precision(launched, None)[0] == chosen
+    result, why = precision.auto_precision(launched, None)
+    assert (result, "ACCELERATE_MIXED_PRECISION" in why) == (chosen, launched is None and variable is not None)
     with pytest.raises(UserError, match="fp8") if chosen == "fp8" else contextlib.nullcontext():
         precision.refuse_other_precision(None)  # toolkit predict
 
