@@ -56,6 +56,7 @@ class LateTracker:
 WAYS: dict[str, Callable[[], object]] = {
     "fails": fail,
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits": lambda: os._exit(0),
     "is interrupted twice": interrupt_twice,
     "hangs when it is stopped": hang_when_stopped,
     "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),

@@ -150,6 +150,7 @@ def test_missing_machine(hosts: TwoHosts, fault: Fault) -> None:
     says = ("rank 1 (machine 1) of 2 did not connect to 10.77.0.1:29600 within 6 s", "with the same command",
             "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER")  # fmt: skip
     fault("the other machine does not come", error_of(done["a"], *says))
+    assert "start the same command there, with --main_process_ip 10.77.0.1 there too" in done["a"].err
     says = ("rank 1 on hostB could not reach rank 0 within 6 s", "toolkit doctor --peers 10.77.0.1,10.77.0.2",
             "10.77.0.1:29700: the machine answers, but nothing listens on this port")  # fmt: skip
     fault("the first machine is not there", error_of(done["b"], *says))

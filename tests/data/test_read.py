@@ -102,6 +102,8 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, name: str) -> None:
     (tmp_path / name.replace("a.", "aa.")).touch()
     assert "does not exist (did you mean aa." in fault_of(str(tmp_path / name))
     assert "is a folder" in fault_of(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.csv")
+    assert "pipe.csv is a pipe" in fault_of(str(tmp_path / "pipe.csv"))
 
 
 @pytest.mark.parametrize("name", ["a.md", "a", "a.csv.zip", "a.xlsx", "a.gz"])

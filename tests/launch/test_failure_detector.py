@@ -44,6 +44,14 @@ DEADLOCK = f"""{JOIN}
 groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
 dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
 """
+# Rank 0 waits in DDP's backward, rank 1 for a buffer in another forward, both in C++.
+BACKWARD = f"""{JOIN}
+model = torch.nn.Linear(3, 1)
+model.register_buffer("buffer", torch.ones(1))
+model = torch.nn.parallel.DistributedDataParallel(model)
+loss = model(torch.ones(2, 3)).sum()
+model(torch.ones(2, 3)) if dist.get_rank() else loss.backward()
+"""
 READ = "def reads_slowly():\n    wait_for_line()\nreads_slowly()"
 # For "within seconds" on a busy machine; without the failure detector it would be half an hour.
 SOON = 30.0
@@ -64,6 +72,7 @@ def slow() -> Iterator[dict[str, Group]]:
         idle = stack.enter_context(Group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=impatient))
         partly = stack.enter_context(Group(PART, PART, PART, env=short))
         deadlock = stack.enter_context(Group(DEADLOCK, DEADLOCK, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
+        backward = stack.enter_context(Group(BACKWARD, BACKWARD, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
         one = stack.enter_context(
             Group(
                 f"{REDUCE}\ndist.all_reduce(torch.ones(1))",
@@ -71,13 +80,14 @@ def slow() -> Iterator[dict[str, Group]]:
                 env={"TOOLKIT_DDP_TIMEOUT": "6"},
             )
         )
-        for started in (late, headless, idle, partly, deadlock, one):
+        for started in (late, headless, idle, partly, deadlock, backward, one):
             started.await_line("here")
         headless.ranks[0].send_signal(signal.SIGSTOP)
         late.await_line("joined")
         late.ranks[2].send_signal(signal.SIGSTOP)
         late.release(0)
-        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly, "deadlock": deadlock, "one only": one}
+        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly, "deadlock": deadlock,
+               "backward": backward, "one only": one}  # fmt: skip
 
 
 def several_processes(test: Callable[..., None]) -> Callable[..., None]:
@@ -219,6 +229,19 @@ def test_first_cause_is_reported_though_rank_0_polls_late() -> None:
 
 
 @several_processes
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_sys_exit_while_others_wait_in_a_collective(culprit: int) -> None:
+    """Without a code, long before `--ddp_timeout`."""
+    bodies, soon = [REDUCE, REDUCE], "failure_detector._LOG_SECONDS = 3.0"
+    bodies[culprit] = f"{JOIN}sys.exit()"
+    with Group(*bodies, before={0: soon, 1: soon}) as started:
+        ended = started.end(SOON)
+    assert codes(ended) == [1, 1]
+    (line,) = errors(ended)
+    assert f"the other ranks wait for rank {culprit} on {HOST} (it has ended" in line
+
+
+@several_processes
 @pytest.mark.parametrize("kind", ["idle", "partly"])
 def test_long_work_without_collectives_is_no_failure(kind: str, slow: dict[str, Group]) -> None:
     """Longer than `--ddp_timeout`, without a collective (one rank exits by `sys.exit()`) or with one of a part of the
@@ -253,12 +276,16 @@ def test_late_ranks_are_named_with_their_position(slow: dict[str, Group]) -> Non
 
 
 @several_processes
-def test_ranks_that_all_wait_are_named_before_the_run_ends(slow: dict[str, Group]) -> None:
-    ended = slow["deadlock"].end(SOON)
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [("deadlock", ["all_reduce"] * 2), ("backward", ["_engine_run_backward", "_distributed_broadcast_coalesced"])],
+)
+def test_ranks_that_all_wait_are_named_before_the_run_ends(kind: str, calls: list[str], slow: dict[str, Group]) -> None:
+    ended = slow[kind].end(SOON)
     assert codes(ended) == [1, 1]
     for line in lines_of(ended, range(2)):
-        for rank in range(2):
-            assert re.search(rf"rank {rank} on {HOST} \(it waits in collective 1, at [^)]* all_reduce <", line)
+        for rank, call in enumerate(calls):
+            assert re.search(rf"rank {rank} on {HOST} \(it waits in collective \d+, at [^)]* {call} <", line)
     assert len(lines_of(ended, range(2))) == 2
     assert len(errors(ended)) == 1
 

@@ -88,7 +88,8 @@ def test_precision_of_a_launch_config(
 ) -> None:
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
-    assert precision.auto_precision(launched, None)[0] == chosen
+    result, why = precision.auto_precision(launched, None)
+    assert (result, "ACCELERATE_MIXED_PRECISION" in why) == (chosen, launched is None and variable is not None)
     with pytest.raises(UserError, match="fp8") if chosen == "fp8" else contextlib.nullcontext():
         precision.refuse_other_precision(None)  # toolkit predict
 
@@ -194,6 +195,7 @@ UNLIKE = """
 from toolkit.launch import precision
 trials = {"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5}
 precision.measure_cached = lambda _: trials[int(os.environ["RANK"])]
+precision.emulated = lambda each: f"CPU {os.environ['RANK']} emulates bf16" * (each.mixed_precision == "bf16")
 accelerator = launch.make_accelerator(SETTING)
 print(accelerator.mixed_precision, accelerator.state.precision_trial)
 """
@@ -208,4 +210,4 @@ def test_ranks_that_measured_differently_agree(first: str, out: str) -> None:
     ended = run_group(*(f"SETTING = {setting!r}{UNLIKE}" for setting in (first, "auto")), hosts=["A", "B"])
     assert [one.out for one in ended] == [out] * 2
     line = "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16 on this CPU"
-    assert ended[0].err.startswith(line if first == "auto" else "")
+    assert ended[0].err.startswith(line if first == "auto" else "CPU 0 emulates bf16\nCPU 1 emulates bf16\n")

@@ -58,7 +58,11 @@ FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
     "rank 0 is never there": (
         {"hosts": "B", "seconds": 1, "env": {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}}, [1],
         ["rank 1 on B could not reach rank 0 within 1 s", f"{HERE}:PORT", "nothing listens on this port",
-         "toolkit doctor --peers"]),
+         "toolkit doctor --peers", f"{HERE} is an address of this machine (RANK): is it the first one?"]),
+    "rank 0 cannot resolve its name": (
+        {"hosts": "A", "seconds": 1, "env": {"WORLD_SIZE": "2", "MASTER_ADDR": "none.invalid"}}, [1],
+        ["none.invalid, which the other machines connect to, is not an address of this machine",
+         "--main_process_ip"]),
     "two processes of one rank": (
         {"hosts": "ABC", "env": [{"WORLD_SIZE": "3"}, TWIN, TWIN]}, [1, 1, 1],
         ["two processes have rank 1, on ", "--machine_rank"]),

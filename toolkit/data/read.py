@@ -94,6 +94,8 @@ def read_file(name: str, settings: TextSettings) -> Table:
 
 def _digest_of(path: Path) -> str:
     if not path.is_file():
+        if path.exists() and not path.is_dir():  # `<(zcat reviews.csv.gz)`: each process reads the data, some twice
+            raise UserError(f"{path} is a pipe or a device, not a file: write the data to a file")
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path} {what}{did_you_mean(path.name, siblings)} (looked in {Path.cwd()})")

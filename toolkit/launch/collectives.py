@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 _MAX_FRAMES = 6
 _LIBRARY = re.compile("^(?!.*-packages/toolkit/).*(/lib/python[0-9]|-packages/)|^<frozen|/toolkit/launch/failure.py$")
-_COLLECTIVES = re.compile("-packages/(torch/distributed|deepspeed)/")
+_COLLECTIVES = re.compile("-packages/(torch/distributed/|deepspeed/|torch/nn/parallel/distributed.py)")
+_BACKWARD = "torch/autograd/graph.py"  # from C++ DDP reduces gradients in it
 _Call = tuple[str, int, str]  # file, line, function
 
 
@@ -45,16 +47,27 @@ def backends() -> set[Any]:
 
 
 def waits() -> bool:
-    """Whether this process waits in a collective: its main thread is in one (gloo, whose record is not in order), or
-    NCCL has not finished one that it has begun."""
-    if _COLLECTIVES.search(next((file for file, *_ in _main_thread_calls()), "")):
+    """Whether this process waits in a collective: its main thread is in one (gloo, whose record is not in order), or in
+    DDP's backward and computes nothing, or NCCL has not finished one that it has begun."""
+    file = next((file for file, *_ in _main_thread_calls()), "")
+    if _COLLECTIVES.search(file):
         return True
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", lambda _: "{}")
     with contextlib.suppress(RuntimeError, ValueError, LookupError):  # torch may change its private record
         groups = json.loads(dump(False)).get("pg_status") or {}  # False: without its 2000 collectives, which take 0.2 s
         states = [(group["last_enqueued_collective"], group["last_completed_collective"]) for group in groups.values()]
-        return any(int(begun) > int(completed) for begun, completed in states)
-    return False
+        if states:
+            return any(int(begun) > int(completed) for begun, completed in states)
+    return file.endswith(_BACKWARD) and _main_thread_is_idle()
+
+
+def _main_thread_is_idle() -> bool:
+    if sys.platform != "linux":
+        return False
+    clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+    before = time.clock_gettime(clock)
+    time.sleep(0.05)
+    return time.clock_gettime(clock) - before < 0.005
 
 
 def main_thread_position() -> str:
@@ -80,7 +93,7 @@ def describe_crash(dump: str) -> str:
 
 
 def is_in_collective(dump: str) -> bool:
-    return any(_COLLECTIVES.search(file) for file, *_ in _crashed_calls(dump)[:1])
+    return any(_COLLECTIVES.search(file) or file.endswith(_BACKWARD) for file, *_ in _crashed_calls(dump)[:1])
 
 
 def _crashed_calls(dump: str) -> list[Any]:

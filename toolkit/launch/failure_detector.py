@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, NoReturn
 
@@ -33,6 +33,7 @@ from toolkit.launch.environment import attempt, max_restarts, timeout_seconds
 from toolkit.launch.exit_state import RESUME_HINT, close_resources, stop_launcher
 from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, write_exit_code
 from toolkit.launch.nodes import name_machine
+from toolkit.launch.progress import AT_END, Progress
 from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
 from toolkit.utils.log import logger
 from toolkit.utils.timeouts import call_with_timeout
@@ -70,29 +71,6 @@ class Failure:
     """A restart would fail again."""
 
 
-@dataclass
-class _Progress:
-    """A rank's progress, from its heartbeats."""
-
-    polls: int = 0
-    """How often it has polled its connections."""
-    collectives: int = 0
-    waits: bool = False  # in the last one
-    position: str = "its start"
-    alive: float = field(default_factory=time.monotonic)
-    moved: float = field(default_factory=time.monotonic)  # to another collective
-    changed: float = field(default_factory=time.monotonic)  # its position
-
-    def update(self, polls: int, collectives: int, waits: bool, position: str) -> None:
-        if polls != self.polls:
-            self.alive = time.monotonic()
-        if collectives != self.collectives:
-            self.moved = time.monotonic()
-        if position != self.position:
-            self.changed = time.monotonic()
-        self.polls, self.collectives, self.waits, self.position = polls, collectives, waits, position
-
-
 class FailureDetector:
     """Runs in each rank. Rank 0 has a connection to every other rank; the others have one, to rank 0."""
 
@@ -105,7 +83,7 @@ class FailureDetector:
         self._connections: dict[int, socket.socket] = {}
         self._polls, self._logged, self._peer_timeout, self._intact = 0, -1, 0, time.monotonic()
         watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
-        self._progress = {rank: _Progress() for rank in watched}
+        self._progress = {rank: Progress() for rank in watched}
         self._crashes = dict.fromkeys(range(len(self.peers)), b"")
         self._done: set[int] = set()
         self._position = ""  # of an error; otherwise the main thread's
@@ -199,6 +177,7 @@ class FailureDetector:
 
     def wait_for_all(self) -> None:
         """A barrier: returns when all ranks are done, or after ten minutes: rank 0 may still draw the report."""
+        self._position = AT_END
         if self.me.rank:
             self._send_done()
         self._all_done.wait(_BARRIER_SECONDS)
@@ -227,6 +206,8 @@ class FailureDetector:
         self._exiting.acquire()
         line = f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}"
         code = INTERRUPTED if failure.kind == "interrupted" else 1
+        if self._is_left_to_launcher(failure):
+            write_exit_code(code, line)
         exit_now(code, line if self.reports_for_node(failure) else "", failure.permanent)
 
     def forbids_restart(self, permanent: bool) -> bool:
@@ -238,14 +219,19 @@ class FailureDetector:
     def reports_for_node(self, failure: Failure) -> bool:
         """Whether this process reports, for its node, the failure of another process."""
         culprit = self.peers[failure.rank]
-        by_launcher = EXIT_CODE_FILE in os.environ and attempt() >= max_restarts()  # ours, unless it restarts
-        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and by_launcher and not failure.message)
-        if culprit.node == self.me.node and reports_itself:
+        if self._is_left_to_launcher(failure) or (culprit.node == self.me.node and failure.kind == "failed"):
             return False
         if failure.kind == "interrupted":
             return self.me.rank == 0
         others = [peer.rank for peer in self.peers if peer.node == self.me.node and peer != culprit]
         return self.me.rank == min(others, default=self.me.rank)
+
+    def _is_left_to_launcher(self, failure: Failure) -> bool:
+        """Whether our launcher, unless it restarts, reports a process of this node that has ended: it knows by which
+        signal, or has our line."""
+        by_launcher = EXIT_CODE_FILE in os.environ and attempt() >= max_restarts()
+        here = self.peers[failure.rank].node == self.me.node
+        return by_launcher and here and failure.kind == "gone" and not failure.message
 
     def describe(self, failure: Failure) -> str:
         culprit = self.peers[failure.rank]
@@ -257,7 +243,7 @@ class FailureDetector:
             "late": f"error: a collective {failure.message}",
             "lost": f"error: lost the connection to {machine}: it or the network is down ({failure.message})",
             "gone": f"error: {who} "
-            + (failure.message or "exited without an error message: it was killed or crashed")
+            + (failure.message or "exited without an error message: it was killed, crashed or called os._exit")
             + "; see the output there",
         }[failure.kind] + RESUME_HINT * (failure.kind in ("lost", "gone"))
 
@@ -379,6 +365,8 @@ class FailureDetector:
             what = "all ranks wait" if len(waiting) == len(everyone) else "no rank goes on"
             idle, where = still, f"{what}: {self._describe(self._progress)}"
         elif late:
+            if waiting and all(rank in self._done or self._progress[rank].position == AT_END for rank in late):
+                timeout = min(timeout, _LOG_SECONDS)  # `sys.exit()` in the middle: they never come
             apart = [rank for rank in waiting if rank not in late][:1]
             where, hint = f"the other ranks wait for {self._describe(late)}", ""
             where += f"; {self._describe(apart)}" if apart else ""
@@ -401,17 +389,11 @@ class FailureDetector:
 
     def _describe(self, ranks: Iterable[int]) -> str:
         """`rank 1 on B (it is at read.py:70 read_file < ...)`."""
-        accounts = []
-        for peer in (self.peers[rank] for rank in ranks):
-            progress = self._progress[peer.rank]
-            state = f"waits in collective {progress.collectives}," if progress.waits else "is"
-            position = f"it {state} at {progress.position}"
-            if peer.rank in self._done:
-                position = "it has exited"
-            elif time.monotonic() - progress.alive > 6 * _HEARTBEAT_SECONDS:
-                position = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
-            accounts.append(f"rank {peer.rank} on {peer.host} ({position})")
-        return ", ".join(accounts)
+        peers = (self.peers[rank] for rank in ranks)
+        return ", ".join(
+            f"rank {peer.rank} on {peer.host} ({self._progress[peer.rank].describe(peer.pid, peer.rank in self._done)})"
+            for peer in peers
+        )
 
 
 # A global: the main thread, signal handlers and `failure.exit_process` report failures through it.

@@ -26,11 +26,12 @@ def report_interrupt() -> None:
     write_exit_code(INTERRUPTED)
 
 
-def write_exit_code(code: int) -> None:
-    """Writes the code for our launcher, if it started this process; the first process that reports a cause counts."""
+def write_exit_code(code: int, line: str = "") -> None:
+    """Writes the code for our launcher, if it started this process; the first process that reports a cause counts.
+    `line` is for the launcher to report, unless it knows more of a process that has ended."""
     if path := os.environ.get(EXIT_CODE_FILE):
-        with contextlib.suppress(OSError), Path(path).open("x", encoding="ascii") as file:
-            file.write(str(code))
+        with contextlib.suppress(OSError), Path(path).open("x", encoding="utf-8") as file:
+            file.write(f"{code} {line}")
 
 
 def exit_on_sigint() -> None:

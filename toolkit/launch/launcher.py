@@ -128,13 +128,14 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        if exit_code_file.exists():  # a rank has reported
-            return int(exit_code_file.read_text(encoding="ascii"))
+        code, line = _read_report(exit_code_file)
+        if code is not None and not line:  # a rank has reported
+            return code
         failed = [item for item in error.failures.items() if item[1].exitcode not in _stopped.get(item[1].pid, ())]
         rank, failure = min(failed, key=_order_of_failure) if failed else error.get_first_failure()
         if nodes := requested_nodes():  # torchrun counts within this node
             rank += nodes.rank * (arguments.num_processes // nodes.count)
-        return _report_exit(failure.exitcode, f"rank {rank}", oom_kills)
+        return _report_exit(failure.exitcode, f"rank {rank}", oom_kills, line)
     except subprocess.CalledProcessError as error:
         return _report_exit(error.returncode, "the process", oom_kills)
     except (SignalException, KeyboardInterrupt) as error:
@@ -144,8 +145,8 @@ def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int)
             signal.signal(signal.SIGINT, _forward_signal)  # a terminal's reaches the launcher alone
             _forward_signal(signal.SIGTERM, None)  # unlike SIGINT it prints nothing while Python starts
         psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # accelerate waits for none
-        if exit_code_file.exists():
-            return int(exit_code_file.read_text(encoding="ascii"))
+        if (code := _read_report(exit_code_file)[0]) is not None:
+            return code
         if isinstance(error, KeyboardInterrupt) or error.sigval == signal.SIGINT:
             report_interrupt()
             return INTERRUPTED
@@ -180,9 +181,19 @@ def _count_oom_kills() -> int:
     return 0
 
 
-def _report_exit(exit_code: int, who: str, oom_kills: int) -> int:
+def _read_report(file: Path) -> tuple[int | None, str]:
+    """What a rank has written for this launcher: its exit code, and a line if no rank has reported."""
+    with contextlib.suppress(FileNotFoundError, ValueError):  # half a report, of a rank that was killed
+        code, _, line = file.read_text(encoding="utf-8").partition(" ")
+        return int(code), line
+    return None, ""
+
+
+def _report_exit(exit_code: int, who: str, oom_kills: int, line: str = "") -> int:
     """Returns the launcher's exit code, and reports a kill: the killed process could not. `oom_kills`: as counted when
-    the run began."""
+    the run began. `line`: another rank's of a process that was not killed (`os._exit`)."""
+    if line and exit_code >= 0:
+        logger.error(line)
     if exit_code < 0:
         name, hint = signal.Signals(-exit_code).name, ""
         if exit_code == -signal.SIGKILL:

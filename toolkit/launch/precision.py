@@ -72,7 +72,8 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
     if setting == "no" and launch_config is not None and launch_config.get("mixed_precision") is None:
         setting = None
     if setting:
-        return setting, "the accelerate config says so"
+        # unknown: the command line of `accelerate launch` cannot be read
+        return setting, f"{'ACCELERATE_MIXED_PRECISION' if launch_config is None else 'the accelerate config'} says so"
     return (AUTO, "") if device is None else _of_gpu(device)
 
 

@@ -159,8 +159,9 @@ class Rendezvous:
             return TCPStore(address, self.port, None, False, timeout)
         try:
             listener = network.listen(self.port, network.address_to_bind(address, self.me.is_local))
+            self._wait_for_server()  # by the address of the others, which torch would try with pages of warnings
             return network.serve_store(address, listener, timeout)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, RendezvousError) as error:
             if not network.is_this_machine(address):
                 raise RendezvousError(f"{self._who} cannot serve the store: {wrong_first_machine(address)}") from error
             holder = network.process_listening_on(self.port) or ("PID", f"a process of another user ({error})")
@@ -172,17 +173,17 @@ class Rendezvous:
 
     def _wait_for_server(self) -> None:
         """Waits until rank 0 listens. torch would wait too, with a warning for every failed connection."""
+        hint = ""
+        if not self.me.is_local and network.is_this_machine(self.address):
+            source = nodes.rank_source if (nodes := requested_nodes()) else "RANK"
+            hint = f". {self.address} is an address of this machine ({source}): is it the first one?"
         while True:
             remaining = self._deadline - time.monotonic()
             try:
                 return network.connect(self.address, self.port, max(1.0, min(_CONNECT_SECONDS, remaining))).close()
             except network.UnreachableError as error:
-                self._log_once(f"{self._who}: rank 0 does not listen yet: {error}")
+                self._log_once(f"{self._who}: no connection to rank 0 yet: {error}{hint}")
                 if remaining < 0:
-                    hint = ""
-                    if network.is_this_machine(self.address) and not self.me.is_local:
-                        source = nodes.rank_source if (nodes := requested_nodes()) else "RANK"
-                        hint = f". {self.address} is an address of this machine ({source}): is it the first one?"
                     fault = f"{self._who} could not reach rank 0 within {self.seconds:.0f} s: {error}"
                     doctor = doctor_command(self.address, network.source_address_for(self.address))
                     raise RendezvousError(f"{fault}. To do: {error.remedy}{hint}. {doctor}", [0], error) from error
@@ -198,7 +199,9 @@ class Rendezvous:
         self._raise_any(next(filter(None, faults), ""))
         missing = [rank for rank in range(self.me.world_size) if rank not in by_rank]
         if missing and time.monotonic() < self._deadline:
-            self._log_once(f"waiting for {name_ranks(missing)}: start the same command there")
+            ours = requested_nodes() is not None and not self.me.is_local
+            first = f", with --main_process_ip {self.address} there too" * ours
+            self._log_once(f"waiting for {name_ranks(missing)}: start the same command there{first}")
             return
         self._raise_any(self._name_missing(missing) if missing else _difference(self.peers), missing)
         self.store.set("verdict", json.dumps({"fault": "", "peers": [asdict(peer) for peer in self.peers]}))
@@ -231,7 +234,8 @@ class Rendezvous:
         doctor = doctor_command(*(nodes.addresses if nodes else (self.address,)))
         return (
             f"{fault}: start them too, with the same command and number of processes. If they were started, see their "
-            "output: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier error. "
+            "output: a firewall (`sudo ufw allow from THAT_MACHINE` here), an address other than this one (a machine "
+            "that names its own is machine 0, too), or an earlier error. "
             f"--rendezvous_timeout SECONDS waits longer. {doctor}"
         )
 

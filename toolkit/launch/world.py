@@ -146,8 +146,10 @@ def make_accelerator(
         line = f"newer than this toolkit was tested with: {', '.join(newer)}; if it fails, see docs/compatibility.md"
         log_on_main(accelerator, line, logging.WARNING)
     precision.choose_matmul_precision(accelerator)
-    if line := precision.emulated(accelerator):
-        log_on_main(accelerator, line)
+    line = precision.emulated(accelerator)  # machines may differ
+    for each in sorted({*ranks.exchange(line, timeout_seconds("ddp_timeout"))} if ranks else {line}):
+        if each:
+            log_on_main(accelerator, each)
     accelerator.state.precision_trial = trial
     collector.after_imports()
     if setting == AUTO:
