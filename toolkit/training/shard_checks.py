@@ -33,7 +33,8 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
     """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
     UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
     fail on its shape."""
-    names = {id(each): name for name, each in parameters_of(model) if hasattr(each, "ds_status") or isinstance(each, DTensor)}
+    parameters = parameters_of(model)
+    names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
     if not names:
         yield
         return
