@@ -254,8 +254,9 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "reentrant checkpoints": (
         "zero2 x2", "metric", OPTIMIZER, "    model.gradient_checkpointing_enable({'use_reentrant': True})\n"
         f"    model.enable_input_require_grads()\n{OPTIMIZER}", ("use_reentrant", "--gradient_checkpointing")),
-    "an evaluation in 16 bits, without dropout": (
-        "single", "metric", "        model.eval()\n", "        model.bfloat16().eval()\n", ("--mixed_precision",)),
+    **{f"an evaluation in 16 bits, without dropout: {way}": (
+        way, "metric", "        model.eval()\n", "        model.bfloat16().eval()\n", ("--mixed_precision",))
+       for way in ("single", "fsdp2 x2")},
     "an evaluation with dropout": ("single", "metric", "        model.eval()\n", "", ("model.eval()",)),
     **{f"weights saved by hand under {way}": (
         f"{way} x2", "metric", AFTER, f"        toolkit.unwrapped(model).state_dict()\n{AFTER}",

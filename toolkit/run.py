@@ -177,7 +177,7 @@ class Run:
         with average_as_weights(self.checkpoints.live, step) if self._average else contextlib.nullcontext():
             model, checks = self.checkpoints.model, self._steps.checks
             try:
-                with unwrapped(model).register_forward_pre_hook(checks.refuse_wrong_evaluation):
+                with unwrapped(model).register_forward_pre_hook(checks.refuse_wrong_evaluation, prepend=True):
                     evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number

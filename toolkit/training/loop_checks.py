@@ -151,7 +151,7 @@ class LoopChecks:
         refuse_changes(model, first=self._first is None)
         if self._first is None:
             self._check_weights(unwrapped(model))
-            self._dtypes = {each.dtype for each in model.parameters()}
+            self._dtypes = {each.dtype for _, each in checks.parameters_of(model)}
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
@@ -204,8 +204,8 @@ class LoopChecks:
         """Refuses dropout, and weights of another type, in an evaluation; a hook before its forward pass."""
         if model.training:
             raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
-        dtypes = {each.dtype for each in model.parameters()}  # FSDP2 has gathered ones after a batch
-        if self._dtypes and dtypes != self._dtypes and not self.accelerator.is_fsdp2:
+        dtypes = {each.dtype for _, each in checks.parameters_of(model)}
+        if self._dtypes and dtypes != self._dtypes:
             types = f"{listing(map(str, dtypes), 4)}, not {listing(map(str, self._dtypes), 4)}"
             raise UserError(f"`evaluate` changes the weights' type ({types}), and rounds them: pass --mixed_precision")
 
