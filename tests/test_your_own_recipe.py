@@ -236,6 +236,27 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "    accelerator.clip_grad_norm_ = lambda *values: (other.step(), clip(*values))[1]\n"
         "    model, optimizer, scheduler, steps = toolkit.prepare(",
         ("SGD", "after `prepare`")),
+    "weights set late under ZeRO": (
+        "zero2 x2", "metric", AFTER, f"{AFTER}\n        if step.number == 3:\n"
+        "            toolkit.unwrapped(model).classifier.weight.data.zero_()", ("classifier.weight", "--ema_decay")),
+    "a shard's number late under FSDP2": (
+        "fsdp2 x2", "metric", AFTER, f"{AFTER}\n        if step.number == 3:\n"
+        "            model.classifier.weight.norm().item()", ("item", "full_tensor")),
+    "a hook that clips gradients": (
+        "single", "metric", OPTIMIZER,
+        f"    model.classifier.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))\n{OPTIMIZER}",
+        ("classifier.weight", "--max_grad_norm")),
+    **{f"parameters used in some micro-batches under {way}": (
+        f"{way} x2", "learned", LOSS,
+        "step.mean(objective(batch, logits) if step.number < 2 or accelerator.is_main_process else "
+        "torch.nn.functional.cross_entropy(logits, batch.labels, reduction='none'))",
+        ("loss.log_scale", "loss.bias")) for way in ("ddp", "zero2", "fsdp2")},
+    "reentrant checkpoints": (
+        "zero2 x2", "metric", OPTIMIZER, "    model.gradient_checkpointing_enable({'use_reentrant': True})\n"
+        f"    model.enable_input_require_grads()\n{OPTIMIZER}", ("use_reentrant", "--gradient_checkpointing")),
+    **{f"an evaluation in 16 bits, without dropout: {way}": (
+        way, "metric", "        model.eval()\n", "        model.bfloat16().eval()\n", ("--mixed_precision",))
+       for way in ("single", "fsdp2 x2")},
     "an evaluation with dropout": ("single", "metric", "        model.eval()\n", "", ("model.eval()",)),
     **{f"weights saved by hand under {way}": (
         f"{way} x2", "metric", AFTER, f"        toolkit.unwrapped(model).state_dict()\n{AFTER}",
@@ -398,7 +419,7 @@ def test_a_wrong_edit_is_an_error_before_a_bad_step(name: str, tmp_path: Path, t
     finished = recipe(write_jobs(tmp_path, [job]), *WAYS[way], script="tests/jobs_worker.py")
     finished.says_in_one_line(*says)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    logged = {"requires_grad": 2, "dropout": 2, "outputs": 2, "micro-batches": 1, "after a step": 1}
+    logged = {"requires_grad": 2, "dropout": 2, "outputs": 2, "micro-batches": 1, "after a step": 1, " late": 3}
     steps = max((logged[part] for part in logged if part in name), default=0)
     assert len(lines_of(metrics) if metrics.exists() else []) == steps
 

@@ -31,7 +31,6 @@ from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
-from toolkit.training.loop_checks import refuse_dropout
 from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, identity_of, resume_newest
 from toolkit.training.run_folder import open_run_folder
@@ -176,8 +175,9 @@ class Run:
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Returns False if a stop signal interrupted it."""
         with average_as_weights(self.checkpoints.live, step) if self._average else contextlib.nullcontext():
+            model, checks = self.checkpoints.model, self._steps.checks
             try:
-                with unwrapped(self.checkpoints.model).register_forward_pre_hook(refuse_dropout):
+                with unwrapped(model).register_forward_pre_hook(checks.refuse_wrong_evaluation, prepend=True):
                     evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number
@@ -185,7 +185,7 @@ class Run:
             improved = self.best.update(evaluation, step)
             if improved:
                 with explain_write_errors(self.folder.model):
-                    model, dtype = self.checkpoints.model, self.settings.training.save_dtype
+                    dtype = self.settings.training.save_dtype
                     save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
         self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, improved)

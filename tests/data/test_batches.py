@@ -198,7 +198,8 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
     for equal in (7, 8):  # no mask, which would rule out the flash kernel
         inputs = collate(np.array([equal])).inputs
         assert inputs["input_ids"].shape == (1, split.lengths[equal])
-        assert "attention_mask" not in inputs
+        assert "attention_mask" not in inputs  # for the model; a recipe that pools gets ones
+        assert torch.equal(inputs["attention_mask"], torch.ones_like(inputs["input_ids"]))
     assert [padded_width(length, 50, None) for length in (1, 8, 41, 49, 50)] == [8, 8, 48, 50, 50]
     odd = LengthBuckets(full=33, block=3)
     assert [padded_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [32, 32, 33, 36, 60]

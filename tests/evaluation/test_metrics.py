@@ -43,6 +43,12 @@ def split_of(problem: ProblemType, truth: Any) -> Split:
     return replace(of_lengths(np.ones(len(labels), np.int64)), name="validation", labels=labels)
 
 
+def test_outputs_in_bf16() -> None:
+    outputs = Outputs(ALONE, split_of(SINGLE, [0, 1]))
+    outputs.add([torch.tensor([[0, 0], [1, 0]]), torch.ones(2, 3, dtype=torch.bfloat16)])
+    assert outputs._parts[0][1].dtype == np.float32
+
+
 @pytest.mark.parametrize("problem", [SINGLE, MULTI])
 def test_numbers_are_scikit_learns(problem: ProblemType) -> None:
     """A class without labels and predictions counts as zero."""

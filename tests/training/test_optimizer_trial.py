@@ -185,6 +185,16 @@ def test_wrapped_optimizers() -> None:
         def step(self, closure: Any = None) -> None:
             self.inner.step()
 
+    class Initialized(Wrapper):
+        """Loading a state replaces its groups, but not those of the wrapped optimizer."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            torch.optim.Optimizer.__init__(self, inner.param_groups, inner.defaults)
+            self.inner, inner.param_groups = inner, self.param_groups
+
+    adamw = torch.optim.AdamW(groups_of(Model()))
+    assert "_hooks" in step_fault(Wrapper(adamw), CPU)  # an attribute that torch's constructor sets
+    assert "param_groups" in step_fault(Initialized(adamw), CPU)
     # ZeRO-1 and 2 set one group at a time in the wrapper, and AdamW steps all of its groups each time
     assert verdicts(Wrapper(torch.optim.AdamW(groups_of(Model())))) == {"zero2"}
     assert verdicts(Wrapper(torch.optim.Adafactor(groups_of(Model())))) == set(SHARDED)

@@ -28,12 +28,22 @@ IGNORED = -100
 """The label of tokens without a loss, as in torch and transformers."""
 
 
+class Inputs(dict[str, torch.Tensor]):
+    """What the model gets. `inputs["attention_mask"]` are ones where nothing is padded, which the model needs no mask
+    for: a recipe may pool with it."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        if name != "attention_mask":
+            raise KeyError(name)
+        return torch.ones_like(self["input_ids"])
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded; `token_type_ids` of pairs."""
+    """(B, S) int64: `input_ids`; `attention_mask` if anything is padded (`Inputs`); `token_type_ids` of pairs."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
@@ -201,7 +211,7 @@ class Collator:
         width = max(lengths)
         if self.device.type == "cuda" and min(lengths) < width:  # a mask rules the flash kernel out
             width = padded_width(width, self.longest, self.split.buckets)
-        inputs = {"input_ids": self.padded(samples, width, self.pad_id, self.left)}
+        inputs = Inputs(input_ids=self.padded(samples, width, self.pad_id, self.left))
         if min(lengths) < width:  # without padding attention needs no mask, and is faster
             ones = [np.ones_like(sample) for sample in samples]
             inputs["attention_mask"] = self.padded(ones, width, 0, self.left)

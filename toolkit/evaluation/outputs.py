@@ -169,7 +169,8 @@ class Outputs:
         if signals.any():
             raise StopRequested(int(signals.max()))
         if self.accelerator.is_main_process:
-            self._parts.append([ids[ids >= 0], *(part.detach().cpu().numpy()[ids >= 0] for part in gathered[1:])])
+            parts = (part.float() if part.dtype == torch.bfloat16 else part for part in gathered[1:])  # not NumPy's
+            self._parts.append([ids[ids >= 0], *(part.detach().cpu().numpy()[ids >= 0] for part in parts)])
 
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the file on the main process, [] on the others; a collective.

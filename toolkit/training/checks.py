@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def optimizer_fault(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
     stage = plugin.zero_stage if plugin else 0
     if why := step_fault(optimizer, device, *([] if stage else [None])):  # accelerate passes a closure
         return (
-            f"{name} fails in `optimizer.step()`: {why}. Use an optimizer that needs only the gradients of all "
+            f"{name} fails in `step()` or `load_state_dict()`: {why}. Use one that needs only the gradients of all "
             "parameters (--optimizer adamw, lion, muon or sgd)"
         )
     if stage and isinstance(optimizer, torch.optim.Adagrad):
@@ -78,6 +79,9 @@ def check_parameters(
     if accumulated := [name for name, each in items if each._post_accumulate_grad_hooks]:
         what = "hooks after each micro-batch, not each step"
         faults.add(f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer")
+    if uneven := [name for name, each in items if not all(map(partial(_is_linear, each), _hooks(each)))]:
+        what = "a hook that clips gradients gets those of a micro-batch, scaled by the number of processes and fp16"
+        faults.add(f"{listing(uneven, 4)}: {what}: pass --max_grad_norm, or clip in the `step` of your optimizer")
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
@@ -99,6 +103,20 @@ def check_parameters(
     vars(model)[_PREPARED] = [(name, parameter.requires_grad) for name, parameter in items], []
 
 
+def _hooks(parameter: torch.Tensor) -> list[Any]:
+    return list((parameter._backward_hooks or {}).values())
+
+
+def _is_linear(parameter: torch.Tensor, hook: Any) -> bool:
+    """Whether a hook commutes with the sum of gradients, and with a factor."""
+    one = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).reshape(parameter.shape)
+    results = [
+        value if (result := hook(value.clone())) is None else result
+        for value in (one, 1e4 * one.square(), one + 1e4 * one.square())
+    ]
+    return torch.allclose(results[0] + results[1], results[2], rtol=1e-4)
+
+
 def low_precision_fault(model: torch.nn.Module) -> str:
     trained = ((name, each.dtype) for name, each in model.named_parameters() if each.requires_grad)
     low = [name for name, dtype in trained if dtype in (torch.bfloat16, torch.float16)]
@@ -114,6 +132,13 @@ keys a model would never be freed under ZeRO, where its parameters lead back to 
 def prepared(model: Any) -> tuple[list[tuple[str, bool]], list[Any]]:
     """(name, requires_grad) of each parameter before `accelerator.prepare`; the parameters after it."""
     return vars(unwrapped(model)).get(_PREPARED) or ([], [])
+
+
+def parameters_of(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """(name, parameter) of each; of a prepared model without a search."""
+    before, after = prepared(model)
+    names = (name for name, _ in before)
+    return list(zip(names, after, strict=True)) if after else list(unwrapped(model).named_parameters())
 
 
 def refuse_early_prepare(accelerator: Any) -> None:

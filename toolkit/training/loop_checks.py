@@ -28,7 +28,7 @@ from toolkit.training.shard_checks import (
     refuse_stale_parameters,
 )
 from toolkit.utils.compat import require
-from toolkit.utils.modules import autograd_leaves, unwrapped
+from toolkit.utils.modules import autograd_nodes, unwrapped
 
 
 class LoopChecks:
@@ -60,12 +60,18 @@ class LoopChecks:
         """The model, until the loss of the first micro-batch is checked."""
         self._forwards: list[None] = []
         """An item for each call of the model in the first micro-batch."""
-        self._in_first = contextlib.ExitStack()
-        """Checks that end with the forward pass of the first micro-batch."""
+        self._outputs: dict[Any, Any] = {}
+        """Autograd node of each output of the model in this micro-batch -> its place."""
+        self._uses = set[Any]()
+        """The outputs, and parameters beside them, on which the first micro-batch's losses depend."""
+        self._in_forward = contextlib.ExitStack()
+        """Checks that end with the forward pass of a micro-batch."""
         self._after_backward = contextlib.ExitStack()
-        """Checks from the last backward pass of the first step to the second step."""
-        self._model: torch.nn.Module | None = None
-        """The model, in the first step."""
+        """Checks from the last backward pass of a step to the next step."""
+        self._model: Any = None
+        """The model, in a step."""
+        self._dtypes = set[torch.dtype]()
+        """Those of the parameters in the first step."""
 
     @contextlib.contextmanager
     def patch_accelerator(self) -> Iterator[None]:
@@ -78,7 +84,8 @@ class LoopChecks:
             self._check_backward(loss)
             backward(loss, **options)
             self._rates = self._learning_rates()
-            if self._model is not None and accelerator.sync_gradients:
+            first = self._first == self._step  # a mode slows down the step of FSDP2's optimizer
+            if (first or accelerator.state.deepspeed_plugin) and accelerator.sync_gradients:
                 self.watch_weights(self._model)
                 if accelerator.scaler is not None:
                     self._gradients = _checksums(_gradients_of(unwrapped(self._model)))
@@ -144,6 +151,7 @@ class LoopChecks:
         refuse_changes(model, first=self._first is None)
         if self._first is None:
             self._check_weights(unwrapped(model))
+            self._dtypes = {each.dtype for _, each in checks.parameters_of(model)}
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0")
         if number == self._step and self.accelerator.state.deepspeed_plugin:
@@ -183,24 +191,42 @@ class LoopChecks:
             )
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """Until the second step, refuses uses of weights that are wrong with DeepSpeed's copies and FSDP2's shards."""
-        if self._first == self._step and self.accelerator.is_fsdp2:
+        """Until the next step, refuses uses of weights that are wrong with DeepSpeed's copies and FSDP2's shards."""
+        self._after_backward.close()
+        if self.accelerator.is_fsdp2:
             self._after_backward.enter_context(RefuseLocalNumbers())
             self._after_backward.callback(register_optimizer_step_pre_hook(refuse_stale_parameters).remove)
-        elif self._first == self._step and self.accelerator.state.deepspeed_plugin:
+        elif self.accelerator.state.deepspeed_plugin:
             self._after_backward.enter_context(refuse_shards(model, REMEDY_IN_OPTIMIZER))
             self._after_backward.enter_context(RefuseChanges(model))
+
+    def refuse_wrong_evaluation(self, model: torch.nn.Module, _: Any) -> None:
+        """Refuses dropout, and weights of another type, in an evaluation; a hook before its forward pass."""
+        if model.training:
+            raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
+        dtypes = {each.dtype for _, each in checks.parameters_of(model)}
+        if self._dtypes and dtypes != self._dtypes:
+            types = f"{listing(map(str, dtypes), 4)}, not {listing(map(str, self._dtypes), 4)}"
+            raise UserError(f"`evaluate` changes the weights' type ({types}), and rounds them: pass --mixed_precision")
 
     @contextlib.contextmanager
     def micro_batch(self, model: torch.nn.Module) -> Iterator[None]:
         self._micro_batches += 1
-        with self._in_first:
+        with self._in_forward:
             if self._first is None:
-                self._first, self._unchecked, self._model = self._step, model, model
-                self._in_first.enter_context(refuse_shards(model))
+                self._first, self._unchecked = self._step, model
                 count = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
-                self._in_first.enter_context(count)
+                self._in_forward.enter_context(count)
+            if self.accelerator.num_processes > 1:
+                self._in_forward.enter_context(model.register_forward_hook(self._remember_outputs))
+            self._model, plugin = model, self.accelerator.state.deepspeed_plugin
+            if self.accelerator.is_fsdp2 or (plugin and plugin.zero_stage == 3):
+                self._in_forward.enter_context(refuse_shards(model))
             yield
+
+    def _remember_outputs(self, _: Any, __: Any, outputs: Any) -> None:
+        places = enumerate(tree_leaves(outputs))
+        self._outputs |= {each.grad_fn: place for place, each in places if torch.is_tensor(each) and each.requires_grad}
 
     def check_losses(self, losses: torch.Tensor) -> None:
         """Checks a micro-batch's losses (B,); called by `Step.mean`."""
@@ -218,8 +244,16 @@ class LoopChecks:
                 "and `optimizer.zero_grad()` only after `optimizer.step()`"
             )
         self._means += 1
+        nodes = autograd_nodes(losses, self._outputs) if self.accelerator.num_processes > 1 else []
+        uses = {self._outputs[each] for each in nodes if each in self._outputs}
+        leaves = (getattr(each, "variable", None) for each in nodes)
+        uses |= {id(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)}
+        self._outputs.clear()  # it would keep the graph
         if self._unchecked is None:
+            if not uses >= self._uses:  # the model's layers may still use all: search the whole graph
+                refuse_foreign_parameters(self._model, losses, uses_all=True)
             return
+        self._uses = uses
         # DDP and shards would average gradients of different parameters, or none
         refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
         self._unchecked = None
@@ -230,7 +264,7 @@ class LoopChecks:
             )
 
     def _check_backward(self, loss: torch.Tensor) -> None:
-        self._in_first.close()
+        self._in_forward.close()
         if loss is not self.mean_loss:
             raise UserError(
                 f"step {self._step}: pass the result of `step.mean` to `accelerator.backward`, once per micro-batch; "
@@ -322,12 +356,6 @@ def refuse_different_weights(model: torch.nn.Module) -> None:
         raise UserError(f"{listing(names, 4)}: not equal in all processes: initialize weights with one seed")
 
 
-def refuse_dropout(model: torch.nn.Module, _: Any) -> None:
-    """Refuses dropout in an evaluation; a hook before its forward pass."""
-    if model.training:
-        raise UserError("`evaluate` computes with dropout: begin it with `model.eval()`")
-
-
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool = False) -> None:
     """Raises UserError if losses depend on parameters outside the model; with `uses_all` also if they do not
     depend on all trained ones."""
@@ -338,10 +366,15 @@ def refuse_foreign_parameters(model: Any, losses: torch.Tensor, uses_all: bool =
             for group in require(part, "_get_fsdp_state", "torch")()._fsdp_param_groups:
                 copies = (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
                 names |= {id(each._unsharded_param): each._param_fqn for each in copies}
-    leaves = [leaf for leaf in autograd_leaves(losses) if isinstance(leaf, torch.nn.Parameter)]
+    nodes = autograd_nodes(losses)
+    leaves = [each.variable for each in nodes if isinstance(getattr(each, "variable", None), torch.nn.Parameter)]
     if foreign := [leaf for leaf in leaves if id(leaf) not in names]:
         raise UserError(f"the loss has {not_in_model(foreign)}")
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     used = {names[id(leaf)] for leaf in leaves}
+    if uses_all and any(type(each).__name__ == "CheckpointFunctionBackward" for each in nodes):
+        raise UserError(
+            "gradient checkpointing with use_reentrant=True hides parameters: use --gradient_checkpointing true"
+        )
     if uses_all and (unused := [name for name in trained if name not in used]):
         raise UserError(not_in_loss(unused))

@@ -45,11 +45,25 @@ def step_fault(optimizer: Optimizer, device: torch.device, *arguments: None) -> 
         rows, steps = _TRIALS[0]
         trial = _copy_of(optimizer, device, rows)
         try:
+            groups = trial.param_groups
+            trial.load_state_dict(trial.state_dict())  # as accelerate does
             for number in range(steps):
                 _set_gradients(trial, number)
                 trial.step(*arguments)
+            return _stale_groups(trial, groups)
         except Exception as error:
             return first_line(error)
+    return ""
+
+
+def _stale_groups(optimizer: Optimizer, old: list[dict[str, Any]]) -> str:
+    """Why learning rates do not reach an optimizer that this one wraps; empty if they do. `old`: the groups before a
+    state was loaded."""
+    stale = {id(group) for group in old} - {id(group) for group in optimizer.param_groups}
+    for inner in vars(optimizer).values():
+        if isinstance(inner, Optimizer) and any(id(group) in stale for group in inner.param_groups):
+            remedy = "make `param_groups` and `state` properties that return those"
+            return f"it has other param_groups than its {type(inner).__name__}: {remedy}"
     return ""
 
 

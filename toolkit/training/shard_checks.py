@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import LOSS_PARAMETERS
+from toolkit.training.checks import LOSS_PARAMETERS, parameters_of
 from toolkit.utils.modules import unwrapped
 
 REPLACED = "_toolkit_replaced"
@@ -33,7 +33,7 @@ def refuse_shards(model: Any, remedy: str = REMEDY_IN_FORWARD) -> Iterator[None]
     """Within this context computing with a sharded parameter (ZeRO-3, FSDP2) outside the model's forward raises
     UserError, which ends with `remedy`. ZeRO-3 leaves such a parameter empty: its sum is 0, and most other operations
     fail on its shape."""
-    parameters = unwrapped(model).named_parameters()
+    parameters = parameters_of(model)
     names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
     if not names:
         yield
@@ -155,7 +155,7 @@ class RefuseChanges(TorchFunctionMode):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        trained = [(name, each) for name, each in unwrapped(model).named_parameters() if each.requires_grad]
+        trained = [(name, each) for name, each in parameters_of(model) if each.requires_grad]
         self.names = {id(each): name for name, each in trained}
         self.weights = {each.untyped_storage().data_ptr(): name for name, each in trained if each.numel()}
 

@@ -1,8 +1,9 @@
-"""Unwraps prepared modules, and finds the parameters that an output depends on."""
+"""Unwraps prepared modules, and finds what an output depends on."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -16,13 +17,18 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def autograd_leaves(output: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves of an output's autograd graph."""
+def autograd_nodes(output: torch.Tensor, until: Container[Any] = ()) -> list[Any]:
+    """The nodes of an output's autograd graph, without those behind `until`."""
     nodes: dict[Any, None] = {}
     queue: list[Any] = [output.grad_fn]
     while queue:
         node = queue.pop()
         if node is not None and node not in nodes:
             nodes[node] = None
-            queue += [function for function, _ in node.next_functions]
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+            if node not in until:
+                queue += [function for function, _ in node.next_functions]
+    return list(nodes)
+
+
+def autograd_leaves(output: torch.Tensor) -> list[torch.Tensor]:
+    return [node.variable for node in autograd_nodes(output) if hasattr(node, "variable")]
