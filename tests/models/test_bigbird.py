@@ -135,6 +135,11 @@ def test_a_short_batch_runs_full_and_changes_nothing(training: bool) -> None:
     assert model.bert.attention_type == model.config.attention_type == "block_sparse"
 
 
+def test_hidden_states_without_the_padding_to_blocks() -> None:
+    states = fast(make()).bert(**batch(717), output_hidden_states=True).hidden_states
+    assert [each.shape[1] for each in states] == [717] * 3
+
+
 def test_full_attention_by_name() -> None:
     sparse = make()
     reference = copy.deepcopy(sparse)
