@@ -38,8 +38,8 @@ def main() -> None:
     compute_metrics = partial(toolkit.classification_metrics, labels=data.labels)
 
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
-        losses, sizes = objective.losses, steps.settings
-        return toolkit.evaluate_classifier(accelerator, model, split, tokenizer, sizes, losses, data.labels)
+        objects = accelerator, model, split, tokenizer, steps.settings
+        return toolkit.evaluate_classifier(*objects, objective.losses, data.labels, compute_metrics)
 
     run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="bigbird")
     run.resume(model, optimizer, scheduler, evaluate)

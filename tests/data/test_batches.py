@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import BigBirdConfig
 
 from tests.faults import refusal
 from tests.splits import of_lengths
@@ -17,6 +18,17 @@ from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.features.titles.data import TitleCollator, TitleSplit
 
 CPU = torch.device("cpu")
+
+
+def test_models_that_do_not_fit_the_batches() -> None:
+    split = of_lengths(np.array([3]), LengthBuckets(704, 64))
+    plain, titles = (kind(split, SimpleNamespace(pad_token_id=0, padding_side="right"), CPU).prepare_model
+                     for kind in (Collator, TitleCollator))  # fmt: skip
+    plain(None, SimpleNamespace(config=BigBirdConfig()))
+    for changed in ("block_size", "num_random_blocks"):
+        model = SimpleNamespace(config=BigBirdConfig(**{changed: 2}))
+        refusal(plain, None, model, says=[changed, "toolkit to-bigbird"])
+    refusal(titles, None, torch.nn.Linear(1, 1), says=["Linear", "generation_config, get_encoder, generate"])
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:

@@ -16,7 +16,7 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.evaluation import evaluate_classifier, outputs
+from toolkit.evaluation import classification_metrics, evaluate_classifier, outputs
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 from toolkit.launch.signals import StopRequested
 
@@ -95,8 +95,9 @@ def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> Non
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     settings = TrainingSettings(per_device_batch_size=4)
     given = accelerator, Echo(), split, TOKENIZER, settings
-    evaluation = evaluate_classifier(*given, lambda logits, _: logits[:, 1], labels)
+    metrics = lambda logits, truth: classification_metrics(logits, truth, labels) | {"mine": 1}  # noqa: E731
+    evaluation = evaluate_classifier(*given, lambda logits, _: logits[:, 1], labels, metrics)
     assert evaluation.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's loss
-    assert (evaluation.split, evaluation.numbers["num_samples"]) == ("test", 23)
+    assert (evaluation.split, evaluation.numbers["num_samples"], evaluation.numbers["mine"]) == ("test", 23, 1)
     assert evaluation.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))  # equal logits: class 0
     assert evaluation.predictions is not None

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
@@ -387,3 +388,12 @@ def test_collectives_of_objects_count_on_another_backend_than_tensors(no_launche
     dist.broadcast_object_list([1])
     assert world._get_sequence_number_for_group() == 0
     assert collectives.count() > before
+
+
+def test_a_position_is_read_while_frames_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    def walk(frame: Any) -> Iterator[tuple[Any, int]]:
+        yield frame, 7
+        raise AttributeError("'cell' object has no attribute 'f_lineno'")  # once, under load, in CPython 3.11
+
+    monkeypatch.setattr(traceback, "walk_stack", walk)
+    assert ":7 " in collectives.main_thread_position()

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.attention import flex
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.training.estimate import count_activations
+from toolkit.training.steps import _explanation
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -135,6 +137,11 @@ def test_a_short_batch_runs_full_and_changes_nothing(training: bool) -> None:
     assert model.bert.attention_type == model.config.attention_type == "block_sparse"
 
 
+def test_hidden_states_without_the_padding_to_blocks() -> None:
+    states = fast(make()).bert(**batch(717), output_hidden_states=True).hidden_states
+    assert [each.shape[1] for each in states] == [717] * 3
+
+
 def test_full_attention_by_name() -> None:
     sparse = make()
     reference = copy.deepcopy(sparse)
@@ -142,7 +149,7 @@ def test_full_attention_by_name() -> None:
     model = fast(sparse, "full")
     for inputs in (batch(1024, "right"), batch(1101), batch(90, "right")):
         compare(model, reference, inputs, 1e-5, 1e-5)
-    assert model.config.attention_type == "block_sparse"
+    assert model.config.attention_type == "original_full"  # saved: it is loaded as it was trained
     already_full = make(attention_type="original_full")
     compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
 
@@ -183,6 +190,9 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     logits.float().sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
         cast = model(**inputs).logits
+        with pytest.raises(RuntimeError) as crash:
+            exact(**inputs)
+    assert "--attn_implementation eager" in str(_explanation(Mock(), exact, crash.value))
     cast.float().sum().backward()
     for lowered in (logits, cast):
         assert lowered.dtype == torch.bfloat16

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from toolkit.data.tokens import LengthBuckets, Split
+from toolkit.errors import UserError
 
 # samples are sorted by length within windows of this many global batches, as in transformers' Trainer: little padding,
 # and another order in each epoch
@@ -229,6 +230,10 @@ class Collator:
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         """Adapts a model to these batches, before `accelerator.prepare`. Raises UserError for an unsupported model."""
+        buckets = LengthBuckets.of_model(getattr(model, "config", None))
+        if self.split.buckets and buckets and buckets != self.split.buckets:
+            why = "model.config has another block_size or num_random_blocks than when the texts were loaded"
+            raise UserError(f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT --block_size N`")
 
     def padded(self, samples: Sequence[np.ndarray], width: int, filler: int, left: bool) -> torch.Tensor:
         """Arrays (length,) -> (B, S) int64 on the device."""

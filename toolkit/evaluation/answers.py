@@ -129,7 +129,7 @@ def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics:
 @torch.no_grad()
 def evaluate_classifier(
     accelerator: Accelerator, model: Any, split: Split, tokenizer: Any, settings: TrainingSettings, losses: Losses,
-    labels: Labels,
+    labels: Labels, compute_metrics: ComputeMetrics,
 ) -> Evaluation:  # fmt: skip
     """Evaluates a prepared classifier on a split, each sample exactly once; a collective. recipes/cls.py has the same
     loop, to be edited."""
@@ -138,7 +138,7 @@ def evaluate_classifier(
     for batch in evaluation_batches(accelerator, split, tokenizer, settings):
         logits = model(**batch.inputs).logits.float()  # (B, C)
         outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses(logits, batch.labels))))
-    return classification_evaluation(outputs, labels, partial(classification_metrics, labels=labels))
+    return classification_evaluation(outputs, labels, compute_metrics)
 
 
 def _decode_label(label: Any, labels: Labels) -> Any:

@@ -77,7 +77,11 @@ def main_thread_position() -> str:
 def _main_thread_calls() -> list[_Call]:
     """Innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
+    calls = list[_Call]()
+    with contextlib.suppress(AttributeError):  # a frame that returns meanwhile may have another object as its caller
+        for each, line in traceback.walk_stack(frame):
+            calls.append((each.f_code.co_filename, line, each.f_code.co_name))
+    return calls
 
 
 def position_of(error: BaseException) -> str:

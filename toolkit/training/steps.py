@@ -214,6 +214,9 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
         return f"{why}: make your change there, in your own model class, or launch with ddp (accelerate_configs/)"
     if "backward through the graph a second time" in str(error):
         return "the loss uses outputs of an earlier micro-batch: `.detach()` them"
+    if "scatter(): Expected self.dtype" in str(error):
+        return "transformers' BigBird attention has no 16 bits: leave out --attn_implementation eager, or pass " \
+               "--mixed_precision no"  # fmt: skip
     if "must be 2-D" in str(error):  # ZeRO-3's empty parameter in an embedding
         remedy = "load it within `toolkit.whole_weights()` (docs/your-own-recipe.md, Another model class)"
         return f"a model was sharded when it was loaded, and not prepared: {remedy}"

@@ -234,6 +234,11 @@ def test_heads_that_read_the_weights_of_the_decoder() -> None:
         refusal(predict_masked_only, AutoModelForMaskedLM.from_config(config), cross_entropy, says=["another encoder"])
 
 
+def test_a_loss_of_padding_is_refused(models: Runs) -> None:
+    model = AutoModelForMaskedLM.from_pretrained(models["BERT"])
+    refusal(predict_masked_only, model, lambda *each: cross_entropy(*each) + 0.1, says=["(truth != -100)"])
+
+
 OTHERS = ["ERNIE", "DistilBERT", "ALBERT", "DeBERTa-v2", "DeBERTa-v3", "EuroBERT", "NomicBERT", "GTE", "Longformer"]
 
 

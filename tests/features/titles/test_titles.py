@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import WordBackend
 from toolkit.data.tokens import load_tokenizer
+from toolkit.features.titles.evaluation import Writer
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.features.titles.settings import GenerationSettings
@@ -178,7 +180,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(single: Runs, data: 
     assert losses_of(single["uneven"])[0] == pytest.approx(losses / tokens, rel=1e-5)
 
 
-def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path) -> None:
+def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path, accelerator: Any) -> None:
     long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0), None)
     tokenizer = load_tokenizer(long)
     model = load_title_model(long, long, GenerationSettings(num_beams=2), tokenizer, LONGEST, SEED).eval()
@@ -193,6 +195,9 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
         mine, expected = (part(input_ids=ids, use_cache=False).logits for part in (model.decoder, theirs))
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-4)
         assert model.generate(input_ids=ids).shape[0] == 2
+        model.generation_config.num_return_sequences = 2
+        titles = Writer(accelerator, model)
+        assert titles.write(*titles.encode(SimpleNamespace(inputs={"input_ids": ids}))).shape == (2, LONGEST)
 
 
 def test_one_line_for_each_title(single: Runs, data: list[str]) -> None:

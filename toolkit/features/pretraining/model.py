@@ -20,6 +20,7 @@ from tokenizers import AddedToken
 from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
+from toolkit.data.batches import IGNORED
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, listing
 from toolkit.features.pretraining.settings import EncoderSettings
@@ -65,9 +66,12 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()
     training, ids = model.training, torch.full((1, 8), 3)
     with torch.no_grad(), cpu_attention(model):
-        expected = loss_fn(model.eval()(input_ids=ids).logits[:, 2], ids[:, 2])
+        logits = model.eval()(input_ids=ids).logits[:, 2]
+        expected, padding = loss_fn(logits, ids[:, 2]), loss_fn(logits, torch.full((1,), IGNORED))
     if expected.shape != (1,):
         raise UserError(f"loss_fn returns shape {tuple(expected.shape)}: return one loss per token (reduction='none')")
+    if padding.any():  # how much of it there is depends on the number of processes
+        raise UserError(f"loss_fn has a loss for padding: multiply it by (truth != {IGNORED})")
 
     def store_targets(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
         masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.table import Rows, Table, Targets
 from toolkit.data.tokens import Split, TextBlock, encode_blocks, read_lines, save_texts, save_tokens
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
 _TRIAL_TITLES = 20
@@ -32,6 +32,12 @@ class TitleCollator(Collator):
         inputs = self.padded([title[:-1] for title in titles], width, self.pad_id, left=False)  # (B, T)
         labels = self.padded([title[1:] for title in titles], width, IGNORED, left=False)  # (B, T)
         return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
+
+    def prepare_model(self, accelerator: Any, model: Any) -> None:
+        super().prepare_model(accelerator, model)
+        if missing := [name for name in ("generation_config", "get_encoder", "generate") if not hasattr(model, name)]:
+            why = f"an evaluation generates titles, and {type(model).__name__} has no {listing(missing)}"
+            raise UserError(f"{why}: give it those of the model in it (docs/titles.md)")
 
 
 @dataclass(frozen=True)

@@ -115,5 +115,6 @@ class Writer:
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, max_new_tokens): token ids of the generated titles, padded, without the start token."""
         length, inputs = self.max_new_tokens, {"encoder_outputs": encoded, "attention_mask": mask}
-        ids = self.module.generate(**inputs, max_new_tokens=length, synced_gpus=self.synced_gpus)[:, 1:]
+        options = {"max_new_tokens": length, "num_return_sequences": 1, "synced_gpus": self.synced_gpus}
+        ids = self.module.generate(**inputs, **options)[:, 1:]
         return torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=self.pad_token_id)

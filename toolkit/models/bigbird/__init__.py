@@ -59,6 +59,8 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
             raise UserError("this BigBird's config.json says attention_type original_full: load it with "
                             "attention_type='block_sparse', or install attention='full'")  # fmt: skip
         encoder.set_attention_type("block_sparse")  # a short batch may have changed it
+    else:
+        encoder.config.attention_type = "original_full"  # saved with the model, which is then loaded as it was trained
     for part in encoder.modules():  # the same function in one operator, which saves one tensor, not four
         if isinstance(getattr(part, "intermediate_act_fn", None), NewGELUActivation):
             part.intermediate_act_fn = GELUTanh()

@@ -106,7 +106,11 @@ class BigBirdModel(theirs.BigBirdModel):
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
                     "inputs_embeds": inputs_embeds}  # fmt: skip
-        return self._encode(embedded, _visible(attention_mask), **options)
+        outputs = self._encode(embedded, _visible(attention_mask), **options)
+        if isinstance(outputs, Output) and (states := outputs.hidden_states):  # without the padding to blocks, too
+            length = outputs.last_hidden_state.shape[1]
+            outputs.hidden_states = tuple(each if each is None else each[:, :length] for each in states)
+        return outputs
 
     @merge_with_config_defaults
     @capture_outputs
