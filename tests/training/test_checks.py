@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
 from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
 from toolkit.training.shard_checks import refuse_copies, refuse_shards
+from toolkit.training.steps import _explanation
 
 SETTINGS = TrainingSettings()
 
@@ -167,3 +169,13 @@ def test_a_state_dict_of_shards_is_refused_and_a_gathered_one_is_not() -> None:
     refusal(model.state_dict, says=["accelerator.get_state_dict"])
     model.scale.ds_status.name = "AVAILABLE"  # type: ignore[attr-defined]  # within `deepspeed.zero.GatheredParameters`
     assert model.state_dict().keys() == {"scale", "whole"}
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Linear(4, 2), torch.nn.Linear(4, 2, bias=False), torch.nn.LayerNorm(4)])
+def test_a_frozen_part_in_16_bits_under_a_head_in_fp32(layer: torch.nn.Module) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), layer.bfloat16())
+    with pytest.raises(RuntimeError) as crash:
+        model(torch.ones(3, 4))
+    line = str(_explanation(Mock(), model, crash.value))
+    assert "torch.bfloat16, torch.float32" in line
+    assert "--mixed_precision bf16" in line

@@ -27,7 +27,7 @@ from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, Collator, GlobalBatches, Prefetcher, accumulation_of, collator_of, micro_batches
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, first_line, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import not_in_loss
@@ -214,6 +214,10 @@ def _explanation(batch: Batch, model: torch.nn.Module, error: Exception) -> str 
         return f"{why}: make your change there, in your own model class, or launch with ddp (accelerate_configs/)"
     if "backward through the graph a second time" in str(error):
         return "the loss uses outputs of an earlier micro-batch: `.detach()` them"
+    types = sorted({str(each.dtype) for each in model.parameters()})
+    if len(types) > 1 and ("same dtype" in str(error) or "mixed dtype" in str(error)):
+        how = "pass --mixed_precision bf16, or load all of them with dtype=torch.float32"
+        return f"the model's weights are {listing(types)}: {how} [{first_line(error)}]"
     if "scatter(): Expected self.dtype" in str(error):
         return "transformers' BigBird attention has no 16 bits: leave out --attn_implementation eager, or pass " \
                "--mixed_precision no"  # fmt: skip
