@@ -168,7 +168,7 @@ def test_a_kill_is_reported_not_what_it_causes(
 
     reports: list[tuple[int, str]] = []
     monkeypatch.setattr(launcher, "launch_command", fail)
-    monkeypatch.setattr(launcher, "_report_exit", lambda code, who, _: reports.append((code, who)))
+    monkeypatch.setattr(launcher, "_report_exit", lambda code, who, *_: reports.append((code, who)))
     launcher._launch(Namespace(num_processes=3), tmp_path / "exit_code", 0)
     assert reports == [(codes[reported], f"rank {reported}")]
     (tmp_path / "exit_code").write_text("141")  # a rank has reported
