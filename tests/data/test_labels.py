@@ -99,8 +99,8 @@ def test_a_data_sets_own_names_keep_their_order() -> None:
     decided = found([[0], [0, 2]], feature=lists)
     assert decided.names == ("joy", "anger", "unused")
     assert encoded(decided, [[0], [0, 2]], lists) == [[1, 0, 0], [1, 0, 1]]
-    odd = datasets.ClassLabel(names=["1.0", " b"])  # as they are written
-    assert encoded(found([0, 1], feature=odd), [1, 0], odd) == [1, 0]
+    odd = datasets.ClassLabel(names=["1.0", " b", "1", "b"])  # as they are written
+    assert encoded(found([0, 1], feature=odd), [1, 0, 3, 2], odd) == [1, 0, 3, 2]
     refusal(find_labels, table_of([0, 1], NAMED), None, None, "text", class_names={"0": "x", "1": "y"},
             match="--label_names_file names classes that are numbers")  # fmt: skip
 

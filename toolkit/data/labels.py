@@ -76,8 +76,9 @@ class Labels(Targets):
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        ids = {_name(name): index for index, name in enumerate(self.values or self.names)}
-        unnamed = list(ids) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: the file has ids
+        names = self.values or self.names
+        ids = {_name(name): index for index, name in enumerate(names)} | {name: i for i, name in enumerate(names)}
+        unnamed = list(names) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: the file has ids
         return ids | {str(index): index for index in ids.values()} if unnamed else ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
@@ -123,7 +124,7 @@ class Labels(Targets):
         return all(_is_missing(value) or not str(value).strip() for cells in blocks for value in cells)
 
     def _id(self, value: Any, where: str) -> int:
-        name = "" if _is_missing(value) else _name(value)
+        name = "" if _is_missing(value) else str(value) if str(value) in self._ids else _name(value)
         if name in self._ids:
             return self._ids[name]
         if not name:
