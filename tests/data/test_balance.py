@@ -123,8 +123,8 @@ def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: di
 
 def test_doubtful_names_of_classes() -> None:
     assert not list(doubtful_names(["neg", "pos", "10", "100", "1.5", "v1.0", "none", "好", "0", "00x"]))
-    alike, missing = doubtful_names(["1", "neg", "po s", "pos", "neg\u200b", "01", "１．０", "Neg", "NaN"])
-    assert "'1' and '01' and '１．０', 'neg' and 'neg\\u200b' and 'Neg', 'po s' and 'pos';" in alike
+    alike, missing = doubtful_names(["1", "neg", "po s", "pos", "neg\u200b", "01", "１．０", "+1", "Neg", "NaN"])
+    assert "'1' and '01' and '１．０' and '+1', 'neg' and 'neg\\u200b' and 'Neg', 'po s' and 'pos';" in alike
     assert "'NaN'" in missing
     (joined,) = doubtful_names(["a|b;c", "b|c", "a", "x|y"])
     assert "'a|b;c', 'b|c' recur" in joined

@@ -248,6 +248,7 @@ NO_LABEL = "no label: fill it or remove the row"
         ([[1, 0, 1], [0, 1, 1]], None, [[1, 0, 1], [1, 0, 1, 1]], "a 0 or 1 for each of 3 classes"),
         ([1, 2], "regression", ["1", "good"], "'good' is not a number"),
         ([1, 2], "regression", ["1", ""], "'' is not a number"),
+        *((["1.5", "2", odd], None, ["2", odd], f"'{odd}' is not a number.*--problem_type") for odd in ("85%", "1_5")),
         ([1, 2], "regression", ["1", "inf"], "'inf' is not a number"),
         ([1, 2], "regression", ["1", "1e39"], r"'1e39' .* \(3\.4e38\)"),
     ],

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from toolkit.config import ObjectiveSettings
-from toolkit.data.labels import MULTI, Labels
+from toolkit.data.labels import MULTI, Labels, to_float
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
@@ -150,7 +150,9 @@ def doubtful_names(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold()
         visible = "".join(filter(str.isprintable, "".join(folded.split())))
-        alike.setdefault(re.sub(r"^0+(?=\d)|(?<=\d)\.0+$", "", visible), []).append(repr(name))
+        number = to_float(visible) if len(visible) < 16 else None  # whose digits a float holds
+        key = re.sub(r"^0+(?=\d)", "", visible) if number is None else str(number + 0.0)  # -0 is 0
+        alike.setdefault(key, []).append(repr(name))
     if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
         yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
     parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}
