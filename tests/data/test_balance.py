@@ -72,18 +72,20 @@ def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
 )
 def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]) -> None:
     train = balanced(sampling=sampling)["train"]
-    assert train.chances.sum() == pytest.approx(1)
-    epochs = [GlobalBatches(train.lengths, 32, 1, epoch, chances=train.chances) for epoch in range(60)]
+    assert train.sampling_probabilities.sum() == pytest.approx(1)
+    epochs = [
+        GlobalBatches(train.lengths, 32, 1, epoch, probabilities=train.sampling_probabilities) for epoch in range(60)
+    ]
     drawn = np.bincount(train.labels[np.concatenate([*chain(*epochs)])]) / (60 * len(train))
     assert {place: drawn[place] for place in shares} == pytest.approx(shares, abs=0.02)
-    assert balanced(sampling=sampling)["validation"].chances is None
+    assert balanced(sampling=sampling)["validation"].sampling_probabilities is None
 
 
 def test_one_long_text_may_be_drawn_again_and_again() -> None:
     """DeepSpeed is told the most micro-batches of a step before it begins."""
     train = of_lengths(np.array([100, *[8] * 63]))
     assert accumulation_of(train, 32, 32, 1, 128) == 3
-    drawn = replace(train, chances=np.array([1.0, *[0.0] * 63]))
+    drawn = replace(train, sampling_probabilities=np.array([1.0, *[0.0] * 63]))
     assert accumulation_of(drawn, 32, 32, 1, 128) == 32
 
 
@@ -120,9 +122,9 @@ def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: di
 
 
 def test_doubtful_names_of_classes() -> None:
-    assert not list(doubtful_names(["neg", "pos", "10", "100", "none", "好", "0", "00x"]))
-    alike, missing = doubtful_names(["1", "neg", "pos", "neg\u200b", "01", "１", "Neg", "NaN"])
-    assert "'1' and '01' and '１', 'neg' and 'neg\\u200b' and 'Neg';" in alike
+    assert not list(doubtful_names(["neg", "pos", "10", "100", "1.5", "v1.0", "none", "好", "0", "00x"]))
+    alike, missing = doubtful_names(["1", "neg", "po s", "pos", "neg\u200b", "01", "１．０", "+1", "Neg", "NaN"])
+    assert "'1' and '01' and '１．０' and '+1', 'neg' and 'neg\\u200b' and 'Neg', 'po s' and 'pos';" in alike
     assert "'NaN'" in missing
     (joined,) = doubtful_names(["a|b;c", "b|c", "a", "x|y"])
     assert "'a|b;c', 'b|c' recur" in joined

@@ -99,8 +99,8 @@ def test_a_data_sets_own_names_keep_their_order() -> None:
     decided = found([[0], [0, 2]], feature=lists)
     assert decided.names == ("joy", "anger", "unused")
     assert encoded(decided, [[0], [0, 2]], lists) == [[1, 0, 0], [1, 0, 1]]
-    odd = datasets.ClassLabel(names=["1.0", " b"])  # as they are written
-    assert encoded(found([0, 1], feature=odd), [1, 0], odd) == [1, 0]
+    odd = datasets.ClassLabel(names=["1.0", " b", "1", "b"])  # as they are written
+    assert encoded(found([0, 1], feature=odd), [1, 0, 3, 2], odd) == [1, 0, 3, 2]
     refusal(find_labels, table_of([0, 1], NAMED), None, None, "text", class_names={"0": "x", "1": "y"},
             match="--label_names_file names classes that are numbers")  # fmt: skip
 
@@ -248,6 +248,7 @@ NO_LABEL = "no label: fill it or remove the row"
         ([[1, 0, 1], [0, 1, 1]], None, [[1, 0, 1], [1, 0, 1, 1]], "a 0 or 1 for each of 3 classes"),
         ([1, 2], "regression", ["1", "good"], "'good' is not a number"),
         ([1, 2], "regression", ["1", ""], "'' is not a number"),
+        *((["1.5", "2", odd], None, ["2", odd], f"'{odd}' is not a number.*--problem_type") for odd in ("85%", "1_5")),
         ([1, 2], "regression", ["1", "inf"], "'inf' is not a number"),
         ([1, 2], "regression", ["1", "1e39"], r"'1e39' .* \(3\.4e38\)"),
     ],

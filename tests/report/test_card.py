@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import BertConfig, BertForSequenceClassification
 
-from tests.report.made import TITLES, add_comparison, make_run
+from tests.report.made import DECISIONS, TITLES, add_comparison, make_run
 from tests.runs import edit_json
 from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import Labels
@@ -156,6 +156,11 @@ def test_the_snippet(tmp_path: Path, labels: Labels, numbers: dict[str, Any], sa
     assert ("top_k=None" in snippet) == (labels.problem_type == "multi_label_classification")
     if labels.problem_type == "regression":
         assert loaded.data.metrics == ["mse", "mae"]  # a NaN is no result
+    if labels.problem_type == "multi_label_classification":
+        (tmp_path / "tuned").mkdir()
+        tuned = numbers | {"decisions": DECISIONS | {"thresholds": {NAMES[0]: 0.3}}}
+        assert "0.5" in snippet
+        assert "0.5" not in snippet_of(card(tmp_path / "tuned", DEMO, tuned, labels))
     (tmp_path / "pairs").mkdir()
     pairs = card(tmp_path / "pairs", DEMO, numbers, labels, text_column="text", text_pair="reply")
     assert 'classify({"text": "Put a text here.", "text_pair": ' in snippet_of(pairs)

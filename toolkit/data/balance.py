@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from toolkit.config import ObjectiveSettings
-from toolkit.data.labels import MULTI, Labels
+from toolkit.data.labels import MULTI, Labels, to_float
 from toolkit.data.tokens import Split
 from toolkit.errors import Faults, did_you_mean, listing
 
@@ -26,9 +26,9 @@ _MISSING_NAMES = {"NaN", "nan", "None", "null", "NULL", "N/A"}
 def weigh_classes(
     splits: Mapping[str, Split], labels: Labels, objective: ObjectiveSettings
 ) -> tuple[dict[str, Split], np.ndarray | None, list[str], str]:
-    """(the splits with `weights`, for `--class_weights`, and the training split with `chances`, for `--sampling`; the
-    weights of positive labels, for `--pos_weight`, (classes,) float32 or None; lines about the classes and their
-    weights; advice if classes are imbalanced and no setting compensates for it).
+    """(the splits with `weights`, for `--class_weights`, and the training split with `sampling_probabilities`, for
+    `--sampling`; the weights of positive labels, for `--pos_weight`, (classes,) float32 or None; lines about the
+    classes and their weights; advice if classes are imbalanced and no setting compensates for it).
 
     Raises UserError naming every setting that does not apply to this kind of labels.
     """
@@ -54,7 +54,7 @@ def weigh_classes(
     if objective.sampling:
         share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
         share = share / share.sum()
-        splits["train"] = replace(splits["train"], chances=(share / np.maximum(counts, 1))[train.labels])
+        splits["train"] = replace(splits["train"], sampling_probabilities=(share / np.maximum(counts, 1))[train.labels])
         lines.append(f"classes of an epoch's rows, in % (--sampling): {_listed(order, names, 100 * share, '{:.3g}')}")
         if objective.class_weights and objective.sampling == "balanced":
             lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
@@ -149,8 +149,10 @@ def doubtful_names(names: Sequence[str]) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     for name in names:
         folded = unicodedata.normalize("NFKC", name).casefold()
-        visible = "".join(filter(str.isprintable, folded)).strip()
-        alike.setdefault(re.sub(r"^0+(?=\d)", "", visible), []).append(repr(name))
+        visible = "".join(filter(str.isprintable, "".join(folded.split())))
+        number = to_float(visible) if len(visible) < 16 else None  # whose digits a float holds
+        key = re.sub(r"^0+(?=\d)", "", visible) if number is None else str(number + 0.0)  # -0 is 0
+        alike.setdefault(key, []).append(repr(name))
     if groups := [" and ".join(group) for group in alike.values() if len(group) > 1]:
         yield f"classes with almost the same name: {listing(groups)}; if they are one, write it in one way"
     parts_of = {name: {part.strip() for part in re.split(r"[|｜;；、]", name)} for name in names}

@@ -64,8 +64,8 @@ class Batch:
 
 class GlobalBatches(Sequence[np.ndarray]):
     """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
-    `chances` (samples,). The last batch may be smaller. Batches are sorted when they are indexed, so that an epoch of
-    many samples starts immediately."""
+    `probabilities` (samples,). The last batch may be smaller. Batches are sorted when they are indexed, so that an
+    epoch of many samples starts immediately."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class GlobalBatches(Sequence[np.ndarray]):
         seed: int,
         epoch: int,
         group_by_length: bool = True,
-        chances: np.ndarray | None = None,
+        probabilities: np.ndarray | None = None,
     ) -> None:
         generator, count = np.random.default_rng([seed, epoch]), len(lengths)
-        if chances is None:  # the order of `generator.permutation`, in half the memory
+        if probabilities is None:  # the order of `generator.permutation`, in half the memory
             self._order = np.arange(count, dtype=np.int32 if count <= 2**31 else np.int64)
             generator.shuffle(self._order)
         else:
-            self._order = generator.choice(count, count, p=chances)
+            self._order = generator.choice(count, count, p=probabilities)
         self._lengths, self._size, self._by_length = lengths, global_batch_size, group_by_length
         # smaller windows for small sets, or every epoch would be one sorted list
         self._window = global_batch_size * max(1, min(count // (global_batch_size * 4), _WINDOW_BATCHES))
@@ -130,7 +130,7 @@ def accumulation_of(split: Split, samples: int, per_device: int, world: int, max
     if max_tokens is None and split.buckets is None:
         return max(1, -(-samples // (per_device * world)))
     longest = split.longest(samples)
-    if split.chances is not None:  # one text may be drawn repeatedly
+    if split.sampling_probabilities is not None:  # one text may be drawn repeatedly
         longest = np.full_like(longest, longest[0])
     most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
     if split.buckets is not None:  # the last micro-batch of a bucket may not be full

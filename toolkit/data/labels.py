@@ -76,8 +76,9 @@ class Labels(Targets):
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        ids = {_name(name): index for index, name in enumerate(self.values or self.names)}
-        unnamed = list(ids) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: the file has ids
+        names = self.values or self.names
+        ids = {_name(name): index for index, name in enumerate(names)} | {name: i for i, name in enumerate(names)}
+        unnamed = list(names) == [f"LABEL_{index}" for index in ids.values()]  # transformers' default: the file has ids
         return ids | {str(index): index for index in ids.values()} if unnamed else ids
 
     def in_columns(self, table: Table, columns: tuple[str, ...]) -> Labels:
@@ -123,7 +124,7 @@ class Labels(Targets):
         return all(_is_missing(value) or not str(value).strip() for cells in blocks for value in cells)
 
     def _id(self, value: Any, where: str) -> int:
-        name = "" if _is_missing(value) else _name(value)
+        name = "" if _is_missing(value) else str(value) if str(value) in self._ids else _name(value)
         if name in self._ids:
             return self._ids[name]
         if not name:
@@ -203,7 +204,7 @@ def find_labels(
     if len(columns) > 1:
         if class_names:
             raise no_classes
-        numbers = [[_to_float(item) for item in items] for items in values]
+        numbers = [[to_float(item) for item in items] for items in values]
         problem = problem_type or ("regression" if _are_measures(numbers) else MULTI)
         if problem == "single_label_classification":
             raise UserError(f"several label columns mean several labels or numbers, not --problem_type {problem}")
@@ -327,18 +328,19 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
     lists = [_parsed_list(value) for value in values]
     if values and None not in lists:
         return _guess_of_lists(cast(list[list[Any]], lists), where)
-    numbers = [_to_float(value) for value in values]
-    if None not in numbers:
-        fractions = any(number % 1 for number in numbers if number and math.isfinite(number))
+    numbers = [number for value in values if (number := to_float(value)) is not None]
+    fractions = any(number % 1 for number in numbers if math.isfinite(number))
+    if len(numbers) == len(values):
         return "regression" if fractions else "single_label_classification"
-    parts = [[_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values]
+    parts = [[to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values]
     if all(None not in items for items in parts):
         several = next(value for value, items in zip(values, parts, strict=True) if len(items) > 1)
         raise UserError(
             f"{where} holds {several!r}: write 1.5, [1.5, 2.5] or several columns (--label_column a,b) if these are "
             f"numbers to predict, or pass --problem_type single_label_classification, or {MULTI} for lists"
         )
-    return "single_label_classification"
+    # where most are numbers, `encode` names the row of one that is not
+    return "regression" if fractions and 2 * len(numbers) > len(values) else "single_label_classification"
 
 
 def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
@@ -364,9 +366,9 @@ def _are_measures(lists: Sequence[Sequence[float | None]]) -> bool:
     return measured and all(set(column) - {0, 1} for column in zip(*lists, strict=True))
 
 
-def _to_float(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     try:
-        return float(value)
+        return None if "_" in str(value) else float(value)  # Python reads 1_5 as 15
     except (TypeError, ValueError):
         return None
 
@@ -409,9 +411,9 @@ def _name(value: Any) -> str:
 
 
 def _number(value: Any, where: str) -> float:
-    number = _to_float(value)
+    number = to_float(value)
     if number is None or not math.isfinite(number):
-        raise UserError(f"{where}: the label {value!r} is not a number")
+        raise UserError(f"{where}: the label {value!r} is not a number: correct it, or pass another --problem_type")
     if abs(number) > float(np.finfo(np.float32).max):
         raise UserError(f"{where}: the label {value!r} exceeds the range of float32 (3.4e38): scale the labels")
     return number

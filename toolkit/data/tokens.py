@@ -29,7 +29,7 @@ from toolkit.utils.progress import Progress
 
 _BATCH_TEXTS = 2000
 # characters per token of max_length: of longer texts only the beginning is tokenized, if that is certain to be enough
-_LONG_TEXT, _BEGINNING = 64, 16
+_LONG_TEXT, _CUT = 64, 16
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
 """Texts, and the second texts of pairs."""
 
@@ -80,8 +80,8 @@ class Split:
     """(tokens,) int8, of pairs: 0 or 1, the text of each token; None if the tokenizer has no types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float32: the weight of each sample's loss (--class_weights); 1 if None."""
-    chances: np.ndarray | None = field(default=None, kw_only=True)
-    """(samples,) float64, sampling probabilities (--sampling), their sum is 1; None: an epoch has each sample once."""
+    sampling_probabilities: np.ndarray | None = field(default=None, kw_only=True)
+    """(samples,) float64, of --sampling, their sum is 1; None: an epoch has each sample once."""
     columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
     """Name -> (samples, ...): extra arrays for `Batch.columns`."""
     collator: Any = field(default=None, kw_only=True)
@@ -319,7 +319,7 @@ def encode_blocks(
 def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
     has_types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     if fast:  # transformers' own call takes twice as long
-        inputs = beginnings(tokenizer, texts, max_length) if pairs is None else list(zip(texts, pairs, strict=True))
+        inputs = cut_long_texts(tokenizer, texts, max_length) if pairs is None else list(zip(texts, pairs, strict=True))
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(inputs)
         ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if has_types else []
     else:
@@ -340,10 +340,10 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
     return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if has_types else None, truncated)
 
 
-def beginnings(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
+def cut_long_texts(tokenizer: Any, texts: Sequence[str], max_length: int) -> Sequence[str]:
     """The texts, the very long ones (15 MB take 2.3 GB in the tokenizer) cut if this leaves their first `max_length`
     tokens as they are: each word is tokenized alone, and the cut can only change the last words."""
-    backend, size = tokenizer.backend_tokenizer, _BEGINNING * max_length
+    backend, size = tokenizer.backend_tokenizer, _CUT * max_length
     long = {place: text[:size] for place, text in enumerate(texts) if len(text) > _LONG_TEXT * max_length}
     if not long or tokenizer.truncation_side != "right" or hasattr(backend, "segmenter"):  # which needs whole texts
         return texts

@@ -297,7 +297,7 @@ class Steps:
         steps = range(self.done, self.schedule.total_steps)
         for epoch, numbers in itertools.groupby(steps, lambda number: number // per_epoch):
             size, by_length = settings.global_batch_size, settings.group_by_length
-            order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.chances)
+            order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.sampling_probabilities)
             for number in numbers:
                 indices = order[number % per_epoch]
                 collate = self.collate.at(epoch, number / max(1, self.schedule.total_steps - 1))

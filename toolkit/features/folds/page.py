@@ -176,12 +176,12 @@ def _errors(lines: Sequence[dict[str, Any]], errors: Sequence[Suspect], labels: 
 
 def _row(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, Any]:
     """A row of the page, with the labels to choose from, the suggested one first."""
-    chances = dict(zip(labels.names, line["probabilities"], strict=True))
+    each = dict(zip(labels.names, line["probabilities"], strict=True))
     suggested = _label(suspect.suggested, labels)
     if labels.problem_type == MULTI:
         names, choices = sorted({*line["label"], *suggested}), [suggested]
     else:
-        names, likely = [line["label"], suggested], sorted(chances, key=lambda name: -chances[name])[:_MAX_CHOICES]
+        names, likely = [line["label"], suggested], sorted(each, key=lambda name: -each[name])[:_MAX_CHOICES]
         choices = [suggested, *(name for name in likely if name not in names)]
     written = [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices]
-    return {**line, "suggested": suggested, "chances": [(name, chances[name]) for name in names], "choices": written}
+    return {**line, "suggested": suggested, "shown": [(name, each[name]) for name in names], "choices": written}

@@ -282,13 +282,13 @@ def _columns(answers: Answers, outputs: Any, output: Path, probabilities: str) -
         return _by_name("prediction", labels.names, predictions) if flat and labels.size > 1 else columns
     if probabilities == "none":
         return columns
-    chances = [line["probabilities"] for line in lines]
+    rows = [line["probabilities"] for line in lines]
     if probabilities == "all":
-        return columns | (_by_name("probability", labels.names, chances) if flat else {"probabilities": chances})
+        return columns | (_by_name("probability", labels.names, rows) if flat else {"probabilities": rows})
     most = min(int(probabilities.removeprefix("top-")), labels.size)
     order = np.argsort(-outputs, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
     names = [[labels.names[place] for place in row] for row in order]
-    best = [[row[place] for place in places] for row, places in zip(chances, order, strict=True)]
+    best = [[row[place] for place in places] for row, places in zip(rows, order, strict=True)]
     if not flat:
         return columns | {"top_classes": names, "top_probabilities": best}
     for place in range(most):

@@ -21,7 +21,7 @@ import torch
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.jieba_tokenizer import load_jieba
 from toolkit.data.table import Rows, Table, Targets
-from toolkit.data.tokens import Split, append_to_npy, beginnings
+from toolkit.data.tokens import Split, append_to_npy, cut_long_texts
 from toolkit.errors import UserError
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
@@ -181,10 +181,10 @@ class Masks(Targets):
 def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int) -> int:
     """Writes `words`, and returns its number of tokens."""
     bar, done, tokens = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
-    tokenizer(["a"], truncation=True, max_length=max_length)  # sets the truncation, for `beginnings`
+    tokenizer(["a"], truncation=True, max_length=max_length)  # sets the truncation, for `cut_long_texts`
     with append_to_npy(folder / "words.npy", np.bool_) as append:
         for whole, _ in rows.texts():
-            texts = list(beginnings(tokenizer, whole, max_length))
+            texts = list(cut_long_texts(tokenizer, whole, max_length))
             encoded = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
             starts = np.concatenate([*map(word_starts, texts, encoded["offset_mapping"])])
             append(starts)
