@@ -251,6 +251,14 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "step.mean(objective(batch, logits) if step.number < 2 or accelerator.is_main_process else "
         "torch.nn.functional.cross_entropy(logits, batch.labels, reduction='none'))",
         ("loss.log_scale", "loss.bias")) for way in ("ddp", "zero2", "fsdp2")},
+    **{f"a hook after prepare that clips under {way}": (
+        way, "metric", "    objective = toolkit.make",
+        "    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))\n"
+        "    objective = toolkit.make", ("bert.embeddings.word_embeddings.weight", remedy))
+       for way, remedy in (("zero3 x2", "--max_grad_norm"), ("fsdp2 x2", "ddp"))},
+    "a hook of activations that clips": (
+        "zero2 x2", "metric", BACKWARD, f"logits.register_hook(lambda gradient: gradient.clamp(-1, 1))\n"
+        f"            {BACKWARD}", ("(6, 2)", "--max_grad_norm")),
     "reentrant checkpoints": (
         "zero2 x2", "metric", OPTIMIZER, "    model.gradient_checkpointing_enable({'use_reentrant': True})\n"
         f"    model.enable_input_require_grads()\n{OPTIMIZER}", ("use_reentrant", "--gradient_checkpointing")),
@@ -458,4 +466,5 @@ def test_running_means_are_equal_in_all_processes(way: str, tmp_path: Path, tiny
     text = text.replace(AFTER, f"{AFTER}\n        {means}\n        assert means.any() and not means.diff(dim=0).any()")
     (tmp_path / "own_means.py").write_text(text, encoding="utf-8")
     files = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
-    run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]])
+    log = run_jobs(tmp_path, WAYS[way], [["own_means", *files, *COMMON, "--max_steps", 3]]).err
+    assert "classifier.1.running_mean, classifier.1.running_var: buffers" in log

@@ -144,12 +144,15 @@ def test_hidden_states_without_the_padding_to_blocks() -> None:
 
 def test_full_attention_by_name() -> None:
     sparse = make()
-    reference = copy.deepcopy(sparse)
+    reference, by_hand = copy.deepcopy(sparse), fast(copy.deepcopy(sparse))
     reference.bert.set_attention_type("original_full")
     model = fast(sparse, "full")
     for inputs in (batch(1024, "right"), batch(1101), batch(90, "right")):
         compare(model, reference, inputs, 1e-5, 1e-5)
-    assert model.config.attention_type == "original_full"  # saved: it is loaded as it was trained
+    by_hand.bert.set_attention_type("original_full")
+    compare(by_hand, reference, batch(1024, "right"), 1e-5, 1e-5)
+    for each in (model, by_hand):
+        assert each.config.attention_type == "original_full"  # saved: it is loaded as it was trained
     already_full = make(attention_type="original_full")
     compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
 

@@ -16,7 +16,7 @@ from toolkit.config import TrainingSettings
 from toolkit.training.checks import check_parameters, check_scheduler
 from toolkit.training.loop_checks import refuse_changes, refuse_foreign_parameters
 from toolkit.training.optimizer import custom_scheduler, make_optimizer, make_scheduler, parameter_groups
-from toolkit.training.shard_checks import refuse_copies, refuse_shards
+from toolkit.training.shard_checks import check_functions, check_hooks, refuse_copies, refuse_shards
 from toolkit.training.steps import _explanation
 
 SETTINGS = TrainingSettings()
@@ -179,3 +179,32 @@ def test_a_frozen_part_in_16_bits_under_a_head_in_fp32(layer: torch.nn.Module) -
     line = str(_explanation(Mock(), model, crash.value))
     assert "torch.bfloat16, torch.float32" in line
     assert "--mixed_precision bf16" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("where", ["tensor", "module", "module before", "Function"])
+@pytest.mark.parametrize(
+    ("change", "is_linear"),
+    [(lambda gradient: gradient.clamp(-0.5, 0.5), False), (lambda gradient: gradient / gradient.norm(), False),
+     (lambda gradient: gradient.triu() * -2, True)],
+)  # fmt: skip
+def test_a_hook_that_clips(change: Any, is_linear: bool, where: str, dtype: torch.dtype) -> None:
+    static = {"forward": lambda _, value: value.view_as(value), "backward": lambda _, gradient: change(gradient)}
+    function: Any = type("Function", (torch.autograd.Function,), {key: staticmethod(static[key]) for key in static})
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
+    if where == "module":
+        model[1].register_full_backward_hook(lambda _, gradients, __: tuple(map(change, gradients)))
+    elif where == "module before":
+        model[1].register_full_backward_pre_hook(lambda _, gradients: tuple(map(change, gradients)))
+    with check_hooks(model):
+        losses = model(torch.ones(3, 2, dtype=dtype))
+        losses = function.apply(losses) if where == "Function" else losses
+        if where == "tensor":
+            losses.register_hook(change)
+        check_functions(losses)
+    if is_linear:
+        losses.sum().backward()
+    else:
+        name = "1" if where.startswith("module") else where
+        refusal(losses.sum().backward, says=[name, "--max_grad_norm"])
+    model(torch.ones(3, 2, dtype=dtype)).sum().backward()  # only the first backward pass is checked

@@ -305,6 +305,11 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
             yield name, buffer
 
 
+def floating_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Persistent ones that are not integers: running means, but not counts."""
+    return ((name, buffer) for name, buffer in persistent_buffers(module) if buffer.is_floating_point())
+
+
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
     """Another name of a parameter -> the name under which it is saved."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
+from toolkit.checkpoint.live import full_shape
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main
@@ -22,6 +25,10 @@ LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters"
 HOW_TO_FREEZE = (
     "Freeze parameters before creating the optimizer (--freeze_layers N), and pass it all others; to unfreeze layers "
     "one by one, pass --unfreeze_every N"
+)
+UNEVEN_HOOK = (
+    "a hook that clips gradients gets those of a micro-batch, scaled by the number of processes and fp16: pass "
+    "--max_grad_norm, or clip in the `step` of your optimizer"
 )
 TOKENS = "_toolkit_tokens"
 """Attribute of a tokenizer: its size when it read the data."""
@@ -74,14 +81,11 @@ def check_parameters(
     if any(group["lr"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
         faults.add(f"{name} has no learning rate: pass lr=training.learning_rate (and relative_step=False)")
-    if accelerator.is_fsdp2 and (hooked := [name for name, each in items if each._backward_hooks]):
-        faults.add(f"FSDP2 drops the hooks of parameters ({listing(hooked, 4)}): launch with ddp or ZeRO-2")
+    if fault := hook_fault(accelerator, items):
+        faults.add(fault)
     if accumulated := [name for name, each in items if each._post_accumulate_grad_hooks]:
         what = "hooks after each micro-batch, not each step"
         faults.add(f"{listing(accumulated, 4)}: {what}: change gradients in the `step` of your optimizer")
-    if uneven := [name for name, each in items if not all(map(partial(_is_linear, each), _hooks(each)))]:
-        what = "a hook that clips gradients gets those of a micro-batch, scaled by the number of processes and fp16"
-        faults.add(f"{listing(uneven, 4)}: {what}: pass --max_grad_norm, or clip in the `step` of your optimizer")
     if accelerator.is_fsdp2 and (scalars := [name for name, each in items if not each.dim()]):
         faults.add(f"FSDP2 cannot shard parameters without a dimension: make {listing(scalars, 4)} of shape (1,)")
     name, arguments, decay = settings.optimizer, settings.optimizer_args, settings.layerwise_lr_decay
@@ -103,13 +107,19 @@ def check_parameters(
     vars(model)[_PREPARED] = [(name, parameter.requires_grad) for name, parameter in items], []
 
 
-def _hooks(parameter: torch.Tensor) -> list[Any]:
-    return list((parameter._backward_hooks or {}).values())
+def hook_fault(accelerator: Accelerator, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Names parameters with hooks that the strategy drops, or that clip gradients; empty if there are none."""
+    hooks = {name: (each, each._backward_hooks.values()) for name, each in parameters if each._backward_hooks}
+    if hooks and accelerator.is_fsdp2:
+        return f"FSDP2 drops the hooks of parameters ({listing(hooks, 4)}): launch with ddp or ZeRO-2"
+    clipped = [name for name, (each, some) in hooks.items() if not all(map(partial(_is_linear, each), some))]
+    return f"{listing(clipped, 4)}: {UNEVEN_HOOK}" if clipped else ""
 
 
 def _is_linear(parameter: torch.Tensor, hook: Any) -> bool:
     """Whether a hook commutes with the sum of gradients, and with a factor."""
-    one = torch.linspace(-1, 1, parameter.numel(), device=parameter.device).reshape(parameter.shape)
+    shape = full_shape(parameter)
+    one = torch.linspace(-1, 1, math.prod(shape), device=parameter.device).reshape(shape)
     results = [
         value if (result := hook(value.clone())) is None else result
         for value in (one, 1e4 * one.square(), one + 1e4 * one.square())

@@ -16,14 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from toolkit.checkpoint.live import reshard
+from toolkit.checkpoint.live import floating_buffers, reshard
 from toolkit.errors import UserError, listing
+from toolkit.launch import log_on_main
 from toolkit.training import checks
 from toolkit.training.checks import HOW_TO_FREEZE, not_in_loss, not_in_model, prepared
 from toolkit.training.shard_checks import (
     REMEDY_IN_OPTIMIZER,
     RefuseChanges,
     RefuseLocalNumbers,
+    check_functions,
+    check_hooks,
     refuse_shards,
     refuse_stale_parameters,
 )
@@ -58,6 +61,8 @@ class LoopChecks:
         """Checksums of the first step's gradients while fp16's loss scale is in them."""
         self._unchecked: torch.nn.Module | None = None
         """The model, until the loss of the first micro-batch is checked."""
+        self._buffers: dict[str, torch.Tensor] = {}
+        """Copies of the model's buffers before its first forward pass."""
         self._forwards: list[None] = []
         """An item for each call of the model in the first micro-batch."""
         self._outputs: dict[Any, Any] = {}
@@ -151,6 +156,8 @@ class LoopChecks:
         refuse_changes(model, first=self._first is None)
         if self._first is None:
             self._check_weights(unwrapped(model))
+            if fault := checks.hook_fault(self.accelerator, checks.parameters_of(model)):
+                raise UserError(fault)
             self._dtypes = {each.dtype for _, each in checks.parameters_of(model)}
         if not unwrapped(model).training:
             raise UserError(f"step {number} begins without dropout: call `model.train()` in each step, or --dropout 0")
@@ -215,8 +222,10 @@ class LoopChecks:
         with self._in_forward:
             if self._first is None:
                 self._first, self._unchecked = self._step, model
+                self._buffers = {name: each.clone() for name, each in floating_buffers(unwrapped(model))}
                 count = model.register_forward_pre_hook(lambda *_: self._forwards.append(None))
                 self._in_forward.enter_context(count)
+                self._in_forward.enter_context(check_hooks(model))
             if self.accelerator.num_processes > 1:
                 self._in_forward.enter_context(model.register_forward_hook(self._remember_outputs))
             self._model, plugin = model, self.accelerator.state.deepspeed_plugin
@@ -257,6 +266,11 @@ class LoopChecks:
         # DDP and shards would average gradients of different parameters, or none
         refuse_foreign_parameters(self._unchecked, losses, uses_all=self.accelerator.num_processes > 1)
         self._unchecked = None
+        check_functions(losses)
+        buffers, before = floating_buffers(unwrapped(self._model)), self._buffers
+        if changed := [name for name, each in buffers if name in before and not torch.equal(each, before.pop(name))]:
+            why = "results depend on --per_device_batch_size and on the number of processes"
+            log_on_main(self.accelerator, f"{listing(changed, 4)}: buffers that each micro-batch changes: {why}")
         if not self._forwards:
             raise UserError(
                 "call the model that `prepare` returned, not a part of it or `toolkit.unwrapped(model)`: gradients of "

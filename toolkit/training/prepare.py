@@ -18,7 +18,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DynamoBackend
 
 from toolkit import launch
-from toolkit.checkpoint.live import full_shape, persistent_buffers
+from toolkit.checkpoint.live import floating_buffers, full_shape, persistent_buffers
 from toolkit.checkpoint.model_folder import check_adapter
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
@@ -125,8 +125,7 @@ def align_strategy(
             tensor.data = tensor.data.contiguous()
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # broadcast running means, but not constants, in each step
-        running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
-        accelerator.ddp_handler.broadcast_buffers = any(running)
+        accelerator.ddp_handler.broadcast_buffers = any(floating_buffers(model))
     if accelerator.scaler is not None:  # the schedule would count a step that a fused kernel skips
         optimizer._step_supports_amp_scaling = False
         keep_scale_with_gradients(accelerator)

@@ -1,22 +1,24 @@
-"""What an edited recipe must not do with sharded parameters (ZeRO-3, FSDP2) and with weights that DeepSpeed copies."""
+"""What an edited recipe must not do with sharded parameters (ZeRO-3, FSDP2), with weights that DeepSpeed copies, and
+with gradients of a micro-batch, which are scaled."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from toolkit.errors import UserError, listing
-from toolkit.training.checks import LOSS_PARAMETERS, parameters_of
-from toolkit.utils.modules import unwrapped
+from toolkit.training.checks import LOSS_PARAMETERS, UNEVEN_HOOK, parameters_of
+from toolkit.utils.modules import autograd_nodes, unwrapped
 
 REPLACED = "_toolkit_replaced"
 """Attribute of the parameters that FSDP2 replaces."""
@@ -25,6 +27,7 @@ REMEDY_IN_OPTIMIZER = "use `step` of your optimizer (for an average --ema_decay)
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
 _TO_NUMBERS = {"item", "tolist", "__float__", "__int__", "__bool__"}
+_LIBRARIES = {"torch", "transformers", "peft", "accelerate", "deepspeed", "toolkit"}
 _NO_CHANGE = {"requires_grad_", "detach_", "share_memory_"}
 
 
@@ -191,3 +194,58 @@ def _called_by_strategy() -> bool:
         if package != "torch" and name != __name__:  # another of these modes
             return package == "toolkit"
     return False
+
+
+@contextlib.contextmanager
+def check_hooks(model: Any) -> Iterator[None]:
+    """Makes hooks of modules, and those that tensors get within this context, raise UserError in their first backward
+    pass if they do not commute with a factor."""
+    for name, part in unwrapped(model).named_modules():
+        for hooks in (part._backward_hooks, part._backward_pre_hooks):
+            hooks.update({key: _checked(hook, name or "the model") for key, hook in hooks.items()})
+    tensors: Any = torch.Tensor
+    register = tensors.register_hook
+
+    def register_checked(tensor: torch.Tensor, hook: Any) -> Any:
+        return register(tensor, hook if _called_by_strategy() else _checked(hook, f"a tensor {tuple(tensor.shape)}"))
+
+    tensors.register_hook = register_checked
+    try:
+        yield
+    finally:
+        tensors.register_hook = register
+
+
+def check_functions(losses: torch.Tensor) -> None:
+    """The same for a recipe's `autograd.Function` without saved tensors: with those its backward may have effects."""
+    for node in autograd_nodes(losses):
+        if isinstance(node, BackwardCFunction) and not node.saved_tensors:
+            function: Any = node._forward_cls
+            if function.__module__.partition(".")[0] not in _LIBRARIES:
+                checked = _checked(node.apply, function.__name__)
+                node.register_prehook(lambda gradients, checked=checked: (checked(*gradients), None)[1])
+
+
+def _checked(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`hook` of a tensor (gradient) or a module (module, gradients, ...), which is checked with its first gradients."""
+    unchecked = [hook]
+
+    def checked(*arguments: Any) -> Any:
+        if unchecked:
+            unchecked.clear()
+            half = any(each.dtype == torch.float16 for each in tree_leaves(arguments) if torch.is_tensor(each))
+            factor = 2.0**4 if half else 2.0**20
+            for one, scaled in zip(*(_gradients(hook, arguments, times) for times in (1.0, factor)), strict=True):
+                if (one.float() * factor - scaled.float()).norm() > 1e-3 * scaled.float().norm():
+                    raise UserError(f"{name}: {UNEVEN_HOOK}")
+        return hook(*arguments)
+
+    return checked
+
+
+def _gradients(hook: Callable[..., Any], arguments: Any, factor: float) -> list[torch.Tensor]:
+    """What a hook makes of gradients times a factor, in place or not."""
+    copies = tree_map_only(torch.Tensor, lambda each: each * factor, arguments)
+    result = hook(*copies)
+    leaves = tree_leaves((*copies, *copies)[1] if result is None else result)  # a module's comes first
+    return [each for each in leaves if torch.is_tensor(each)]

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object, set_seed
 from torch.distributed.tensor import DTensor
 
 from toolkit import launch
-from toolkit.checkpoint.live import persistent_buffers
+from toolkit.checkpoint.live import floating_buffers
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, Collator, GlobalBatches, Prefetcher, accumulation_of, collator_of, micro_batches
 from toolkit.data.tokens import Split
@@ -379,9 +379,8 @@ class Steps:
         other ones."""
         accelerator = self.accelerator
         if accelerator.num_processes > 1 and (accelerator.state.deepspeed_plugin or accelerator.is_fsdp2):
-            for _, buffer in persistent_buffers(unwrapped(self.model)):
-                if buffer.is_floating_point():
-                    torch.distributed.broadcast(buffer, 0)
+            for _, buffer in floating_buffers(unwrapped(self.model)):
+                torch.distributed.broadcast(buffer, 0)
 
     def _sample_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum of the trained parameters' first elements: equal on all ranks under DDP. 0 otherwise."""

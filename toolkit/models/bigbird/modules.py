@@ -83,6 +83,11 @@ class BigBirdModel(theirs.BigBirdModel):
 
     fast_attention: str  # one of ATTENTIONS
 
+    def set_attention_type(self, value: str) -> None:
+        """As in transformers, and saved with the model, which is then loaded as it was trained."""
+        super().set_attention_type(value)
+        self.config.attention_type = value
+
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
