@@ -20,7 +20,7 @@ from toolkit.checkpoint.machines import local_copy
 from toolkit.checkpoint.model_folder import has_dtype, read_step, save_model
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import random_file, set_random_states
+from toolkit.checkpoint.save import load_objects, random_file, set_random_states
 from toolkit.checkpoint.tensor_index import model_checksum
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
@@ -217,6 +217,7 @@ def _resume_from(
     changes = folders.differences(manifest["settings"], settings)
     changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
     _check_finished_run(folder, step, total, changes)
+    load_objects(accelerator, copy)
     best.restore(manifest["best"])
     lines = [*skipped, *_restore_best_model(checkpoints, folder)]
     restore(checkpoints.live(), open_checkpoint(copy), step)
