@@ -146,7 +146,8 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
         if saved.pop(name, current.get(name)) != current.get(name):
             settings = {key: value for key, value in facts["settings"].items() if key in names}
             changes = folders.differences(manifest["settings"], settings)
-            reasons += changes or [f"the {name} differs: the content of {files} has changed"]
+            others = [change for change in changes if change.split()[0] not in saved]  # the identity's are compared
+            reasons += others if changes else [f"the {name} differs: the content of {files} has changed"]
     if reasons := list(dict.fromkeys([*folders.differences(saved, current), *reasons])):
         raise UserError(
             f"{folder} belongs to another job: {'; '.join(reasons)}. Pass the settings it was saved with or another "
