@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import pickle
 import random
 import re
 from collections.abc import Mapping
@@ -188,8 +189,9 @@ def objects_content(accelerator: Accelerator) -> bytes:
             raise TypeError("it has shards")
     except Exception as error:
         names = listing([type(each).__name__ for each in objects], 4)
+        why = "an object of another class" if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise UserError(
-            f"accelerator.register_for_checkpointing({names}): a state_dict() cannot be saved ({first_line(error)}): "
+            f"accelerator.register_for_checkpointing({names}): a state_dict() cannot be saved ({why}): "
             "make it of whole tensors, numbers, strings, lists and dicts"
         ) from error
     return file.getvalue() if objects else b""
@@ -205,7 +207,11 @@ def load_objects(accelerator: Accelerator, folder: Path) -> None:
             "objects before `run.resume`: use the same recipe, or another --output_dir"
         )
     for each, state in zip(objects, states, strict=True):
-        each.load_state_dict(state)
+        try:
+            each.load_state_dict(state)
+        except Exception as error:
+            fault = f"{path}: {type(each).__name__}.load_state_dict() failed: {first_line(error)}"
+            raise UserError(f"{fault}: use the same recipe, or another --output_dir") from error
 
 
 def random_file(rank: int) -> str:
