@@ -21,7 +21,7 @@ from tests.runs import ROOT, WAYS, lines_of, losses_of, recipe
 from tests.test_craft import COMMON, HALF, STEPS, assert_agree
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
-AGAIN = ("learned", "sgd", "schedule", "own_model")  # stopped and resumed, too
+AGAIN = ("learned", "sgd", "schedule", "own_model", "noise")  # stopped and resumed, too
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
@@ -236,6 +236,11 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "    accelerator.clip_grad_norm_ = lambda *values: (other.step(), clip(*values))[1]\n"
         "    model, optimizer, scheduler, steps = toolkit.prepare(",
         ("SGD", "after `prepare`")),
+    "a second optimizer that no checkpoint has": (
+        "single", "sgd", CLIPS, f"{CLIPS}\n        {SGD}.step()", ("step 1", "SGD", "register_for_checkpointing")),
+    "a second optimizer of shards": (
+        "fsdp2 x2", "metric", "    run.resume(", f"    accelerator.register_for_checkpointing({SGD})\n    run.resume(",
+        ("register_for_checkpointing(SGD)", "shards")),
     "weights set late under ZeRO": (
         "zero2 x2", "metric", AFTER, f"{AFTER}\n        if step.number == 3:\n"
         "            toolkit.unwrapped(model).classifier.weight.data.zero_()", ("classifier.weight", "--ema_decay")),

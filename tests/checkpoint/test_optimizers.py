@@ -30,7 +30,7 @@ class Strange(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        seen = self.state.setdefault("seen", {"steps": 0})  # type: ignore[arg-type]
+        seen = self.state.setdefault("seen", {"steps": torch.tensor([0])})  # type: ignore[arg-type]
         seen["steps"] += 1
         for group in self.param_groups:
             group["d"] *= 1.5

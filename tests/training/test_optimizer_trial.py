@@ -14,7 +14,7 @@ import transformers
 from tests.training.test_optimizer import accelerator_with
 from toolkit.training.checks import optimizer_fault
 from toolkit.training.optimizer import HIDDEN, Lion, Muon
-from toolkit.training.optimizer_trial import shard_fault, step_fault
+from toolkit.training.optimizer_trial import resume_fault, shard_fault, step_fault
 
 CPU = torch.device("cpu")
 STAGES = {"zero2": 2, "zero3": 3, "fsdp2": 0}
@@ -159,6 +159,19 @@ def test_optimizers_that_fail_in_the_loop(name: str) -> None:
     fault = optimizer_fault(accelerator_with(), optimizer)
     assert name in fault
     assert "--optimizer adamw" in fault
+
+
+@pytest.mark.parametrize(
+    ("rule", "saved"),
+    [
+        (lambda weight, gradient, state, group: gradient / state["step"], True),
+        (lambda weight, gradient, state, group: gradient / group["count"] + torch.randn_like(gradient), True),
+        (lambda weight, gradient, state, group: gradient / group["calls"], False),  # of an attribute
+        (lambda weight, gradient, state, group: gradient * (1 + (group["calls"] % 5 == 0)), False),
+    ],
+)
+def test_state_that_no_checkpoint_saves(rule: Any, saved: bool) -> None:
+    assert bool(resume_fault(Rule(groups_of(Model()), rule), CPU)) is not saved
 
 
 def test_a_trial_changes_nothing() -> None:

@@ -124,6 +124,10 @@ def test_a_different_identity_names_the_changed_setting(run: Path) -> None:
     facts = {"identity": identity, "settings": SETTINGS}
     message = "the content of the files, or the tokenizer, has changed"
     refusal(choose_origin, "auto", run / "checkpoints", facts, match=message)
+    facts = {"identity": {**identity, "max_length": 40}, "settings": {**SETTINGS, "max_length": 40}}
+    error = refusal(choose_origin, "auto", run / "checkpoints", facts, match="max_length was 128 and is 40")
+    assert error.count("max_length was") == 1
+    assert message not in error
 
 
 def test_each_disk_is_verified_completely(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

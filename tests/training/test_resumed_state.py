@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import lr_scheduler
 
 from tests.faults import refusal
+from toolkit.checkpoint.save import load_objects, objects_content
 from toolkit.config import SchedulerName, TrainingSettings
 from toolkit.training.half_precision import keep_scale_with_gradients, scaler_state, set_scaler
 from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
@@ -158,3 +160,31 @@ def test_without_fp16_there_is_no_scale() -> None:
 
     static = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=LossScaler(scale=1.0)))
     assert scaler_state(without[0], static) is None
+
+
+class Registered:
+    """Loads only states of a number or a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"] + 0
+
+
+def test_registered_objects(tmp_path: Path) -> None:
+    def accelerator(*values: Any) -> Any:
+        return SimpleNamespace(_custom_objects=[Registered(value) for value in values])
+
+    load_objects(fresh := accelerator(), tmp_path)
+    assert objects_content(fresh) == b""
+    (tmp_path / "objects.pt").write_bytes(objects_content(accelerator(3, torch.ones(2))))
+    load_objects(fresh := accelerator(0, 0), tmp_path)
+    assert [str(each.value) for each in fresh._custom_objects] == ["3", "tensor([1., 1.])"]
+    refusal(load_objects, accelerator(0), tmp_path, match=f"{tmp_path} has 2 states .*register_for_checkpointing.* 1 ")
+    refusal(objects_content, accelerator(SimpleNamespace()), match=r"register_for_checkpointing\(Registered\)")
+    (tmp_path / "objects.pt").write_bytes(objects_content(accelerator("text")))
+    refusal(load_objects, accelerator(0), tmp_path, match=r"objects.pt: Registered.*load_state_dict\(\)")

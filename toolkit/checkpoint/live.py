@@ -363,7 +363,17 @@ def changed_hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: as_json(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+    return {key: group_json(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+
+
+def group_json(value: Any) -> Any:
+    """A hyperparameter as JSON can hold it; a tensor as a table, which `restore` makes a tensor of."""
+    if isinstance(value, torch.Tensor):
+        dtype = DTYPE_NAMES.get(value.dtype, value.dtype)  # a dtype is not JSON: it cannot be saved
+        return {"dtype": dtype, "device": value.device.type, "values": value.tolist()}
+    if isinstance(value, Mapping):
+        return {key: group_json(item) for key, item in value.items()}
+    return [*map(group_json, value)] if isinstance(value, list | tuple) else as_json(value)
 
 
 def is_json(value: Any) -> bool:

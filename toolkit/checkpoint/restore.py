@@ -6,7 +6,6 @@ restored raises before anything is changed.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -204,9 +203,21 @@ def _load_groups(state: LiveState, reader: CheckpointReader) -> None:
     facts = _optimizer_facts(state, reader)
     targets = [*zip(state.optimizer.param_groups, facts.get("groups", []), strict=False)]
     for target, values in [*targets, (state.optimizer.state, facts.get("state", {}))]:
-        for key, value in values.items():
-            existing = target.get(key)
+        for key, saved in values.items():
+            existing, value = target.get(key), _from_json(saved, next(state.module.parameters()).device)
             if isinstance(existing, torch.Tensor):
-                existing.copy_(torch.tensor(value, dtype=existing.dtype))
+                existing.copy_(torch.as_tensor(value, dtype=existing.dtype))
             else:
-                target[key] = tuple(value) if isinstance(existing, tuple) else copy.deepcopy(value)
+                target[key] = tuple(value) if isinstance(existing, tuple) else value
+
+
+def _from_json(value: Any, device: torch.device) -> Any:
+    """A copy of a value, with tensors for the tables of `group_json`; `device`: of those that were not on a CPU."""
+    if isinstance(value, list):
+        return [_from_json(item, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "device", "values"}:
+        place = value["device"] if value["device"] == "cpu" else device
+        return torch.tensor(value["values"], dtype=TORCH_DTYPES[value["dtype"]], device=place)
+    return {key: _from_json(item, device) for key, item in value.items()}

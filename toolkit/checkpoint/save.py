@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import os
+import pickle
 import random
 import re
 from collections.abc import Mapping
@@ -16,13 +18,26 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from toolkit.checkpoint.folder import OPTIMIZER_FILE, WEIGHTS_FILE
-from toolkit.checkpoint.live import DTYPE_NAMES, LiveState, changed_hyperparameters, full_shape, is_json, split_state
+from toolkit.checkpoint.live import (
+    DTYPE_NAMES,
+    LiveState,
+    changed_hyperparameters,
+    full_shape,
+    group_json,
+    is_json,
+    split_state,
+)
 from toolkit.checkpoint.safetensors_header import Layout
 from toolkit.checkpoint.tensor_index import crc32, crc32_combine
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line, listing
+from toolkit.utils.compat import require
 from toolkit.utils.files import as_json
+
+OBJECTS_FILE = "objects.pt"
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ def optimizer_facts(state: LiveState) -> dict[str, Any]:
     optimizer = state.optimizer
     _check_savable(state)
     groups = changed_hyperparameters(optimizer)
-    others = {key: as_json(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    others = {key: group_json(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for key, value in [entry for table in (*groups, others) for entry in table.items()]:
         if not isinstance(key, str) or not is_json(value):
             raise _unsavable_error(optimizer, key, value, "outside its parameters' state")
@@ -160,6 +175,43 @@ def files_of_rank(folder: Path, rank: int) -> list[str]:
         if path.is_file() and not path.name.startswith(".") and int(match[1] if match else 0) == rank:
             names.append(path.relative_to(folder).as_posix())
     return names
+
+
+def objects_content(accelerator: Accelerator) -> bytes:
+    """The file with the states of what `accelerator.register_for_checkpointing` got; empty without any. Raises
+    UserError for shards, and for what only pickle's code could load."""
+    objects, file = require(accelerator, "_custom_objects", "accelerate"), io.BytesIO()
+    try:
+        torch.save(states := [each.state_dict() for each in objects], file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        trained = [getattr(each, "param_groups", []) for each in objects]  # before an optimizer has any state
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves([states, trained])):
+            raise TypeError("it has shards")
+    except Exception as error:
+        names = listing([type(each).__name__ for each in objects], 4)
+        why = "an object of another class" if isinstance(error, pickle.UnpicklingError) else first_line(error)
+        raise UserError(
+            f"accelerator.register_for_checkpointing({names}): a state_dict() cannot be saved ({why}): "
+            "make it of whole tensors, numbers, strings, lists and dicts"
+        ) from error
+    return file.getvalue() if objects else b""
+
+
+def load_objects(accelerator: Accelerator, folder: Path) -> None:
+    """Loads these states. Raises UserError unless the recipe registers as many objects as when it saved."""
+    objects, path = require(accelerator, "_custom_objects", "accelerate"), folder / OBJECTS_FILE
+    states = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else []
+    if len(states) != len(objects):
+        raise UserError(
+            f"{folder} has {len(states)} states of accelerator.register_for_checkpointing, which got {len(objects)} "
+            "objects before `run.resume`: use the same recipe, or another --output_dir"
+        )
+    for each, state in zip(objects, states, strict=True):
+        try:
+            each.load_state_dict(state)
+        except Exception as error:
+            fault = f"{path}: {type(each).__name__}.load_state_dict() failed: {first_line(error)}"
+            raise UserError(f"{fault}: use the same recipe, or another --output_dir") from error
 
 
 def random_file(rank: int) -> str:

@@ -131,8 +131,11 @@ class Checkpoints:
         if state.file_format == "slices":
             entries, drafts = {draft.name: save.write(draft, folder) for draft in drafts}, []
         write_new(folder / save.random_file(rank), json.dumps(save.random_states(accelerator)))
+        objects = save.objects_content(accelerator)
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
+            if objects:
+                (folder / save.OBJECTS_FILE).write_bytes(objects)
         entries |= folders.manifest_entries(folder, sorted(set(save.files_of_rank(folder, rank)) - set(entries)))
         return manifest, gather_object([entries]), drafts
 
@@ -208,6 +211,7 @@ class Checkpoints:
     def notes(self) -> list[str]:
         """Lines for the log: settings without effect, the size of checkpoints, nodes without a shared disk. Raises
         UserError if this strategy's state cannot be saved: at the start, not at the first save."""
+        save.objects_content(self.accelerator)
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
         state, lines = self.live(), []

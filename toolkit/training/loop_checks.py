@@ -50,6 +50,8 @@ class LoopChecks:
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
         self.stepped = False
         """Whether the recipe has called `optimizer.step` in this step; DeepSpeed steps without it."""
+        self._in_step = False
+        """Whether that call has not returned: an optimizer may step others that it wraps."""
         self._learning_rates: Callable[[], list[float]] = list
         self._rates: list[float] = []
         """The learning rates with which DeepSpeed has stepped."""
@@ -146,7 +148,11 @@ class LoopChecks:
                         "learning rates before `step.micro_batches` or after `optimizer.step()`"
                     )
                 self.stepped = True
-            return step(*arguments, **options)
+            self._in_step = True
+            try:
+                return step(*arguments, **options)
+            finally:
+                self._in_step = False
 
         optimizer.step = MethodType(checked_step, optimizer)  # a scheduler of torch takes its __func__
 
@@ -198,7 +204,8 @@ class LoopChecks:
             )
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """Until the next step, refuses uses of weights that are wrong with DeepSpeed's copies and FSDP2's shards."""
+        """Until the next step, refuses uses of weights that are wrong with DeepSpeed's copies and FSDP2's shards, and
+        steps of an optimizer that no checkpoint saves."""
         self._after_backward.close()
         if self.accelerator.is_fsdp2:
             self._after_backward.enter_context(RefuseLocalNumbers())
@@ -206,6 +213,15 @@ class LoopChecks:
         elif self.accelerator.state.deepspeed_plugin:
             self._after_backward.enter_context(refuse_shards(model, REMEDY_IN_OPTIMIZER))
             self._after_backward.enter_context(RefuseChanges(model))
+        self._after_backward.callback(register_optimizer_step_pre_hook(self._refuse_unsaved).remove)
+
+    def _refuse_unsaved(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        registered = require(self.accelerator, "_custom_objects", "accelerate")
+        if not self._in_step and all(each is not optimizer for each in registered):
+            raise UserError(
+                f"step {self._step}: no checkpoint has the state of the second optimizer, {type(optimizer).__name__}: "
+                "pass it to `accelerator.register_for_checkpointing` before `run.resume`"
+            )
 
     def refuse_wrong_evaluation(self, model: torch.nn.Module, _: Any) -> None:
         """Refuses dropout, and weights of another type, in an evaluation; a hook before its forward pass."""

@@ -67,6 +67,36 @@ def _stale_groups(optimizer: Optimizer, old: list[dict[str, Any]]) -> str:
     return ""
 
 
+def resume_fault(optimizer: Optimizer, device: torch.device) -> str:
+    """Why a resumed run would compute other updates than an uninterrupted one: the optimizer has state outside of
+    `state` and `param_groups`, which is all that checkpoints have. Empty if it has not, or cannot be copied."""
+    with _fixed_seed(device), contextlib.suppress(Exception):  # `step_fault` reports errors
+        rows, steps = _TRIALS[0]
+        trial, resumed = (_copy_of(optimizer, device, rows) for _ in range(2))
+        for number in range(steps):
+            _set_gradients(trial, number)
+            trial.step()
+        before = [[each.detach().clone() for each in group["params"]] for group in trial.param_groups]
+        resumed.state.update({key: copy.deepcopy(each) for key, each in trial.state.items() if isinstance(key, str)})
+        for target, source in zip(resumed.param_groups, trial.param_groups, strict=True):
+            target.update(copy.deepcopy({key: value for key, value in source.items() if key != "params"}))
+            for one, other in zip(target["params"], source["params"], strict=True):
+                one.data.copy_(other.data)
+                if other in trial.state:
+                    resumed.state[one] = {key: copy.deepcopy(value) for key, value in trial.state[other].items()}
+        for key, value in vars(trial).items():  # begins again, with other numbers
+            if isinstance(value, torch.Generator):
+                vars(resumed)[key].set_state(value.get_state())
+        for number in range(steps):
+            for each in (trial, resumed):
+                torch.manual_seed(number)
+                _set_gradients(each, number)
+                each.step()
+            if _differs(resumed, trial, before, list):
+                return f"resumed, it computed another step {number + 1} in a trial"
+    return ""
+
+
 def shard_fault(optimizer: Optimizer, device: torch.device, stage: int) -> str:
     """Why updates of shards in two processes differ from those of unsharded parameters; empty if they are equal.
     `stage`: of ZeRO; 0 for FSDP2."""

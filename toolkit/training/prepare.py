@@ -32,6 +32,7 @@ from toolkit.training.estimate import fit_batch_size
 from toolkit.training.half_precision import choose_precision, choose_reduction, keep_scale_with_gradients
 from toolkit.training.loop_checks import refuse_changes, refuse_different_weights
 from toolkit.training.optimizer import make_scheduler
+from toolkit.training.optimizer_trial import resume_fault
 from toolkit.training.shard_checks import REPLACED, refuse_copies
 from toolkit.training.steps import Schedule, Steps
 from toolkit.utils import memory
@@ -133,6 +134,11 @@ def align_strategy(
     faults = Faults()
     if fault := optimizer_fault(accelerator, optimizer):
         faults.add(fault)
+    elif settings.checkpoint_every and (why := resume_fault(optimizer, accelerator.device)):
+        faults.add(
+            f"{type(optimizer).__name__} has state outside of its `state` and `param_groups`, which no checkpoint has: "
+            f"{why}. Move it there, use another optimizer, or leave out --checkpoint_every"
+        )
     if not accelerator.state.deepspeed_plugin:
         faults.raise_if_any()
     if accelerator.is_fsdp2:

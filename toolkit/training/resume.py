@@ -20,7 +20,7 @@ from toolkit.checkpoint.machines import local_copy
 from toolkit.checkpoint.model_folder import has_dtype, read_step, save_model
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import random_file, set_random_states
+from toolkit.checkpoint.save import load_objects, random_file, set_random_states
 from toolkit.checkpoint.tensor_index import model_checksum
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
@@ -146,7 +146,8 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
         if saved.pop(name, current.get(name)) != current.get(name):
             settings = {key: value for key, value in facts["settings"].items() if key in names}
             changes = folders.differences(manifest["settings"], settings)
-            reasons += changes or [f"the {name} differs: the content of {files} has changed"]
+            others = [change for change in changes if change.split()[0] not in saved]  # the identity's are compared
+            reasons += others if changes else [f"the {name} differs: the content of {files} has changed"]
     if reasons := list(dict.fromkeys([*folders.differences(saved, current), *reasons])):
         raise UserError(
             f"{folder} belongs to another job: {'; '.join(reasons)}. Pass the settings it was saved with or another "
@@ -217,6 +218,7 @@ def _resume_from(
     changes = folders.differences(manifest["settings"], settings)
     changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
     _check_finished_run(folder, step, total, changes)
+    load_objects(accelerator, copy)
     best.restore(manifest["best"])
     lines = [*skipped, *_restore_best_model(checkpoints, folder)]
     restore(checkpoints.live(), open_checkpoint(copy), step)
