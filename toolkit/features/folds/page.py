@@ -85,7 +85,7 @@ def write_folds(folder: Path) -> list[str]:
     return [
         *analysis["warnings"],
         f"all {len(runs)} folds are done; out of fold, {len(lines)} rows: {results}",
-        f"{len(analysis['suspects'])} suspected labels, {len(analysis['groups'])} groups of near duplicates",
+        f"suspected labels: {len(analysis['suspects'])}, groups of near duplicates: {len(analysis['groups'])}",
         f"  {folder}/report.html         review them, and save corrections for --label_corrections FILE",
         f"  {folder}/{ERRORS}   the same labels as corrections, all accepted",
         f"  {folder}/out_of_fold.jsonl   every row with its out-of-fold probabilities",
