@@ -55,7 +55,7 @@ def test_only_the_beginning_of_a_very_long_text_is_tokenized(tokenizer: Any) -> 
     theirs = tokenizer(texts, truncation=True, max_length=9)["input_ids"]
     ours = tokens.encode_texts(tokenizer, texts, 9)
     assert [part.tolist() for part in np.split(ours["input_ids"], ours["offsets"][1:-1])] == theirs
-    assert [len(text) for text in tokens.beginnings(tokenizer, texts, 9)] == [144, *map(len, texts[1:])]
+    assert [len(text) for text in tokens.cut_long_texts(tokenizer, texts, 9)] == [144, *map(len, texts[1:])]
 
 
 @pytest.mark.parametrize("change", ["word", "side", "lower"])

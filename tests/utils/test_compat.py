@@ -26,6 +26,7 @@ NAMES = {
     "torch.distributed.fsdp._fully_shard._fully_shard": ("_get_fsdp_state",),
     "torch.distributed.fsdp._fully_shard._fsdp_state": ("_fsdp_param_groups", "fsdp_params", "_param_fqn"),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("_unsharded_param",),
+    "torch.autograd.function": ("_forward_cls",),
     "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),
     "torch.distributed._tools.mem_tracker": ("MemTracker", "track_external", "get_tracker_snapshot",
                                                 "_param_to_grad_hook_handles"),

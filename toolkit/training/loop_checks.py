@@ -50,8 +50,9 @@ class LoopChecks:
         """Whether `accelerator.clip_grad_norm_` has removed fp16's loss scale from this step's gradients."""
         self.stepped = False
         """Whether the recipe has called `optimizer.step` in this step; DeepSpeed steps without it."""
-        self._in_step = False
-        """Whether that call has not returned: an optimizer may step others that it wraps."""
+        self._in_step: bool | None = None
+        """Whether that call has not returned: an optimizer may step others that it wraps. None until
+        `watch_optimizer`."""
         self._learning_rates: Callable[[], list[float]] = list
         self._rates: list[float] = []
         """The learning rates with which DeepSpeed has stepped."""
@@ -135,7 +136,7 @@ class LoopChecks:
 
     def watch_optimizer(self, optimizer: Any) -> None:
         """Checks calls of `optimizer.step`, from now on."""
-        step = optimizer.step
+        step, self._in_step = optimizer.step, False
         self._learning_rates = lambda: [group["lr"] for group in optimizer.param_groups]
 
         def checked_step(_: Any, *arguments: Any, **options: Any) -> Any:
@@ -217,7 +218,7 @@ class LoopChecks:
 
     def _refuse_unsaved(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         registered = require(self.accelerator, "_custom_objects", "accelerate")
-        if not self._in_step and all(each is not optimizer for each in registered):
+        if self._in_step is False and all(each is not optimizer for each in registered):
             raise UserError(
                 f"step {self._step}: no checkpoint has the state of the second optimizer, {type(optimizer).__name__}: "
                 "pass it to `accelerator.register_for_checkpointing` before `run.resume`"

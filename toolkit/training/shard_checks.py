@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from toolkit.errors import UserError, listing
 from toolkit.training.checks import LOSS_PARAMETERS, UNEVEN_HOOK, parameters_of
+from toolkit.utils.compat import require
 from toolkit.utils.modules import autograd_nodes, unwrapped
 
 REPLACED = "_toolkit_replaced"
@@ -219,8 +220,9 @@ def check_hooks(model: Any) -> Iterator[None]:
 def check_functions(losses: torch.Tensor) -> None:
     """The same for a recipe's `autograd.Function` without saved tensors: with those its backward may have effects."""
     for node in autograd_nodes(losses):
-        if isinstance(node, BackwardCFunction) and not node.saved_tensors:
-            function: Any = node._forward_cls
+        # `saved_tensors` would recompute a layer with gradient checkpointing
+        if isinstance(node, BackwardCFunction) and not require(node, "_raw_saved_tensors", "torch"):
+            function = require(node, "_forward_cls", "torch")
             if function.__module__.partition(".")[0] not in _LIBRARIES:
                 checked = _checked(node.apply, function.__name__)
                 node.register_prehook(lambda gradients, checked=checked: (checked(*gradients), None)[1])
