@@ -287,7 +287,8 @@ def test_tensors_become_contiguous() -> None:
     assert draft.tensors["table"].tolist() == 4 * [[0, 1, 2]]
     model.register_buffer("rotation", torch.ones(2, dtype=torch.complex64))
     live = SimpleNamespace(module=model)
-    run: Any = SimpleNamespace(settings=replace(SETTINGS, checkpoint_every=1), live=lambda: live)
+    alone = SimpleNamespace(_custom_objects=[])
+    run: Any = SimpleNamespace(settings=replace(SETTINGS, checkpoint_every=1), live=lambda: live, accelerator=alone)
     refusal(Checkpoints.notes, run, match=r"rotation \(torch.complex64\): of a dtype")
 
 
