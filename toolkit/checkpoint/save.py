@@ -183,7 +183,8 @@ def objects_content(accelerator: Accelerator) -> bytes:
     objects, file = require(accelerator, "_custom_objects", "accelerate"), io.BytesIO()
     try:
         torch.save(states := [each.state_dict() for each in objects], file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        file.seek(0)
+        torch.load(file, map_location="meta", weights_only=True)  # without a second copy of an average, say
         trained = [getattr(each, "param_groups", []) for each in objects]  # before an optimizer has any state
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves([states, trained])):
             raise TypeError("it has shards")
