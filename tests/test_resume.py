@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_resumed_exactly(step: int, settings: list[Any], whole: Path, tmp_path: 
     run = rewound(whole, tmp_path / "run", step)
     message = train(*settings, "--output_dir", run)
     assert f"step {step} of {STEPS} (saved by single, 1 process)" in message
+    assert "changed since" not in message
     assert_same_run(run, whole)
     assert digests(run / "checkpoints").keys() >= digests(whole / "checkpoints").keys()
 
@@ -216,9 +218,14 @@ def test_a_refused_job_changes_nothing(settings: list[Any], whole: Path, tmp_pat
     assert digests(run) == before
 
 
-def test_another_learning_rate_is_allowed_and_reported(settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    run = rewound(whole, tmp_path / "run", 18)
-    message = train(*settings, "--output_dir", run, "--learning_rate", "2e-3")
+def test_another_learning_rate_or_recipe_is_allowed_and_reported(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
+    run, edited = rewound(whole, tmp_path / "run", 18), tmp_path / "cls.py"
+    edited.write_text(Path("recipes/cls.py").read_text() + "\n# with another loss\n")
+    words = [sys.executable, edited, *settings, "--output_dir", run, "--learning_rate", "2e-3"]
+    message = start(words).succeeded().err
+    assert f"{edited} has changed since that checkpoint" in message
     assert "settings that changed since: learning_rate was 0.001 and is 0.002" in message
     actual, expected = lines_of(run / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")
     assert actual[18]["learning_rate"] == pytest.approx(2 * expected[18]["learning_rate"])

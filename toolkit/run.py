@@ -32,7 +32,7 @@ from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
 from toolkit.training.optimizer import unwrapped_optimizer
-from toolkit.training.resume import Resumed, identity_of, resume_newest
+from toolkit.training.resume import Resumed, identity_of, resume_newest, script_digest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.features import features, hooks, write_results
@@ -66,7 +66,9 @@ class Run:
         self._compute_metrics = compute_metrics
         tracker_names(settings.training.report_to)  # raises for a missing package before it creates the folder
         identity = identity_of(accelerator, settings, data, recipe)
-        self.facts = {"settings": flat(settings), "versions": versions(), "identity": identity}
+        self.facts: dict[str, Any] = {
+            "settings": flat(settings), "versions": versions(), "identity": identity, "script": script_digest(),
+        }  # fmt: skip
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)

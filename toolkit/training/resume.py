@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
+from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import read_table
 
 
@@ -125,6 +127,12 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
         "sampling": section_in(settings, ObjectiveSettings).sampling,
         **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
     }
+
+
+def script_digest() -> str | None:
+    """Of the recipe that runs, whose loss may be edited between a checkpoint and its resume."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return digest_of_file(Path(script)) if script and Path(script).is_file() else None
 
 
 def _checksum(model: Path) -> str:
@@ -237,6 +245,9 @@ def _resume_from(
     lines.append(f"resuming from {folder}: step {step} of {total} (saved by {strategy})")
     if changes:
         lines.append(f"settings that changed since: {'; '.join(changes)}")
+    if manifest.get("script") not in (None, checkpoints.facts["script"]):
+        why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
+        lines.append(f"{sys.argv[0]} has changed since that checkpoint: {why}")
     return Resumed(folder, manifest, same_run, lines)
 
 
