@@ -50,7 +50,7 @@ test-all-only: install
 
 # Tests that need a GPU: every strategy on NCCL, with as many devices as there are. Then: python benchmarks/gpu.py --write
 test-gpu: install
-	$(BIN)/python -m pytest -m gpu -rs
+	$(BIN)/python -m pytest -m gpu -rs -n $(WORKERS)
 
 # Breaks runs in every way that they must survive, and writes docs/faults.md.
 test-faults: install

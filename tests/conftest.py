@@ -30,9 +30,10 @@ os.environ.update(
 )
 
 if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
-    # one core for each worker and what it starts: threads of several that wait for each other take longest
+    # with few cores, one for each worker and what it starts: threads of several that wait for each other take longest
     _cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
+    if len(_cores) < 2 * int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
+        os.sched_setaffinity(0, {_cores[int(_worker.removeprefix("gw")) % len(_cores)]})
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` leaves it; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

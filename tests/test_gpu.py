@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
@@ -66,6 +67,17 @@ def assert_on_devices(folder: Path) -> dict[str, Any]:
     return world
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` has filled, once for all workers of pytest-xdist."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            make(draft := root / f"{name}-draft")
+            draft.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def cls(tiny_model: Path, reviews: Path) -> list[Any]:
     return ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *SETTINGS]
@@ -74,11 +86,14 @@ def cls(tiny_model: Path, reviews: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory, cls: list[Any]) -> Path:
     """One process, in float32: a whole run, and half of one."""
-    folder = tmp_path_factory.mktemp("gpu")
-    run(folder, "single", [[*cls, *EXACT, *FULL, "--output_dir", folder / "full"],
-                           [*cls, *EXACT, *HALF, "--output_dir", folder / "half"]])  # fmt: skip
-    assert_on_devices(folder / "full")
-    return folder
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        run(folder, "single", [[*cls, *EXACT, *FULL, "--output_dir", folder / "full"],
+                               [*cls, *EXACT, *HALF, "--output_dir", folder / "half"]])  # fmt: skip
+        assert_on_devices(folder / "full")
+
+    return once(tmp_path_factory, "single", make)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -121,18 +136,16 @@ def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, 
 def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
     """`gradients(way)` -> the folder with a step of SGD in fp32, in bf16, and with a learning rate near 0."""
 
-    @functools.cache
-    def run_way(way: str) -> Path:
-        folder = tmp_path_factory.mktemp("gradients")
+    def make(way: str, folder: Path) -> None:
+        folder.mkdir()
         settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *half.COMMON,
                     "--per_device_batch_size", 3]  # fmt: skip
         jobs = [[*settings, *half.GRADIENT, "--mixed_precision", precision, "--output_dir", folder / precision]
                 for precision in ("no", "bf16")]  # fmt: skip
         jobs.append([*settings, *half.STILL, "--mixed_precision", "no", "--output_dir", folder / "still-1"])
         run(folder, way, jobs)
-        return folder
 
-    return run_way
+    return lambda way: once(tmp_path_factory, f"gradients {way}", functools.partial(make, way))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -143,9 +156,11 @@ def test_gradients_in_bf16(way: str, gradients: Callable[[str], Path]) -> None:
 
 @pytest.fixture(scope="module")
 def skipping(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
-    folder = tmp_path_factory.mktemp("fp16")
-    run(folder, "single", test_fp16.jobs(folder, tiny_model, reviews))
-    return folder
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        run(folder, "single", test_fp16.jobs(folder, tiny_model, reviews))
+
+    return once(tmp_path_factory, "fp16", make)
 
 
 @pytest.mark.parametrize("way", ["single", *WAYS])
