@@ -182,13 +182,15 @@ def test_a_frozen_part_in_16_bits_under_a_head_in_fp32(layer: torch.nn.Module) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("where", ["tensor", "module", "module before", "Function"])
+@pytest.mark.parametrize("where", ["tensor", "module", "module before", "every module", "Function"])
 @pytest.mark.parametrize(
     ("change", "is_linear"),
     [(lambda gradient: gradient.clamp(-0.5, 0.5), False), (lambda gradient: gradient / gradient.norm(), False),
      (lambda gradient: gradient.triu() * -2, True)],
 )  # fmt: skip
-def test_a_hook_that_clips(change: Any, is_linear: bool, where: str, dtype: torch.dtype) -> None:
+def test_a_hook_that_clips(
+    change: Any, is_linear: bool, where: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     static = {"forward": lambda _, value: value.view_as(value), "backward": lambda _, gradient: change(gradient)}
     function: Any = type("Function", (torch.autograd.Function,), {key: staticmethod(static[key]) for key in static})
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).to(dtype)
@@ -196,6 +198,11 @@ def test_a_hook_that_clips(change: Any, is_linear: bool, where: str, dtype: torc
         model[1].register_full_backward_hook(lambda _, gradients, __: tuple(map(change, gradients)))
     elif where == "module before":
         model[1].register_full_backward_pre_hook(lambda _, gradients: tuple(map(change, gradients)))
+    elif where == "every module":
+        hook = torch.nn.modules.module.register_module_full_backward_hook(
+            lambda _, gradients, __: tuple(each if each is None else change(each) for each in gradients)
+        )
+        request.addfinalizer(hook.remove)
     with check_hooks(model):
         losses = model(torch.ones(3, 2, dtype=dtype))
         losses = function.apply(losses) if where == "Function" else losses

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -201,9 +202,13 @@ def _called_by_strategy() -> bool:
 def check_hooks(model: Any) -> Iterator[None]:
     """Makes hooks of modules, and those that tensors get within this context, raise UserError in their first backward
     pass if they do not commute with a factor."""
-    for name, part in unwrapped(model).named_modules():
-        for hooks in (part._backward_hooks, part._backward_pre_hooks):
-            hooks.update({key: _checked(hook, name or "the model") for key, hook in hooks.items()})
+    tables = [(name or "the model", table) for name, part in unwrapped(model).named_modules()
+              for table in (part._backward_hooks, part._backward_pre_hooks)]  # fmt: skip
+    tables += [
+        ("every module", require(module, f"_global_backward_{kind}", "torch")) for kind in ("hooks", "pre_hooks")
+    ]
+    for name, table in tables:
+        table.update({key: _checked(hook, name) for key, hook in table.items()})
     tensors: Any = torch.Tensor
     register = tensors.register_hook
 
@@ -234,10 +239,10 @@ def _checked(hook: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def checked(*arguments: Any) -> Any:
         if unchecked:
-            unchecked.clear()
             half = any(each.dtype == torch.float16 for each in tree_leaves(arguments) if torch.is_tensor(each))
             factor = 2.0**4 if half else 2.0**20
             for one, scaled in zip(*(_gradients(hook, arguments, times) for times in (1.0, factor)), strict=True):
+                unchecked.clear()
                 if (one.float() * factor - scaled.float()).norm() > 1e-3 * scaled.float().norm():
                     raise UserError(f"{name}: {UNEVEN_HOOK}")
         return hook(*arguments)
