@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from tests.architectures import make_tokenizer
 from tests.faults import Fault, refusal
 from tests.runs import recipe
+from toolkit.config import PretrainedSettings
 from toolkit.data import tokens
 from toolkit.utils import progress
 
@@ -56,6 +58,17 @@ def test_only_the_beginning_of_a_very_long_text_is_tokenized(tokenizer: Any) -> 
     ours = tokens.encode_texts(tokenizer, texts, 9)
     assert [part.tolist() for part in np.split(ours["input_ids"], ours["offsets"][1:-1])] == theirs
     assert [len(text) for text in tokens.cut_long_texts(tokenizer, texts, 9)] == [144, *map(len, texts[1:])]
+
+
+def test_padding_does_not_shift_the_positions_of_a_bert(tiny_model: Path, tmp_path: Path) -> None:
+    """A model without a CLS token may need it on the left."""
+    sides = {}
+    bert = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    for kind, made in (("bert", bert), ("causal", make_tokenizer("causal", TEXTS))):
+        made.save_pretrained(tmp_path / kind)
+        settings = PretrainedSettings(model_name_or_path=str(tmp_path / kind))
+        sides[kind] = tokens.load_tokenizer(settings).padding_side
+    assert sides == {"bert": "right", "causal": "left"}
 
 
 @pytest.mark.parametrize("change", ["word", "side", "lower"])

@@ -283,7 +283,8 @@ class _Preparation:
             # the text, or the title
             what = f"{setting.removesuffix('_column').replace('_pair', '')} in column {column!r}"
             if blank.all():
-                raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
+                way = f": name another with --{setting}" * (len(table.rows.column_names) > 1)
+                raise UserError(f"{table.name}: every {what} is empty{way}")
             if blank.any() and not self.settings.data.drop_empty_text:
                 hint = " (or --sample_by paragraph, if they separate texts)" * table.name.endswith(".txt")
                 raise UserError(

@@ -282,14 +282,19 @@ def of_model(arrays: Mapping[str, np.ndarray], config: Any) -> dict[str, Any]:
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
-    """Raises UserError when there is none, it cannot pad, or it does not support `--tokenizer`."""
+    """One that puts the CLS token first pads on the right: padding before it would shift BERT's positions, and a text's
+    outputs would depend on the longest of its batch. Raises UserError when there is none, it cannot pad, or it does not
+    support `--tokenizer`."""
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = pretrained.load_plain_tokenizer(name)
-        return words_first(tokenizer) if getattr(tokenizer, "init_kwargs", {}).get(MARK) else tokenizer
-    with pretrained.explain_load_errors(name) as path:
-        tokenizer = load_words_first(path)
-    pretrained.refuse_unusable(tokenizer, name)
+        tokenizer = words_first(tokenizer) if getattr(tokenizer, "init_kwargs", {}).get(MARK) else tokenizer
+    else:
+        with pretrained.explain_load_errors(name) as path:
+            tokenizer = load_words_first(path)
+        pretrained.refuse_unusable(tokenizer, name)
+    if tokenizer.padding_side == "left" and tokenizer.cls_token_id in tokenizer("a")["input_ids"][:1]:
+        tokenizer.padding_side = "right"
     return tokenizer
 
 

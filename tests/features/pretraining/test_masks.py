@@ -239,6 +239,14 @@ def test_texts_become_counts_and_words(
     assert prepared(rows, PretrainSettings, validation_file=rows[:2]).train.words is None
 
 
+def test_texts_without_a_token_to_mask(prepared: Callable[..., Any]) -> None:
+    rows = [{"text": text} for text in ("[MASK] [SEP]", "😀 😀")]
+    says = ["train_file.jsonl", "special and unknown tokens only", "--text_column", "tokenizer"]
+    refusal(prepared, rows, PretrainSettings, validation_file=rows, says=says)
+    said = refusal(prepared, [{"text": " "}] * 2, PretrainSettings, says=["every text in column 'text' is empty"])
+    assert "--text_column" not in said  # there is no other
+
+
 def test_label_smoothing_is_not_for_masks() -> None:
     settings = build(PretrainSettings, {"label_smoothing_factor": 0.1})
     refusal(module.Masks.check, settings, None, match="--label_smoothing_factor 0.1 has no effect")

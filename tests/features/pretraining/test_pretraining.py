@@ -323,7 +323,7 @@ def test_new_tokens_are_the_mean_of_their_pieces(name: str, models: Runs, tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["film"], "film"), (["zyx", "zyx"], "once"), (["two words"], "space"), ([], "one word"), (None, r"words\.txt"),
-     (["zyx", "\u200b"], r"u200b")],
+     (["zyx", "\u200b"], r"u200b"), (["Zyxomab", "zyxomab"], "equal to another")],
 )  # fmt: skip
 def test_invalid_words(words: list[str] | None, message: str, models: Runs, tmp_path: Path, accelerator: Any) -> None:
     path = str(tmp_path / "words.txt") if words is None else words_file(tmp_path, *words)

@@ -213,8 +213,8 @@ class Masks(Targets):
         maskable = [np.count_nonzero(ordinary[ids[start:end]]) for start, end in itertools.pairwise(offsets.tolist())]
         np.save(folder / "labels.npy", np.array(maskable, np.int64))
         if not any(maskable):
-            raise UserError(f"{rows.table.name}: the texts of {folder.name} consist of special tokens only: is it the "
-                            "right --text_column?")  # fmt: skip
+            why = "consist of special and unknown tokens only: is it the right --text_column, and their language that"
+            raise UserError(f"{rows.table.name}: the texts of {folder.name} {why} of the model's tokenizer?")
         if self.whole_word_mask:
             saved = _save_words(folder, rows, copy.deepcopy(tokenizer), int(np.diff(offsets).max()))
             if saved != len(ids):

@@ -135,6 +135,8 @@ def _save_with_words(settings: EncoderSettings, words: list[str], folder: Path) 
     for word in words:  # Chinese words match within a clause, others as whole words with the space before them
         options = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
         tokenizer.add_tokens([AddedToken(word, normalized=bool(options), **options)])
+    if lost := [word for word in words if tokenizer.convert_tokens_to_ids(word) not in _pieces(tokenizer, word)]:
+        raise UserError(f"--init_new_tokens: {listing(lost, 5)}: equal to another word once normalized; remove them")
     tokenizer.save_pretrained(folder)
     config.vocab_size = max(config.vocab_size, len(tokenizer))
     config.to_json_file(folder / "config.json")
