@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
 
 from toolkit.data.batches import IGNORED
 from toolkit.data.tokens import load_tokenizer
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, first_line, listing
 from toolkit.features.pretraining.settings import EncoderSettings
 from toolkit.features.pretraining.words import HAN
 from toolkit.models.classifier import configure, cpu_attention, from_pretrained, set_dropout
@@ -146,7 +146,7 @@ def _read_words(file: str) -> list[str]:
     try:
         words = [word for line in Path(file).read_text(encoding="utf-8-sig").splitlines() if (word := line.strip())]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--init_new_tokens {file} cannot be read as UTF-8: {error}") from error
+        raise UserError(f"--init_new_tokens {file} cannot be read (as UTF-8 text): {first_line(error)}") from error
     if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
         raise UserError(f"--init_new_tokens {file}: write one word on each line, each once, without spaces")
     return words
