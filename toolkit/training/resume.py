@@ -245,7 +245,8 @@ def _resume_from(
     lines.append(f"resuming from {folder}: step {step} of {total} (saved by {strategy})")
     if changes:
         lines.append(f"settings that changed since: {'; '.join(changes)}")
-    if manifest.get("script") not in (None, checkpoints.facts["script"]):
+    scripts = {manifest.get("script"), checkpoints.facts["script"]}
+    if len(scripts) > 1 and None not in scripts:  # a notebook has none, nor does an older checkpoint
         why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
         lines.append(f"{sys.argv[0]} has changed since that checkpoint: {why}")
     return Resumed(folder, manifest, same_run, lines)
