@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -91,8 +92,8 @@ def file_order(shapes: Shapes) -> list[str]:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes; without a copy if it is contiguous and in host memory."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    content: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(content)
 
 
 def _header(names: list[str], shapes: Shapes, metadata: dict[str, str]) -> bytes:
