@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from filelock import FileLock
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
 _WORDS = "good bad film book very the and not room price service story dull fine"
+_LABEL_WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine", "price", "story")
 _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
 
 
@@ -104,6 +106,29 @@ def uneven_reviews() -> Path:
         table.to_csv(folder / "rows.csv", index=False)
 
     return shared("uneven-reviews", make) / "rows.csv"
+
+
+def write_rows(path: Path, kind: str, count: int = 61) -> Path:
+    """Short texts of uneven length, with labels computed from the words."""
+    generator = random.Random(5)
+    rows = []
+    for _ in range(count):
+        words = generator.choices(_LABEL_WORDS, k=generator.randint(1, 25))
+        label: object = {
+            "six classes": f"class {len(words) % 6 * 2}",
+            "multi-label": sorted({word for word in words if word in ("good", "bad", "dull")}),
+            "regression": len(words) / 10,
+            "several numbers": [len(words) / 10, 2 + words.count("good") / 4],
+        }[kind]
+        rows.append({"text": " ".join(words), "label": label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def labelled(kind: str, part: str) -> Path:
+    """Rows of `write_rows` as a JSONL file: 61 to train on, 23 to test."""
+    count = {"train": 61, "test": 23}[part]
+    return shared(f"{kind} {part}", lambda folder: write_rows(folder / "rows.jsonl", kind, count)) / "rows.jsonl"
 
 
 def long_reviews() -> Path:

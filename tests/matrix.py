@@ -16,11 +16,11 @@ A word may be a function, called when the job is run: for a file that must be ma
     run = runs("single").run("resumed", "recipes.cls", resumed)
 """
 
-import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,15 @@ ONE_LABEL = [*FEW, "--label_column", "label"]
 SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--problem_type", "multi_label_classification"]
 # 48 texts of 100 to 1500 tokens. Attention is sparse above 704 tokens, and which tokens a text's attention reaches then
 # depends on how far its batch is padded: the micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts)
-LONG = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", lambda: inputs.long_split("train"),
-        "--validation_file", lambda: inputs.long_split("validation"), "--max_steps", 4, "--eval_every", 4,
+LONG = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", partial(inputs.long_split, "train"),
+        "--validation_file", partial(inputs.long_split, "validation"), "--max_steps", 4, "--eval_every", 4,
         "--learning_rate", "3e-3", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 1,
         "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--global_batch_size", 12, "--per_device_eval_batch_size", 3,
         "--seed", 42]  # fmt: skip
 SPARSE = [*LONG, "--max_length", 4096, "--per_device_batch_size", 2, "--compare_max_length", 64]
 # titles of 4 to 16 tokens, of very uneven length
-TITLES = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", lambda: inputs.titles("train"),
-          "--validation_file", lambda: inputs.titles("validation"), "--max_steps", 4, "--eval_every", 4,
+TITLES = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", partial(inputs.titles, "train"),
+          "--validation_file", partial(inputs.titles, "validation"), "--max_steps", 4, "--eval_every", 4,
           "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2, "--learning_rate", "1e-2",
           "--max_length", 640, "--max_target_length", 16, "--num_beams", 2, "--global_batch_size", 13,
           "--per_device_batch_size", 3, "--per_device_eval_batch_size", 4]  # fmt: skip
@@ -85,6 +85,9 @@ MASKED = ["--model_name_or_path", inputs.masked_model, *QUIET, "--train_file", i
           "--global_batch_size", 11, "--per_device_batch_size", 3, "--per_device_eval_batch_size", 5,
           "--learning_rate", "3e-3", "--lr_scheduler_type", "constant", "--max_length", 48, "--whole_word_mask",
           "true", "--mlm_probability", "0.4:0.2"]  # fmt: skip
+
+LABELLED = [*TINY, "--max_steps", 4, "--global_batch_size", 12, "--per_device_batch_size", 5]
+KINDS = ("six classes", "multi-label", "regression", "several numbers")
 
 # Every optional technique that may stand beside others, on classes or, with `pos_weight`, on several labels.
 TECHNIQUES: dict[str, Words] = {
@@ -104,13 +107,24 @@ TECHNIQUES: dict[str, Words] = {
 }
 
 
-def classifier(*techniques: str) -> Job:
+def classifier(*techniques: str, pages: Sequence[str] = ()) -> Job:
     """A short run of the classifier with these techniques."""
     several = "pos_weight" in techniques
     words = [word for name in techniques for word in TECHNIQUES[name]]
     if several and "teacher" in techniques:
         words[words.index("--teacher") + 1] = teacher("several labels")
-    return Job("recipes.cls", [*(SEVERAL_LABELS if several else ONE_LABEL), *words])
+    return Job("recipes.cls", [*(SEVERAL_LABELS if several else ONE_LABEL), *words], pages=pages)
+
+
+def labelled(kind: str) -> Job:
+    """With all that a run writes of this kind of labels."""
+    files = [
+        "--train_file",
+        partial(inputs.labelled, kind, "train"),
+        "--test_file",
+        partial(inputs.labelled, kind, "test"),
+    ]
+    return Job("recipes.cls", [*LABELLED, *files], pages=["ddp x2"])
 
 
 JOBS: dict[str, Job] = {
@@ -124,13 +138,14 @@ JOBS: dict[str, Job] = {
     "any length": Job("recipes.cls", [*ONE_LABEL, "--group_by_length", "false"]),
     "sampling": Job("recipes.cls", [*ONE_LABEL, "--sampling", "sqrt", "--max_tokens_per_batch", 300]),
     "rmsprop": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "torch.optim.RMSprop", "--optimizer_args", "alpha=0.9",
-                                   "--layerwise_lr_decay", 0.8, "--freeze_layers", 1, "--reinit_layers", 1]),
+                                   "--layerwise_lr_decay", 0.8, "--freeze_layers", 1, "--reinit_layers", 1],
+                   pages=["single"]),
     "lion": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "lion", "--learning_rate", "5e-4", "--layerwise_lr_decay",
                                 0.7, "--unfreeze_every", 2]),
     "adafactor": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "adafactor"]),
     "muon": Job("recipes.cls", [*ONE_LABEL, "--optimizer", "muon", "--learning_rate", "1e-3"]),
     "two terms": classifier("r-drop", "fgm"),
-    "weights": classifier("class weights", "focal", "ema"),
+    "weights": classifier("class weights", "focal", "ema", pages=["single"]),
     "lora recomputed": classifier("lora", "recomputed", "class weights"),
     "padding-free": Job("recipes.cls", [*ONE_LABEL, "--padding_free", "true"], reference="few"),
     "padding-free lora": Job("recipes.cls", [*classifier("lora", "recomputed", "class weights").words,
@@ -139,6 +154,7 @@ JOBS: dict[str, Job] = {
                                    reference="two terms"),
     "padding-free sampling": Job("recipes.cls", [*ONE_LABEL, "--sampling", "sqrt", "--max_tokens_per_batch", 300,
                                                   "--padding_free", "true"], reference="sampling"),
+    **{kind: labelled(kind) for kind in KINDS},
     "long": Job("recipes.bigbird", SPARSE),
     "long recomputed": Job("recipes.bigbird", [*SPARSE, "--gradient_checkpointing", "true"], reference="long"),
     # full attention, and 9 to 12 micro-batches a step on one process, 5 or 6 on two
@@ -218,6 +234,6 @@ class Way:
         return "Ended", f"ranks {missing} did not end the job", log[-4000:]
 
 
-@functools.cache
+@cache
 def runs(way: str) -> Way:
     return Way(way)
