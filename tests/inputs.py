@@ -95,7 +95,8 @@ def reviews() -> Path:
 
 
 def uneven_reviews() -> Path:
-    """About 130 of `reviews`, most of them `neg`; `tags` has one or two classes for each: the label, and `film`."""
+    """About 130 of `reviews`, most of them `neg`; `tags` has one or two classes for each: the label, and `film`;
+    `other` is another row's text."""
 
     def make(folder: Path) -> None:
         import pandas as pd
@@ -103,6 +104,7 @@ def uneven_reviews() -> Path:
         table = pd.read_csv(reviews())
         table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
         table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
+        table["other"] = table["text"].iloc[::-1].str[:60].tolist()
         table.to_csv(folder / "rows.csv", index=False)
 
     return shared("uneven-reviews", make) / "rows.csv"

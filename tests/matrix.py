@@ -66,6 +66,7 @@ FEW = [*TINY, "--train_file", inputs.uneven_reviews, "--text_column", "text", "-
        21, "--max_train_samples", 60, "--max_steps", 4, "--eval_every", 2]  # fmt: skip
 ONE_LABEL = [*FEW, "--label_column", "label"]
 SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--problem_type", "multi_label_classification"]
+PAIRS = [*ONE_LABEL, "--model_name_or_path", inputs.masked_model, "--text_pair", "other", "--max_length", 120]
 # 48 texts of 100 to 1500 tokens. Attention is sparse above 704 tokens, and which tokens a text's attention reaches then
 # depends on how far its batch is padded: the micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts)
 LONG = ["--model_name_or_path", inputs.sharp_model, *QUIET, "--train_file", partial(inputs.long_split, "train"),
@@ -147,7 +148,8 @@ JOBS: dict[str, Job] = {
     "two terms": classifier("r-drop", "fgm"),
     "weights": classifier("class weights", "focal", "ema", pages=["single"]),
     "lora recomputed": classifier("lora", "recomputed", "class weights"),
-    "padding-free": Job("recipes.cls", [*ONE_LABEL, "--padding_free", "true"], reference="few"),
+    "pairs": Job("recipes.cls", PAIRS),
+    "padding-free": Job("recipes.cls", [*PAIRS, "--padding_free", "true"], reference="pairs"),
     "padding-free lora": Job("recipes.cls", [*classifier("lora", "recomputed", "class weights").words,
                                               "--padding_free", "true"], reference="lora recomputed"),
     "padding-free two terms": Job("recipes.cls", [*classifier("r-drop", "fgm").words, "--padding_free", "true"],
@@ -161,7 +163,7 @@ JOBS: dict[str, Job] = {
     "long by tokens": Job("recipes.bigbird", [*LONG, "--max_length", 704, "--per_device_batch_size", 12,
                                                "--max_tokens_per_batch", 1250]),
     "title": Job("recipes.title", TITLES),
-    "pretraining": Job("recipes.pretrain", MASKED),
+    "pretraining": Job("recipes.pretrain", MASKED, pages=["single"]),
     "pretraining bigbird": Job("recipes.pretrain", [*MASKED, "--model_name_or_path", inputs.masked_bigbird]),
 }  # fmt: skip
 

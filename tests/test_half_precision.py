@@ -21,7 +21,7 @@ from transformers import get_scheduler
 from tests import inputs
 from tests.faults import refusal
 from tests.fp16_jobs import IN_A_SHARD, IN_THE_LOSS, SCALE
-from tests.matrix import TECHNIQUES, WAYS, JobError, classifier, runs
+from tests.matrix import PAIRS, TECHNIQUES, WAYS, JobError, classifier, runs
 from tests.runs import lines_of, losses_of, slow_but
 from toolkit.config import TrainingSettings
 from toolkit.training.half_precision import _linear, _prepare_in_fp32, choose_precision
@@ -114,7 +114,7 @@ def test_fp16(way: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_each_technique_in_bf16(way: str) -> None:
-    """By autocast; within 1 % of fp32. Padding-free attention has other kernels."""
+    """By autocast; within 1 % of fp32."""
     for name in TECHNIQUES:
         job = classifier(name)
         losses = losses_of(runs(way).run(f"bf16 {name}", job.recipe, [*job.words, "--mixed_precision", "bf16"]))
@@ -125,8 +125,9 @@ def test_each_technique_in_bf16(way: str) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
 def test_padding_free_in_bf16(way: str) -> None:
-    words = [*classifier().words, "--padding_free", "true", "--mixed_precision", "bf16"]
-    run, padded = runs(way).run("bf16 padding-free", "recipes.cls", words), runs("single")["few"]
+    """Its attention has other kernels."""
+    words = [*PAIRS, "--padding_free", "true", "--mixed_precision", "bf16"]
+    run, padded = runs(way).run("bf16 padding-free", "recipes.cls", words), runs("single")["pairs"]
     assert losses_of(run) == pytest.approx(losses_of(padded), rel=0.03)
     last, expected = (lines_of(folder / "eval.jsonl")[-1]["loss"] for folder in (run, padded))
     assert last == pytest.approx(expected, rel=0.03)
