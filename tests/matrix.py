@@ -30,6 +30,7 @@ from tests import inputs
 from tests.process_group import ProcessGroup
 from tests.runs import ROOT
 
+WAYS = ("single", "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2", "ddp x3")
 Words = Sequence[Any]
 
 
@@ -60,10 +61,10 @@ PLAIN = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 22, "--wa
 LORA = [*PLAIN, "--max_steps", 10, "--eval_every", 4, "--learning_rate", "2e-2", "--lr_scheduler_type",
         "constant_with_warmup", "--per_device_batch_size", 6, "--lora_r", 3, "--lora_alpha", 5,
         "--lora_target_modules", "query,dense", "--metric_for_best_model", "loss"]  # fmt: skip
-# uneven classes; an epoch of 3 steps, the last of 16 samples, and a step of the next one
+# uneven classes; an epoch of 2 steps, the last of 14 samples, and a step of the next one
 FEW = [*TINY, "--train_file", inputs.uneven_reviews, "--text_column", "text", "--learning_rate", "5e-3",
        "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6, "--max_eval_samples",
-       21, "--max_train_samples", 60, "--max_steps", 4, "--eval_every", 2]  # fmt: skip
+       21, "--max_train_samples", 36, "--max_steps", 3, "--eval_every", 3]  # fmt: skip
 ONE_LABEL = [*FEW, "--label_column", "label"]
 SEVERAL_LABELS = [*FEW, "--label_column", "tags", "--problem_type", "multi_label_classification"]
 PAIRS = [*ONE_LABEL, "--model_name_or_path", inputs.masked_model, "--text_pair", "other", "--max_length", 120]

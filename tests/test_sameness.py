@@ -134,7 +134,7 @@ def test_the_runs_could_differ() -> None:
     """Constant losses, or a technique without effect, would agree with anything."""
     for name in [*(name for name in FAST if name not in KINDS), "long"]:
         losses = losses_of(runs("single")[name])
-        assert len(set(losses)) == len(losses) >= 4, name
+        assert len(set(losses)) == len(losses) >= 3, name
         assert max(losses) - min(losses) > 1e-3, name
     for name in [*TECHNIQUES, "all frozen", "any length", "sampling", "rmsprop", "lion", "adafactor", "muon"]:
         losses, others = losses_of(runs("single")[name]), losses_of(runs("single")[EQUAL.get(name, "few")])
