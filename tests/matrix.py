@@ -169,6 +169,11 @@ JOBS: dict[str, Job] = {
 }  # fmt: skip
 
 
+def words_of(words: Words) -> list[str]:
+    """The words, with what their functions return."""
+    return [str(word() if callable(word) else word) for word in words]
+
+
 class JobError(Exception):
     """A job has failed under a way. `kind`: the exception's class; `message`: its text."""
 
@@ -197,7 +202,7 @@ class Way:
     def run(self, name: str, recipe: str, words: Words, seconds: float = 240) -> Path:
         """The folder of this job's run; a name belongs to one job. Raises JobError."""
         folder, reports = self._folder / name, self._reports(name)
-        resolved = [recipe, *(str(word() if callable(word) else word) for word in words)]
+        resolved = [recipe, *words_of(words)]
         if not (reports / "result.json").exists():
             with FileLock(self._folder / ".lock"):
                 if not (reports / "result.json").exists():

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.runs import Process, fork, forked, free_port
 
-_GRACE_SECONDS = 15.0  # for the other ranks, when one has failed
+_GRACE_SECONDS = 10.0  # for the other ranks, when one has failed
 
 
 class ProcessGroup:

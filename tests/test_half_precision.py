@@ -67,12 +67,17 @@ def weights_of(run: Path) -> torch.Tensor:  # (N,) float64
     return torch.cat([weights[name].flatten() for name in sorted(weights)]).double()
 
 
+def gradient_error(run: Path, expected: Path, start: Path) -> float:
+    """Relative error of the gradient of a run of one step; `start`: a run whose weights have not moved."""
+    begin = weights_of(start)
+    gradient, exact_gradient = weights_of(run) - begin, weights_of(expected) - begin
+    return float((gradient - exact_gradient).norm() / exact_gradient.norm())
+
+
 def error_of(way: str, precision: str, name: str) -> float:
-    """Relative error of the gradient, compared with fp32 in one process."""
-    begin = weights_of(exact("still"))
-    expected = weights_of(exact(name.replace("coarse", "gradient in 4"))) - begin
-    gradient = weights_of(run_of(way, precision, name)) - begin
-    return float((gradient - expected).norm() / expected.norm())
+    """Compared with fp32 in one process."""
+    expected = exact(name.replace("coarse", "gradient in 4"))
+    return gradient_error(run_of(way, precision, name), expected, exact("still"))
 
 
 def has_coarse_weights(way: str, precision: str) -> bool:
@@ -231,28 +236,35 @@ def learning_rates() -> list[float]:
     return rates
 
 
+def saved_before_a_skip(whole: Path) -> Path:
+    return whole / "checkpoints" / f"step-{SAVED_AT:08d}"
+
+
+def assert_skipped(run: Path, expected: Path, first: int) -> None:
+    """By the schedule, the optimizer, the average and the scale, in a run that began after step `first`."""
+    updates = STEPS - len(SKIPPED)
+    lines = lines_of(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(first + 1, STEPS + 1))
+    assert [line["step"] for line in lines if line["grad_norm"] is None] == [s for s in SKIPPED if s > first]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(learning_rates()[first:])
+    assert losses_of(run) == pytest.approx(losses_of(expected)[first:], rel=5e-3)
+    state = json.loads((run / "fp16.json").read_text())
+    assert state == {"scale": SCALE / 2 ** len(SKIPPED), "updates": [updates]}
+    average = load_file(expected / "model" / "model.safetensors")
+    for name, values in load_file(run / "model" / "model.safetensors").items():
+        torch.testing.assert_close(values, average[name], rtol=0, atol=updates * RATE / 4)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp x3"])
 def test_skipped_steps_are_not_counted(way: str) -> None:
-    """By the schedule, the optimizer, the average and the scale, in a whole run and in one that is resumed after the
-    first skipped step."""
+    """In a whole run and in one that is resumed after the first skipped step."""
     expected = runs("single").run("fp16 skips", "tests.fp16_jobs", FP16)
     whole = runs(way).run("fp16 skips", "tests.fp16_jobs", FP16)
-    saved = whole / "checkpoints" / f"step-{SAVED_AT:08d}"
-    resumed = runs(way).run("fp16 skips, resumed", "tests.fp16_jobs", [*FP16, "--resume", saved])
+    resumed = runs(way).run("fp16 resumed", "tests.fp16_jobs", [*FP16, "--resume", saved_before_a_skip(whole)])
     assert "optimizer.step()" not in runs(way).log("fp16 skips")  # a warning of torch's
-    updates = STEPS - len(SKIPPED)
-    for run, first in ((whole, 0), (resumed, SAVED_AT)):
-        lines = lines_of(run / "metrics.jsonl")
-        assert [line["step"] for line in lines] == list(range(first + 1, STEPS + 1))
-        assert [line["step"] for line in lines if line["grad_norm"] is None] == [s for s in SKIPPED if s > first]
-        assert [line["learning_rate"] for line in lines] == pytest.approx(learning_rates()[first:])
-        assert losses_of(run) == pytest.approx(losses_of(expected)[first:], rel=5e-3)
-        state = json.loads((run / "fp16.json").read_text())
-        assert state == {"scale": SCALE / 2 ** len(SKIPPED), "updates": [updates]}
-        average = load_file(expected / "model" / "model.safetensors")
-        for name, values in load_file(run / "model" / "model.safetensors").items():
-            torch.testing.assert_close(values, average[name], rtol=0, atol=updates * RATE / 4)
+    assert_skipped(whole, expected, 0)
+    assert_skipped(resumed, expected, SAVED_AT)
 
 
 @pytest.mark.multiprocess

@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast, EncoderDecoderModel
 
 from tests import inputs
-from tests.matrix import TITLES, runs
+from tests.matrix import TITLES, runs, words_of
 from tests.runs import WAYS, lines_of, losses_of, slow_but, start
 from tests.test_long import converted
 from toolkit.config import PretrainedSettings
@@ -89,7 +89,7 @@ def assert_same(run: Path, reference: Path, steps: range = range(STEPS)) -> None
 
 @pytest.mark.multiprocess
 def test_a_run_goes_on_under_another_way() -> None:
-    assert np.ptp(losses_of(runs("single")["title"])) > 0.5
+    assert np.ptp(losses_of(runs("single")["title"])) > 0.2
     assert_same(stopped(), varied(), range(STOPPED))
     assert_same(resumed(), varied(), range(STOPPED, STEPS))
 
@@ -112,7 +112,7 @@ def test_one_title_for_each_text_of_a_small_set(way: str) -> None:
 @pytest.mark.multiprocess
 def test_the_literal_command(tmp_path: Path) -> None:
     words = ["accelerate", "launch", "recipes/title.py", "--config_file", "accelerate_configs/zero2.yaml"]
-    words += [*(str(word() if callable(word) else word) for word in TITLES), "--output_dir", str(tmp_path / "run")]
+    words += [*words_of(TITLES), "--output_dir", str(tmp_path / "run")]
     start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (2, "DEEPSPEED")
