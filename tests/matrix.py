@@ -16,21 +16,25 @@ A word may be a function, called when the job is run: for a file that must be ma
     run = runs("single").run("resumed", "recipes.cls", resumed)
 """
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from tests import inputs
 from tests.process_group import ProcessGroup
 from tests.runs import ROOT
 
 WAYS = ("single", "ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2", "ddp x3")
+GROUPS = 2
+"""Groups of processes of a way. The second one starts when two workers have a job for it at the same time."""
 Words = Sequence[Any]
 
 
@@ -193,7 +197,8 @@ class Way:
         config = None if name == "single" else f"accelerate_configs/{name.rpartition(' x')[0]}.yaml"
         assert config is None or (ROOT / config).is_file(), f"{name}: there is no {config}"
         pages = ",".join(job for job in JOBS if name in JOBS[job].pages)
-        self._group = ProcessGroup(self._folder, config, self.processes, pages)
+        self._groups = [ProcessGroup(self._folder / f"group{number}", config, self.processes, pages)
+                        for number in range(GROUPS)]  # fmt: skip
 
     def __getitem__(self, name: str) -> Path:
         """The folder of the run of this job. Raises JobError."""
@@ -204,7 +209,8 @@ class Way:
         folder, reports = self._folder / name, self._reports(name)
         resolved = [recipe, *words_of(words)]
         if not (reports / "result.json").exists():
-            with FileLock(self._folder / ".lock"):
+            (self._folder / "locks").mkdir(exist_ok=True)
+            with FileLock(self._folder / "locks" / name):
                 if not (reports / "result.json").exists():
                     self._execute(resolved, folder, reports, seconds)
         result = json.loads((reports / "result.json").read_text())
@@ -225,10 +231,21 @@ class Way:
         shutil.rmtree(folder, ignore_errors=True)
         reports.mkdir(parents=True)
         recipe, *words = job
-        found = self._group.run(recipe, [*words, "--output_dir", str(folder)], reports, seconds)
+        with self._free_group() as group:
+            found = group.run(recipe, [*words, "--output_dir", str(folder)], reports, seconds)
         draft = reports / "draft"
         draft.write_text(json.dumps({"words": job, "failure": self._failure(found, reports)}))
         draft.rename(reports / "result.json")
+
+    @contextlib.contextmanager
+    def _free_group(self) -> Iterator[ProcessGroup]:
+        """The first one that no worker uses."""
+        while True:
+            for group in self._groups:
+                with contextlib.suppress(Timeout), group.lock.acquire(timeout=0):
+                    yield group
+                    return
+            time.sleep(0.02)
 
     def _failure(self, found: dict[int, dict[str, Any]], reports: Path) -> tuple[str, str, str] | None:
         """(class, message, details) of the first failure."""
@@ -238,8 +255,9 @@ class Way:
         missing = [rank for rank in range(self.processes) if rank not in found]
         if not missing:
             return None
-        log = (reports / f"rank{missing[0]}.log").read_text(encoding="utf-8", errors="replace")
-        return "Ended", f"ranks {missing} did not end the job", log[-4000:]
+        log = reports / f"rank{missing[0]}.log"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        return "Ended", f"ranks {missing} did not end the job", text[-4000:]
 
 
 @cache

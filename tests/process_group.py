@@ -1,7 +1,7 @@
 """A group of processes that runs one job after another, for tests/matrix.py. Each rank is tests/matrix_rank.py.
 
 Its processes are forks of tests/fork_server.py, known by files in the group's folder, so that every xdist worker can
-use them: one at a time, which holds the group's lock.
+use them, one at a time.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from tests.runs import Process, fork, forked, free_port
 
@@ -19,8 +21,11 @@ class ProcessGroup:
     def __init__(self, folder: Path, config_file: str | None, processes: int, pages: str) -> None:
         """`config_file`: of accelerate, None for a process without a launcher. `pages`: names of jobs, by commas, whose
         run folders get a report and a model card, the slowest parts of a short run."""
-        self._folder, self._config_file, self._processes, self._pages = folder, config_file, processes, pages
+        self._config_file, self._processes, self._pages = config_file, processes, pages
+        folder.mkdir(parents=True, exist_ok=True)
         self._started = folder / "processes.json"
+        self.lock = FileLock(folder / ".lock")
+        """Held by the worker that uses the group."""
 
     def run(self, recipe: str, words: list[str], reports: Path, seconds: float) -> dict[int, dict[str, Any]]:
         """Runs the `main` of a module with these arguments on all ranks. Returns what each rank has reported to the
