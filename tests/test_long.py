@@ -58,7 +58,7 @@ def test_the_references_could_differ() -> None:
     # and what attention reaches matters to it, far more than two runs may differ
     full = single("full", [*SPARSE, "--max_steps", STOPPED, "--attn_implementation", "full"])
     pairs = zip(losses_of(full), losses_of(runs("single")["long"])[:STOPPED], strict=True)
-    assert max(abs(one - other) / other for one, other in pairs) > 3e-4
+    assert max(abs(one - other) / other for one, other in pairs) > 1e-4
     # and steps of `long by tokens` have different numbers of micro-batches
     lengths = lengths_of(most=704)
     order = list(GlobalBatches(lengths, 12, SEED, epoch=0))
