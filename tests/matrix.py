@@ -58,7 +58,7 @@ TINY = ["--model_name_or_path", inputs.tiny_model, *QUIET]
 # 190 rows to train on: clipping bites, the schedule warms up and decays, the two sizes divide neither each other nor
 # the data, the last batch of the epoch is incomplete, and the next epoch begins
 PLAIN = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 22, "--warmup_ratio", 0.2, "--max_grad_norm",
-         0.5, "--weight_decay", 0.1, "--max_steps", 12, "--eval_every", 6, "--learning_rate", "3e-3",
+         0.5, "--weight_decay", 0.1, "--max_steps", 10, "--eval_every", 5, "--learning_rate", "3e-3",
          "--per_device_eval_batch_size", 7]  # fmt: skip
 # the best step is not the last: its weights are loaded at the end. (At 5e-2 a spike of the loss increases rounding
 # differences between micro-batches, under one strategy, to 3e-5.)

@@ -104,7 +104,7 @@ def test_bf16(way: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", MANY)
+@pytest.mark.parametrize("way", slow_but(WAYS[1:], "ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"))
 def test_fp16(way: str) -> None:
     for name in ("gradient in 4", "gradient in 16"):
         # the division into micro-batches makes it 1.7 times as large under DDP with three processes
