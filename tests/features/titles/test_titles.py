@@ -75,15 +75,17 @@ def resumed() -> Path:
     return runs("single").run("titles resumed", "recipes.title", words)
 
 
+def evaluations(run: Path) -> dict[int, dict[str, Any]]:
+    """The first one of each step."""
+    return {line["step"]: line for line in reversed(lines_of(run / "eval.jsonl"))}
+
+
 def assert_same(run: Path, reference: Path, steps: range = range(STEPS)) -> None:
     assert losses_of(run) == pytest.approx(losses_of(reference)[steps.start : steps.stop], rel=1e-5)
-    for step in (STOPPED, STEPS):
-        if step - 1 not in steps:
-            continue
-        line, expected = (
-            next(each for each in lines_of(folder / "eval.jsonl") if each["step"] == step)
-            for folder in (run, reference)
-        )
+    ours, theirs = (evaluations(folder) for folder in (run, reference))
+    evaluated = [step for step in theirs if step - 1 in steps]
+    assert evaluated
+    for line, expected in ((ours[step], theirs[step]) for step in evaluated):
         assert (line["step"], line["split"], line["num_samples"]) == (expected["step"], expected["split"], 12)
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert [line[name] for name in SCORES] == pytest.approx([expected[name] for name in SCORES], abs=1e-9)
