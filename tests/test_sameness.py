@@ -58,6 +58,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "pretraining": (ZERO2, "ddp x3", ZERO1, "zero3 x3", "fsdp2 x3"),
     "pretraining bigbird": (ZERO3,),
 }
+# in one process; under several, all of them are compared with their reference
+QUICK = ("one micro-batch", "padding-free", "padding-free lora", "padding-free two terms", "padding-free sampling")
 CASES = [(way, name) for name, ways in FAST.items() for way in ways]
 SLOW_CASES = [(way, name) for name, ways in SLOW.items() for way in ways if (way, name) not in CASES]
 # jobs that must have the losses of another; without dropout R-Drop's two passes are equal
@@ -128,7 +130,7 @@ def test_the_same_under_more_ways(way: str, name: str) -> None:
     assert_agrees(way, name)
 
 
-@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.reference])
+@pytest.mark.parametrize("name", slow_but([name for name, job in JOBS.items() if job.reference], *QUICK))
 def test_the_same_numbers_by_other_micro_batches_or_kernels(name: str) -> None:
     """In one process."""
     assert_agrees("single", name)
