@@ -67,7 +67,7 @@ class TwoDisks:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
 
     def steps(self, host: str) -> list[int | None]:
-        return sorted(folders.step_number(folder) or 0 for folder in folders.complete(self.checkpoints(host)))
+        return sorted(folders.step_number(folder) or 0 for folder in folders.readable(self.checkpoints(host)))
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_an_old_run_is_moved_aside(disks: TwoDisks, settings: list[str], referen
     assert f"sending {best.name} " in done["a"].err
     assert (disks.run / "model" / "model.safetensors").read_bytes() == model
     (aside,) = disks.path.glob("run.old-*")
-    assert len(folders.complete(aside / "checkpoints")) == 4
+    assert len(folders.readable(aside / "checkpoints")) == 4
 
 
 @pytest.mark.slow

@@ -189,7 +189,8 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
         _check_optimizer(folder, live, state["optimizer"], weights, entries, numbers)
         live.before_loading()
         live.scatter(weights, live.weights(), lambda name: weights_file.get_tensor(name))
-        live.create_moments(entries, numbers, state["optimizer"]["numbers"])
+        kinds = {} if state["optimizer"]["class"] in DEEPSPEED_ADAM else state["optimizer"]["numbers"]
+        live.create_moments(entries, numbers, kinds)
         moments = {entry: shape for entry, shape in entries.items() if entry not in numbers}
         live.scatter(moments, live.moments(), lambda entry: optimizer_file.get_tensor(entry))
         for group, saved in zip(live.optimizer.param_groups, state["optimizer"]["groups"], strict=False):

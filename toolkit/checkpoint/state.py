@@ -254,6 +254,8 @@ class LiveState:
             return int(value)
         if key in kinds:
             return {"int": int, "float": float, "bool": bool}[kinds[key]](value)
+        if key == "step" and dtype == torch.int64:  # DeepSpeed's
+            dtype = torch.float32
         # as torch does: fused kernels read the step on the parameter's device
         fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         on_device = key != "step" or fused
