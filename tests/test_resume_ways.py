@@ -53,10 +53,8 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     for name in ("one-to-many", "many-to-many", "many-to-one"):
         assert_resumed(tmp_path / name, one, 1e-5)
     for folder in (one, many):
-        weights, excluded = (
-            load_file(saved(folder) / folders.WEIGHTS_FILE),
-            folders.read_state(saved(folder))["excluded"],
-        )
+        weights = load_file(saved(folder) / folders.WEIGHTS_FILE)
+        excluded = folders.read_state(saved(folder))["excluded"]
         assert weights
         assert all(".lora_" in name or ".modules_to_save." in name for name in weights)
         assert any("word_embeddings" in name for name in excluded)

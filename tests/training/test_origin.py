@@ -89,7 +89,8 @@ def test_a_damaged_checkpoint_is_skipped_unless_it_is_named(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "saved_at", "expected"),
-    [({"overwrite_output_dir": True}, 1.0, None), ({"overwrite_output_dir": True}, None, 8), ({"resume": "no"}, None, 8)],
+    [({"overwrite_output_dir": True}, 1.0, None), ({"overwrite_output_dir": True}, None, 8),
+     ({"resume": "no"}, None, 8)],
 )  # fmt: skip
 def test_a_restart_resumes_only_what_its_job_has_saved(
     options: Any, saved_at: float | None, expected: int | None, run: Path, monkeypatch: pytest.MonkeyPatch
