@@ -19,7 +19,7 @@ from tests.test_resume import best_step
 from toolkit.checkpoint.folder import readable
 
 STEPS = 12
-QUICK = (2, 9, 16, 23, 31, 40)
+QUICK = (2, 25, 47, 80, 121, 160)
 Runs = Callable[[str], Path]
 
 
@@ -48,7 +48,7 @@ def assert_resumed(folder: Path, expected: Path, rel: float = 1e-6, stopped: boo
     assert readable(folder / "checkpoints")[0].name == readable(expected / "checkpoints")[0].name
 
 
-@pytest.mark.parametrize("event", slow_but(range(1, 64), *QUICK))
+@pytest.mark.parametrize("event", slow_but(range(1, 200), *QUICK))
 def test_inside_a_save(event: int, settings: list[str], baseline: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed = recipe(str(event), "0", *settings, "--output_dir", folder, script="tests/kill_worker.py")

@@ -169,7 +169,6 @@ CHANGES: dict[str, Any] = {
     "has frozen, which the model lacks": lambda model: delattr(model, "frozen"),
     "frozen has shape [7], and [8] in the model": frozen("frozen", 8),
     "mask has shape [3], and [2] in the model": lambda model: model.register_buffer("mask", torch.ones(2).bool()),
-    "has no optimizer state for frozen": lambda model: model.frozen.requires_grad_(True),
     "lacks head.weight": lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(5, 3))),  # untied
 }
 

@@ -25,7 +25,6 @@ from toolkit.checkpoint.state import DEEPSPEED_ADAM, LiveState
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import draft_path, flush_path, read_table, replace_file, replace_folder, write_new
-from toolkit.utils.log import logger
 
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
@@ -73,7 +72,6 @@ def save(
                 digests[name] = digest_of_file(path)
         saved_at = max(time.time(), newest_save_time(folder.parent) + 1e-3)
         state = {"format": FORMAT, "saved_at": saved_at, **facts, "files": digests}
-        state = json.loads(json.dumps(state))  # tuples become lists, as they will be read
         text = json.dumps({**state, "digest": _digest(state)}, ensure_ascii=False)
         write_new(draft / STATE_FILE, text)
 
@@ -156,10 +154,7 @@ def prune(checkpoints: Path, keep: int, best_step: int) -> None:
     kept = {*readable(checkpoints)[:keep], step_folder(checkpoints, best_step)}
     for folder in newest_first(checkpoints):
         if folder not in kept:
-            try:
-                remove(folder)
-            except OSError as error:  # read-only: the new checkpoint is whole all the same
-                logger.warning(f"cannot remove {folder}: {error.strerror}")
+            remove(folder)
 
 
 def remove(folder: Path) -> None:
@@ -189,8 +184,7 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
         _check_optimizer(folder, live, state["optimizer"], weights, entries, numbers)
         live.before_loading()
         live.scatter(weights, live.weights(), lambda name: weights_file.get_tensor(name))
-        kinds = {} if state["optimizer"]["class"] in DEEPSPEED_ADAM else state["optimizer"]["numbers"]
-        live.create_moments(entries, numbers, kinds)
+        live.create_moments(entries, numbers)
         moments = {entry: shape for entry, shape in entries.items() if entry not in numbers}
         live.scatter(moments, live.moments(), lambda entry: optimizer_file.get_tensor(entry))
         for group, saved in zip(live.optimizer.param_groups, state["optimizer"]["groups"], strict=False):
@@ -199,8 +193,8 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
         live.set_steps(state["step"])
 
 
-def _shapes(file: Any) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    shapes = {}
+def _shapes(file: Any) -> Shapes:
+    shapes: Shapes = {}
     for name in file.keys() if file else ():
         part = file.get_slice(name)
         shapes[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
@@ -227,10 +221,6 @@ def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weight
         saved, shape = weights[name][1], expected[name][1]
         if saved != shape:
             faults.add(f"{folder}: {name} has shape {list(saved)}, and {list(shape)} in the model")
-    frozen = {name for name, each in live.module.named_parameters() if not each.requires_grad}
-    if thawed := [name for name in state["frozen"] if name in expected and name not in frozen]:
-        faults.add(f"{folder} has no optimizer state for {listing(thawed, 4)}, frozen then and trained now")
-    faults[4:] = [f"and {len(faults) - 4} more such differences"] if len(faults) > 4 else []
     faults.raise_if_any()
 
 

@@ -11,6 +11,7 @@ With LoRA the folder has the merged model, and the sibling folder adapter/ the a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from toolkit.utils.files import make_readable, read_table, replace_folder, write
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
-_STATE = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
+_RECORD = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
 _PREFIX, _BASE, _HEAD = "base_model.model.", ".base_layer.", ".modules_to_save.default."
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 # Fields of peft's config for variants whose merged weight is not W + scaling * B A.
@@ -65,25 +66,25 @@ def save_model(
     if live.rank == 0:
         state = {name: state[name] for name in shapes}
         state |= {other: state[name] for other, name in tied_names(module).items()}
-        _save_folder(module, tokenizer, state, folder, step, DTYPES[dtype])
+        _save_folder(module, tokenizer, state, folder, step, dtype)
         if lora_config(module):  # after the model: a run that is killed in between saves both again
             _save_adapter(module, state, folder.with_name(ADAPTER_FOLDER), DTYPES[dtype])
     accelerator.wait_for_everyone()
 
 
 def _save_folder(
-    module: Any, tokenizer: Any, state: dict[str, torch.Tensor], folder: Path, step: int | None, dtype: torch.dtype
+    module: Any, tokenizer: Any, state: dict[str, torch.Tensor], folder: Path, step: int | None, dtype: str
 ) -> None:  # fmt: skip
     plain = module
     if lora_config(module):
         plain, state = module.get_base_model(), merge_lora(module, state)
     with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
-        _save_weights(plain, _cast(state, dtype), draft)
-        _set_dtype(draft / "config.json", dtype)
+        _save_weights(plain, _cast(state, DTYPES[dtype]), draft)
+        _set_dtype(draft / "config.json", DTYPES[dtype])
         if hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(draft)
         if step is not None:
-            write_new(draft / _STATE, json.dumps({"global_step": step}))
+            write_new(draft / _RECORD, json.dumps(_record(step, dtype)))
         make_readable(draft)
 
 
@@ -151,19 +152,22 @@ def write_config_files(module: Any, tokenizer: Any, folder: Path) -> None:
 
 def read_step(folder: Path) -> int | None:
     """The optimizer step of the weights in a model folder, if it is recorded."""
-    try:
-        return int(read_table(folder / _STATE, {})["global_step"])
-    except (UserError, ValueError, KeyError, TypeError):
-        return None
+    return _read_record(folder).get("global_step")
 
 
-def has_dtype(folder: Path, dtype: str) -> bool:
-    """Whether a model folder's config records this dtype (a key of `DTYPES`), or none."""
-    try:
-        recorded = read_table(folder / "config.json", {}).get("dtype")
-    except UserError:
-        return True
-    return recorded in (None, str(DTYPES[dtype]).removeprefix("torch."))
+def has_model(folder: Path, step: int, dtype: str) -> bool:
+    """Whether the folder has the model of this step in this dtype."""
+    return _record(step, dtype) == _read_record(folder)
+
+
+def _record(step: int, dtype: str) -> dict[str, Any]:
+    return {"global_step": step, "save_dtype": dtype}
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(UserError):
+        return read_table(folder / _RECORD, {})
+    return {}
 
 
 def lora_config(model: torch.nn.Module) -> Any | None:

@@ -84,6 +84,7 @@ class LiveState:
         one at a time."""
         self.module, self.optimizer, self.device = module, optimizer, device
         self.buffers = dict(persistent_buffers(module))
+        self._full_shapes = {name: full_shape(each) for name, each in module.named_parameters()}
         self.rank, self.world = 0, 1
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
@@ -135,7 +136,7 @@ class LiveState:
                 else:
                     yield Fragment(f"{key}.{name}", 0, _as_tensor(value).view(-1))
 
-    def weight_shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def weight_shapes(self) -> Shapes:
         """What a checkpoint holds of parameters and buffers; the same on all ranks."""
         tensors = itertools.chain(self.module.named_parameters(), self.buffers.items())
         return {name: (_file_dtype(tensor.dtype), full_shape(tensor)) for name, tensor in tensors}
@@ -143,23 +144,16 @@ class LiveState:
     def optimizer_shapes(self) -> Shapes:
         """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError for state that
         cannot be saved."""
-        full = {name: full_shape(each) for name, each in self.module.named_parameters()}
-        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        shapes: Shapes = {}
         for master, names in self.optimizer_tensors():
             for key, value in self.optimizer.state.get(master, {}).items():
                 elementwise = _is_elementwise(key, value, master)
                 self._check_savable(key, value, elementwise, names[0])
                 tensor = _as_tensor(value)
                 for name in names:
-                    shape = full[name] if elementwise else tuple(tensor.shape)
+                    shape = self._full_shapes[name] if elementwise else tuple(tensor.shape)
                     shapes[f"{key}.{name}"] = (_file_dtype(tensor.dtype), shape)
         return shapes
-
-    def python_numbers(self) -> dict[str, str]:
-        """Keys of the optimizer's state whose values are Python's numbers -> int, float or bool."""
-        states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
-        entries = itertools.chain.from_iterable(state.items() for state in states)
-        return {key: type(value).__name__ for key, value in entries if _is_number(value)}
 
     def changed_groups(self) -> list[dict[str, Any]]:
         """By parameter group the values that the optimizer itself has changed (its own counters, say). Raises UserError
@@ -224,42 +218,41 @@ class LiveState:
                 count = fragment.values.numel()
                 fragment.values.copy_(whole.view(-1).narrow(0, fragment.start, count))
 
-    def create_moments(self, saved: Shapes, numbers: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+    def create_moments(self, saved: Shapes, numbers: Mapping[str, Any]) -> None:
         """Replaces the optimizer's state by that of a checkpoint: numbers with their values, tensors to be filled by
-        `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: their values; `kinds`: `python_numbers`."""
+        `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values of those without dimensions."""
         keys: dict[str, list[str]] = {}
         for entry in saved:
             key, _, name = entry.partition(".")
             keys.setdefault(name, []).append(key)
-        full = {name: full_shape(each) for name, each in self.module.named_parameters()}
         for master, names in self.optimizer_tensors():
             current = self.optimizer.state.pop(master, {})
             name = next((each for each in names if each in keys), names[0])
             state: dict[str, Any] = {}
             for key in keys.get(name, []):
-                dtype, shape = saved[f"{key}.{name}"]
-                if shape == full[name] and (shape or key != "step"):
-                    new = torch.zeros_like(master.data, dtype=_state_dtype(dtype, master))
-                elif shape:
-                    new = torch.zeros(shape, dtype=dtype, device=master.device)
+                entry = f"{key}.{name}"
+                dtype, shape = saved[entry]
+                if entry in numbers:
+                    state[key] = self._number(key, numbers[entry], dtype, master.device)
+                elif shape == self._full_shapes[name]:
+                    dtype = master.dtype if dtype.is_floating_point else dtype
+                    state[key] = _zeros_like(master, dtype, current.get(key))
                 else:
-                    new = self._number(key, numbers[f"{key}.{name}"], dtype, kinds, master.device)
-                state[key] = _reuse(current.get(key), new)
+                    state[key] = torch.zeros(shape, dtype=dtype, device=master.device)
             if state:
                 self.optimizer.state[master] = state
 
-    def _number(self, key: str, value: Any, dtype: torch.dtype, kinds: Mapping[str, str], device: torch.device) -> Any:
-        optimizer = self.optimizer
-        if key == "step" and type(optimizer).__name__ in DEEPSPEED_ADAM:
+    def _number(self, key: str, value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """The number as the optimizer keeps it: torch's in a float32 tensor, others in Python."""
+        kind = type(self.optimizer)
+        if key == "step" and kind.__name__ in DEEPSPEED_ADAM:
             return int(value)
-        if key in kinds:
-            return {"int": int, "float": float, "bool": bool}[kinds[key]](value)
-        if key == "step" and dtype == torch.int64:  # DeepSpeed's
-            dtype = torch.float32
+        if dtype != torch.float32 and not kind.__module__.startswith("torch.optim"):
+            return value
         # as torch does: fused kernels read the step on the parameter's device
-        fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-        on_device = key != "step" or fused
-        return torch.tensor(value, dtype=dtype, device=device if on_device else "cpu")
+        groups = self.optimizer.param_groups
+        fused = any(group.get("fused") or group.get("capturable") for group in groups)
+        return torch.tensor(float(value), device=device if fused or key != "step" else "cpu")
 
     def before_loading(self) -> None:
         """Collective: prepares the parameters for writing into fragments."""
@@ -276,17 +269,6 @@ class ShardedState(LiveState):
 
     sharded = True
     strategy = "fsdp2"
-
-    def __init__(self, module: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
-        super().__init__(module, optimizer, device)
-        parameter: Any
-        for name, parameter in module.named_parameters():
-            by_rows = [each.is_shard(0) for each in getattr(parameter, "placements", [])]
-            if by_rows not in ([], [True]):
-                raise UserError(
-                    f"{name} is sharded as {parameter.placements}, which cannot be saved: use FSDP2 "
-                    "without replicas or tensor parallelism"
-                )
 
 
 class ZeroState(LiveState):
@@ -461,14 +443,8 @@ def _file_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _state_dtype(saved: torch.dtype, master: torch.Tensor) -> torch.dtype:
-    return master.dtype if saved.is_floating_point else saved
-
-
-def _reuse(existing: Any, new: Any) -> Any:
-    """The existing tensor, with the new values, if it fits: others may refer to it."""
-    if not isinstance(existing, torch.Tensor) or not isinstance(new, torch.Tensor):
-        return new
-    if (existing.shape, existing.dtype) != (new.shape, new.dtype):
-        return new
-    return existing.copy_(new)
+def _zeros_like(master: torch.Tensor, dtype: torch.dtype, existing: Any) -> torch.Tensor:
+    """The existing state if it fits, since others may refer to it."""
+    if isinstance(existing, torch.Tensor) and (existing.shape, existing.dtype) == (master.shape, dtype):
+        return existing
+    return torch.zeros_like(master.data, dtype=dtype)

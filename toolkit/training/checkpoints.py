@@ -157,7 +157,6 @@ class Checkpoints:
             "optimizer": {
                 "class": type(live.optimizer).__name__,
                 "groups": live.changed_groups(),
-                "numbers": live.python_numbers(),
             },
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.model_folder import has_dtype, read_step, save_model
+from toolkit.checkpoint.model_folder import has_model, save_model
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, listing
@@ -270,7 +270,7 @@ def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
     best."""
     best, dtype = checkpoints.best, checkpoints.settings.save_dtype
     model_folder = checkpoints.path.with_name("model")
-    if not best.step or broadcast_object_list([_has_model(model_folder, best.step, dtype)])[0]:
+    if not best.step or broadcast_object_list([has_model(model_folder, best.step, dtype)])[0]:
         return []
     source = folders.step_folder(folder.parent, best.step)  # the link `best` may point to a later checkpoint
     state = broadcast_object_list([_whole_state(source) if checkpoints.accelerator.is_main_process else None])[0]
@@ -284,10 +284,6 @@ def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
     with average_as_weights(checkpoints.live):
         save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
     return []
-
-
-def _has_model(folder: Path, step: int, dtype: str) -> bool:
-    return read_step(folder) == step and has_dtype(folder, dtype)
 
 
 def _whole_state(folder: Path) -> dict[str, Any] | None:
