@@ -151,9 +151,9 @@ def _set_link(link: Path, folder: Path) -> None:
 
 def prune(checkpoints: Path, keep: int, best_step: int) -> None:
     """Removes all but the newest `keep` checkpoints and that of `best_step`."""
-    kept = {*readable(checkpoints)[:keep], step_folder(checkpoints, best_step)}
+    remaining = {*readable(checkpoints)[:keep], step_folder(checkpoints, best_step)}
     for folder in newest_first(checkpoints):
-        if folder not in kept:
+        if folder not in remaining:
             remove(folder)
 
 

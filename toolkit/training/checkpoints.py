@@ -19,7 +19,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.model_folder import lora_config, write_config_files
+from toolkit.checkpoint.model_folder import lora_config, write_adapter_config, write_config_files
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes
 from toolkit.checkpoint.state import LiveState, full_shape, live_state, tied_names
 from toolkit.errors import UserError, listing, size_text
@@ -128,7 +128,10 @@ class Checkpoints:
 
         def write_others(draft: Path) -> None:
             (draft / "model").mkdir()
-            write_config_files(unwrapped(self.model), self.tokenizer, draft / "model")
+            module = unwrapped(self.model)
+            write_config_files(module, self.tokenizer, draft / "model")
+            if lora_config(module):
+                write_adapter_config(module, draft / "model")
             if objects:
                 (draft / "objects.pt").write_bytes(objects)
 
