@@ -190,7 +190,6 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
         for group, saved in zip(live.optimizer.param_groups, state["optimizer"]["groups"], strict=False):
             group.update(saved)
         live.after_loading()
-        live.set_steps(state["step"])
 
 
 def _shapes(file: Any) -> Shapes:

@@ -260,9 +260,6 @@ class LiveState:
     def after_loading(self) -> None:
         """Collective: copies the masters into the model's weights."""
 
-    def set_steps(self, steps: int) -> None:
-        """Sets a strategy's own count of optimizer steps."""
-
 
 class ShardedState(LiveState):
     """FSDP2: each rank has some rows of each parameter, as a DTensor."""
@@ -293,10 +290,6 @@ class ZeroState(LiveState):
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for master, parameters in zip(self.masters, self.groups, strict=True):
             yield master, [names[id(parameter)] for parameter in parameters]
-
-    def set_steps(self, steps: int) -> None:
-        self.engine.global_steps = steps
-        self.engine.global_samples = steps * self.engine.train_batch_size()
 
 
 class FlatState(ZeroState):
