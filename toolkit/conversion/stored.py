@@ -1,0 +1,131 @@
+"""A checkpoint as its tensors by name, each of which is read only when it is written."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from toolkit.errors import UserError, listing
+
+T = TypeVar("T")
+# of torch.compile, FSDP, activation checkpointing and Lightning's strategies
+_WRAPPERS = re.compile(
+    r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    """The tensor, which may be a view of a mapped file: it must not be changed."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a path contains; none of its tensors has been read."""
+
+    path: Path
+    kind: str
+    """For people: `ZeRO-3 of 4 ranks`."""
+    tensors: Mapping[str, Stored]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Other name of a tensor -> its name in `tensors`."""
+    step: int | None = None
+    model_folder: Path | None = None
+    """The folder with the model's config, if the checkpoint has one."""
+    excluded: Mapping[str, list[int]] = field(default_factory=dict)
+    """Shapes of the frozen parameters that were left out, by name."""
+    base_model: str = ""
+    """The model from which those come: a folder, or a name on the hub."""
+    parts: tuple[str, ...] = ()
+    """Prefixes of several models in one file, of which the user has to choose one."""
+    checks: tuple[Callable[[], None], ...] = ()
+    """Each reads a file, and raises UserError if it is damaged."""
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.tensors, *self.tied]
+
+    @property
+    def has_lora(self) -> bool:
+        return any(".lora_" in name for name in self.tensors)
+
+    def describe(self) -> str:
+        """For `--inspect`."""
+        elements = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+        facts = {
+            "checkpoint": self.path,
+            "format": self.kind,
+            "step": self.step,
+            "tensors": f"{len(self.tensors)}, of {elements:,} elements",
+            "dtypes": listing(sorted({str(tensor.dtype) for tensor in self.tensors.values()})),
+            "tied": listing(self.tied) or "none",
+            "left out": f"{len(self.excluded)} frozen parameters",
+            "config from": self.model_folder,
+        }
+        return "\n".join(f"{name:12} {value}" for name, value in facts.items())
+
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """Only the tensors of `names`, under their new names. Raises UserError if two get the same one."""
+        tensors: dict[str, Stored] = {}
+        tied = {}
+        for old, new in names.items():
+            original = self.tied.get(old, old)
+            if old != original and original in names:
+                tied[new] = names[original]
+                continue
+            if new in tensors:
+                raise UserError(f"{self.path}: {old} and another tensor would both be named {new}")
+            tensors[new] = self.tensors[original]
+        return replace(self, tensors=tensors, tied=tied)
+
+    def select(self, prefix: str) -> Checkpoint:
+        """The tensors under `prefix`, without it and without the names of wrappers.
+
+        Raises UserError if there are none, or several models and no prefix.
+        """
+        if self.parts and not prefix:
+            parts = listing(self.parts)
+            raise UserError(f"{self.path} has tensors under {parts}: choose one with --prefix NAME")
+        prefix = prefix and prefix.rstrip(".") + "."
+        names = {
+            name: _WRAPPERS.sub("", name.removeprefix(prefix))
+            for name in self.names
+            if name.startswith(prefix)
+        }
+        if not names:
+            known = listing(sorted({name.partition(".")[0] for name in self.names}), 5)
+            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {known}")
+        while all(name.startswith("module.") for name in names.values()):
+            names = {old: name.removeprefix("module.") for old, name in names.items()}
+        return self.renamed(names)
+
+
+def model_states(
+    values: Mapping[tuple[object, ...], T], is_weight: Callable[[T], bool]
+) -> tuple[dict[str, T], tuple[str, ...]]:
+    """Finds the model's state in nested dicts: a dict that has weights in it, and is no optimizer's.
+
+    `values`: by their keys from the outermost dict to the innermost. Returns the values of that dict by name; of
+    several dicts, names that begin with the keys of theirs, and these prefixes.
+    """
+    states: dict[str, dict[str, T]] = defaultdict(dict)
+    for (*keys, name), value in values.items():
+        if all(isinstance(key, str) and not key.startswith("optim") for key in (*keys, name)):
+            states["".join(f"{key}." for key in keys)][str(name)] = value
+    states = {key: state for key, state in states.items() if any(map(is_weight, state.values()))}
+    if len(states) == 1:
+        return next(iter(states.values())), ()
+    named = {f"{key}{name}": state[name] for key, state in states.items() for name in state}
+    return named, tuple(states)
