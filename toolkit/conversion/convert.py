@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ def _write(draft: Path, output: _Output, settings: ConvertSettings, is_own: bool
         write.write_config(draft, output.config, dtype)
     if output.folder is not None:
         write.copy_files(output.folder, draft, is_own)
+    if output.stem == "adapter_model" and output.folder is not None:
+        shutil.copyfile(output.folder / lora.ADAPTER_CONFIG, draft / lora.ADAPTER_CONFIG)
     return write.write_tensors(draft, output.tensors, dtype, settings.max_shard_bytes, output.stem)
 
 
@@ -95,8 +98,8 @@ def _check_out(checkpoint: Path, out: Path) -> None:
 def _adapter_config(opened: Checkpoint, settings: ConvertSettings) -> Path | None:
     """The adapter's config; None without LoRA. Raises UserError if there is none, or nothing to convert."""
     if not opened.has_lora:
-        if settings.merge_lora:
-            raise UserError(f"{opened.path} has no LoRA adapter: leave out --merge_lora")
+        if settings.merge_lora or any(name.startswith(lora.PREFIX) for name in opened.tensors):
+            raise UserError(f"{opened.path} has no LoRA adapter, of which alone --merge_lora is")
         return None
     if (opened.path / lora.ADAPTER_CONFIG).is_file() and not settings.merge_lora:
         raise UserError(

@@ -26,7 +26,7 @@ from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
 ADAPTER_CONFIG = "adapter_config.json"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _TRAINED_HEAD = ".modules_to_save.default."
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the base model's weights too."""
@@ -60,8 +60,9 @@ def without_lora(checkpoint: Checkpoint) -> Checkpoint:
     """What the merged model has of a live model or an adapter's file, by the base model's names."""
     names = {}
     for name in checkpoint.names:
-        if ".lora_" not in name and ".original_module." not in name:
-            plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        is_other_head = re.search(r"\.original_module\.|\.modules_to_save\.(?!default\.)", name)
+        if ".lora_" not in name and not is_other_head:
+            plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
             names[name] = plain.replace(_TRAINED_HEAD, ".")
     return checkpoint.renamed(names)
 
@@ -79,8 +80,7 @@ def merged_layers(
 
     settings: Any = peft.PeftConfig.from_pretrained(str(config.parent))
     settings.init_lora_weights = False  # nothing to compute on the meta device
-    settings.modules_to_save = None
-    factors = {_saved_name(name).removeprefix(_PREFIX): name for name in checkpoint.tensors if ".lora_" in name}
+    factors = {_saved_name(name).removeprefix(PREFIX): name for name in checkpoint.tensors if ".lora_" in name}
     layers = peft.inject_adapter_in_model(settings, copy.deepcopy(model.model), low_cpu_mem_usage=True)
     merged: dict[str, Stored] = {}
     for path, layer in layers.named_modules():

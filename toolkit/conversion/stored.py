@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ _WRAPPERS = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint. Tied weights are one object under several names."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,11 +35,7 @@ class Checkpoint:
     """What a path contains; none of its tensors has been read."""
 
     path: Path
-    kind: str
-    """For people: `ZeRO-3 of 4 ranks`."""
     tensors: Mapping[str, Stored]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Other name of a tensor -> its name in `tensors`."""
     step: int | None = None
     model_folder: Path | None = None
     """The folder with the model's config, if the checkpoint has one."""
@@ -48,64 +43,33 @@ class Checkpoint:
     """Shapes of the frozen parameters that were left out, by name."""
     base_model: str = ""
     """The model from which those come: a folder, or a name on the hub."""
-    parts: tuple[str, ...] = ()
-    """Prefixes of several models in one file, of which the user has to choose one."""
     checks: tuple[Callable[[], None], ...] = ()
     """Each reads a file, and raises UserError if it is damaged."""
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.tensors, *self.tied]
 
     @property
     def has_lora(self) -> bool:
         return any(".lora_" in name for name in self.tensors)
 
-    def describe(self) -> str:
-        """For `--inspect`."""
-        elements = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
-        facts = {
-            "checkpoint": self.path,
-            "format": self.kind,
-            "step": self.step,
-            "tensors": f"{len(self.tensors)}, of {elements:,} elements",
-            "dtypes": listing(sorted({str(tensor.dtype) for tensor in self.tensors.values()})),
-            "tied": listing(self.tied) or "none",
-            "left out": f"{len(self.excluded)} frozen parameters",
-            "config from": self.model_folder,
-        }
-        return "\n".join(f"{name:12} {value}" for name, value in facts.items())
-
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """Only the tensors of `names`, under their new names. Raises UserError if two get the same one."""
-        tensors: dict[str, Stored] = {}
-        tied = {}
-        for old, new in names.items():
-            original = self.tied.get(old, old)
-            if old != original and original in names:
-                tied[new] = names[original]
-                continue
-            if new in tensors:
-                raise UserError(f"{self.path}: {old} and another tensor would both be named {new}")
-            tensors[new] = self.tensors[original]
-        return replace(self, tensors=tensors, tied=tied)
+        tensors = {new: self.tensors[old] for old, new in names.items()}
+        if len(tensors) < len(names):
+            new_names = list(names.values())
+            repeated = {name for name in new_names if new_names.count(name) > 1}
+            raise UserError(f"{self.path} has several tensors that would be named {listing(repeated)}")
+        return replace(self, tensors=tensors)
 
     def select(self, prefix: str) -> Checkpoint:
-        """The tensors under `prefix`, without it and without the names of wrappers.
-
-        Raises UserError if there are none, or several models and no prefix.
-        """
-        if self.parts and not prefix:
-            parts = listing(self.parts)
-            raise UserError(f"{self.path} has tensors under {parts}: choose one with --prefix NAME")
+        """The tensors under `prefix`, without it and without the names of wrappers. Raises UserError if there are
+        none."""
         prefix = prefix and prefix.rstrip(".") + "."
         names = {
             name: _WRAPPERS.sub("", name.removeprefix(prefix))
-            for name in self.names
+            for name in self.tensors
             if name.startswith(prefix)
         }
         if not names:
-            known = listing(sorted({name.partition(".")[0] for name in self.names}), 5)
+            known = listing(sorted({name.partition(".")[0] for name in self.tensors}), 5)
             raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {known}")
         while all(name.startswith("module.") for name in names.values()):
             names = {old: name.removeprefix("module.") for old, name in names.items()}
@@ -114,18 +78,17 @@ class Checkpoint:
 
 def model_states(
     values: Mapping[tuple[object, ...], T], is_weight: Callable[[T], bool]
-) -> tuple[dict[str, T], tuple[str, ...]]:
+) -> dict[str, T]:
     """Finds the model's state in nested dicts: a dict that has weights in it, and is no optimizer's.
 
     `values`: by their keys from the outermost dict to the innermost. Returns the values of that dict by name; of
-    several dicts, names that begin with the keys of theirs, and these prefixes.
+    several dicts under names that begin with the keys of theirs.
     """
     states: dict[str, dict[str, T]] = defaultdict(dict)
     for (*keys, name), value in values.items():
         if all(isinstance(key, str) and not key.startswith("optim") for key in (*keys, name)):
             states["".join(f"{key}." for key in keys)][str(name)] = value
-    states = {key: state for key, state in states.items() if any(map(is_weight, state.values()))}
-    if len(states) == 1:
-        return next(iter(states.values())), ()
-    named = {f"{key}{name}": state[name] for key, state in states.items() for name in state}
-    return named, tuple(states)
+    models = {key: state for key, state in states.items() if any(map(is_weight, state.values()))}
+    if len(models) == 1:
+        return next(iter(models.values()))
+    return {f"{key}{name}": state[name] for key, state in models.items() for name in state}

@@ -24,16 +24,13 @@ from toolkit.utils.files import refuse_lfs_pointer
 class _StandIn:
     """For an object on which no weight depends."""
 
-    def __new__(cls, *arguments: object) -> _StandIn:
-        return super().__new__(cls)
-
     def __init__(self, *arguments: object) -> None: ...
 
     def __setstate__(self, state: object) -> None: ...
 
 
 def _first(value: Any) -> Any:
-    """For an enum, or a string of a class of its own."""
+    """For an enum."""
     return value
 
 
@@ -42,7 +39,7 @@ _STAND_INS: Mapping[str, Any] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
     "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
-    "torch.torch_version.TorchVersion": _first,
+    "torch.torch_version.TorchVersion": str,
     # in Lightning's hyper_parameters, and what loops save beside the weights
     "lightning.fabric.utilities.data.AttributeDict": OrderedDict,
     "lightning_fabric.utilities.data.AttributeDict": OrderedDict,
@@ -105,19 +102,12 @@ def check_zip(path: Path) -> None:
 def open_torch_file(path: Path) -> Checkpoint:
     """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises UserError."""
     content = load(path)
-    tensors, parts = model_states(dict(_flattened((), content)), _is_weight)
+    tensors = model_states(dict(_flattened((), content)), _is_weight)
     if not tensors:
         raise UserError(f"{path} has no named tensors: it is not a model's state")
-    tied = tied_names(tensors)
-    return Checkpoint(
-        path=path,
-        kind="a file of torch.save",
-        tensors={name: stored(tensors[name]) for name in tensors if name not in tied},
-        tied=tied,
-        step=content.get("global_step"),
-        parts=parts,
-        checks=(functools.partial(check_zip, path),),
-    )
+    step = content.get("global_step")
+    check = functools.partial(check_zip, path)
+    return Checkpoint(path, stored(tensors), step=step, checks=(check,))
 
 
 def _flattened(keys: tuple[object, ...], value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -133,17 +123,14 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > 0
 
 
-def stored(tensor: torch.Tensor) -> Stored:
-    """A tensor of a mapped file."""
-    return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
-
-
-def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Other name -> first name of tensors that are the same elements of the same storage."""
-    first: dict[object, str] = {}
-    tied = {}
+def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+    """Tensors of mapped files. Those of the same elements of the same storage become one object."""
+    first: dict[object, Stored] = {}
+    every = {}
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and first.setdefault(elements, name) != name:
-            tied[name] = first[elements]
-    return tied
+        each = Stored(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+        every[name] = each
+        if tensor.numel():
+            every[name] = first.setdefault(elements, each)
+    return every
