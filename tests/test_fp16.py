@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import get_scheduler
 
 from tests.faults import refusal
@@ -15,8 +16,6 @@ from tests.fp16_jobs import IN_A_SHARD, IN_THE_LOSS, SCALE
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, lines_of, losses_of
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.tensor_index import CheckpointReader
 from toolkit.training.loop_checks import LoopChecks
 from toolkit.training.steps import Step
 
@@ -59,14 +58,15 @@ def learning_rates() -> list[float]:
     return rates
 
 
-def last(run: Path) -> CheckpointReader:
-    return open_checkpoint(folders.step_folder(run / "checkpoints", STEPS))
+def last(run: Path) -> Path:
+    return folders.step_folder(run / "checkpoints", STEPS)
 
 
-def tensors(reader: CheckpointReader, key: str) -> dict[str, torch.Tensor]:
-    state = reader.optimizer_state.items()
-    stored = reader.weights if key == "weight" else {name: each[key] for name, each in state}
-    return {name: torch.frombuffer(each.read(), dtype=torch.float32) for name, each in stored.items()}
+def tensors(checkpoint: Path, key: str) -> dict[str, torch.Tensor]:
+    if key == "weight":
+        return load_file(checkpoint / folders.WEIGHTS_FILE)
+    stored = load_file(checkpoint / folders.OPTIMIZER_FILE)
+    return {name.partition(".")[2]: each for name, each in stored.items() if name.startswith(f"{key}.")}
 
 
 def assert_skipped(folder: Path, single: Path) -> None:
@@ -77,15 +77,15 @@ def assert_skipped(folder: Path, single: Path) -> None:
         assert [line["step"] for line in lines if line["grad_norm"] is None] == [s for s in SKIPPED if s > first]
         assert [line["learning_rate"] for line in lines] == pytest.approx(learning_rates()[first:])
         assert losses_of(folder / name) == pytest.approx(losses_of(single / "whole")[first:], rel=5e-3)
-        reader = last(folder / name)
-        manifest = folders.read_manifest(reader.path)
+        checkpoint = last(folder / name)
+        state = folders.read_state(checkpoint)
         updates = STEPS - len(SKIPPED)
-        assert (manifest["step"], manifest["scheduler_steps"]) == (STEPS, updates)
-        assert manifest["loss_scale"]["cur_scale"] == SCALE / 2 ** len(SKIPPED)
-        assert {scalars["step"].value for scalars in reader.optimizer_scalars.values()} == {updates}
+        assert (state["step"], state["scheduler_steps"]) == (STEPS, updates)
+        assert state["loss_scale"]["cur_scale"] == SCALE / 2 ** len(SKIPPED)
+        assert {float(count) for count in tensors(checkpoint, "step").values()} == {updates}
         for key in ("weight", "ema"):
             expected = tensors(last(single / "whole"), key)
-            for parameter, values in tensors(reader, key).items():
+            for parameter, values in tensors(checkpoint, key).items():
                 torch.testing.assert_close(values, expected[parameter], rtol=0, atol=updates * RATE / 4)
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.checkpoint.elastic_ways import ADAM, Odd, engine_of, start_group, truth_of, with_deepspeed
-from toolkit.checkpoint.live import persistent_buffers
+from toolkit.checkpoint.state import persistent_buffers
 
 STEPS = 2
 

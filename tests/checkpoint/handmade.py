@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-
-from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import LiveState, tied_names
 from toolkit.checkpoint.save import Draft, files_of_rank, make_drafts, optimizer_facts, write
+
+from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.tensor_index import crc32_of_range
 
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)

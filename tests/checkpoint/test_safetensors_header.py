@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from toolkit.checkpoint.live import DTYPE_NAMES as NAMES
+from toolkit.checkpoint.save import bytes_of
 
 from tests.checkpoint.handmade import write_run
 from tests.faults import refusal
-from toolkit.checkpoint.live import DTYPE_NAMES as NAMES
 from toolkit.checkpoint.safetensors_header import Layout, read_header
-from toolkit.checkpoint.save import bytes_of
 
 
 def many() -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ DTYPE_NAMES = {
 }
 """The format's name of each dtype that a checkpoint may hold."""
 
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> dtype and shape of a tensor to write."""
 
 

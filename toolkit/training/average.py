@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.live import LiveState
+from toolkit.checkpoint.state import LiveState
 
 _KEY = "ema"
 
@@ -49,18 +49,18 @@ def remove_average(live: LiveState) -> None:
 
 
 @contextlib.contextmanager
-def average_as_weights(live: Callable[[], LiveState], steps: int) -> Iterator[None]:
+def average_as_weights(live: Callable[[], LiveState]) -> Iterator[None]:
     """Within this context the model's weights are their average, if there is one, for evaluating and saving; all
-    processes call this. `steps`: taken so far."""
-    _swap(live(), steps)
+    processes call this."""
+    _swap(live())
     try:
         yield
     finally:
-        _swap(live(), steps)
+        _swap(live())
 
 
 @torch.no_grad()
-def _swap(live: LiveState, steps: int) -> None:
+def _swap(live: LiveState) -> None:
     """Swaps the weights and their average, bit for bit."""
     live.before_loading()
     for tensor, _ in live.optimizer_tensors():
@@ -68,4 +68,4 @@ def _swap(live: LiveState, steps: int) -> None:
             weights = tensor.detach().clone()
             tensor.detach().copy_(state[_KEY])
             state[_KEY].copy_(weights)
-    live.after_loading(steps)
+    live.after_loading()
