@@ -3,8 +3,8 @@
     torchrun --nproc_per_node N -m tests.conversion.worker MODEL FOLDER NAME ...
 
 writes FOLDER/NAME as DeepSpeed, accelerate or torch.distributed.checkpoint does, and FOLDER/NAME.safetensors: the
-masters, frozen parameters and persistent buffers, read by those libraries' own functions. Of some kinds also NAME-later,
-one step later. MODEL is a folder with a BERT.
+masters, frozen parameters and persistent buffers, read by those libraries' own functions. Of some kinds also
+NAME-later, one step later. MODEL is a folder with a BERT.
 """
 
 import importlib

@@ -1,5 +1,3 @@
-"""`toolkit convert`: parses its command line, and prints what a checkpoint contains (`--inspect`)."""
-
 from __future__ import annotations
 
 import argparse
@@ -31,17 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folder("--base_model", help="source of the frozen parameters that CHECKPOINT lacks")
     add("--prefix", default="", metavar="NAME", help="only the tensors NAME.*, renamed without NAME.")
     add("--merge_lora", action="store_true", help="merge the adapter into the base model")
-    add("--inspect", action="store_true", help="print what CHECKPOINT contains, without OUT")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises UserError."""
     from toolkit.conversion.convert import ConvertSettings, convert  # imports torch
-    from toolkit.conversion.open import open_checkpoint
 
-    if arguments.inspect:
-        print(open_checkpoint(arguments.checkpoint).describe())
-        return
     if arguments.out is None:
         raise UserError("pass the folder to create: toolkit convert CHECKPOINT OUT")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft

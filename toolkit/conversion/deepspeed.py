@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,12 +30,7 @@ Pieces = Sequence[torch.Tensor]
 """Consecutive elements of a parameter, in order: flat views of the ranks' files."""
 Shapes = Mapping[str, torch.Size]
 
-_FILE = re.compile(
-    r"((bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_?(?P<kind>model|optim)_states\.pt"
-)
-_OTHER_PARALLELISM = re.compile(
-    r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*"
-)
+_MODEL, _OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
 _SAME = ("ds_version", "global_steps", "global_samples", "skipped_steps", "param_shapes")
 """What the model's files of all ranks must agree on."""
 _SMALL = 1 << 16
@@ -44,7 +38,7 @@ _SMALL = 1 << 16
 
 
 def is_tag_folder(folder: Path) -> bool:
-    return folder.is_dir() and any(_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    return folder.is_dir() and any(folder.glob("*mp_rank_*_states.pt"))
 
 
 def find_tag_folder(root: Path) -> Path | None:
@@ -68,18 +62,19 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
     models, ranks = _load(folder)
     first = models[0]
     groups: list[Shapes] = first.get("param_shapes") or []
-    trained = _trained_parameters(ranks, groups)
-    tied = {}
-    for one, other in (first.get("shared_params") or {}).items():
-        if one in trained:
-            one, other = other, one
-        tied[one] = other
-    pieces = {**trained, **_fragments(models)}
-    shapes = {name: tuple(shape) for shapes in groups for name, shape in shapes.items()}
-    shapes |= {name: tuple(shape) for name, shape in (first.get("frozen_param_shapes") or {}).items()}
-    tensors = {name: _join(parts, shapes[name]) for name, parts in pieces.items()}
-    tensors |= stored(_whole_tensors(first, [*pieces, *tied]))
-    tensors |= {other: tensors[name] for other, name in tied.items() if name in tensors}
+    frozen: Shapes = first.get("frozen_param_shapes") or {}
+    trained: dict[str, Pieces] = {}
+    split = _split_buffer if len(models) == 1 else _split_stage3
+    for number, shapes in enumerate(groups):
+        trained |= split(ranks, number, shapes)
+    pieces = {**trained, **_fragments(models, frozen)}
+    tensors = stored(_whole_tensors(models, pieces))
+    for shapes in (*groups, frozen):
+        tensors |= {name: _join(pieces[name], shapes[name]) for name in shapes if name in pieces}
+    for pair in (first.get("shared_params") or {}).items():
+        for one, other in (pair, pair[::-1]):
+            if one in pieces and other not in pieces:
+                tensors[other] = tensors[one]
     checks = [functools.partial(check_zip, each) for each in sorted(folder.glob("*_states.pt"))]
     return Checkpoint(
         path,
@@ -89,26 +84,24 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
     )
 
 
-def _join(pieces: Pieces, shape: tuple[int, ...]) -> Stored:
-    return Stored(shape, pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
+def _join(pieces: Pieces, shape: torch.Size) -> Stored:
+    return Stored(tuple(shape), pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
 
 
-def _whole_tensors(model: Any, others: Collection[str]) -> dict[str, torch.Tensor]:
-    """What is in `module` alone: buffers, under stage 0 all parameters, under stage 1 the frozen ones. Stage 3 leaves
-    parameters empty."""
-    buffers = model.get("buffer_names") or ()
-    return {
-        name: tensor
-        for name, tensor in model["module"].items()
-        if name in buffers or (name not in others and tensor.numel())
-    }
+def _whole_tensors(models: Sequence[Any], others: Collection[str]) -> dict[str, torch.Tensor]:
+    """What is in `module` alone: buffers, under stage 0 all parameters, under stage 1 the frozen ones."""
+    buffers = models[0].get("buffer_names") or ()
+    names = set(models[0]["module"]).difference(others)
+    if len(models) > 1:  # stage 3 has parameters there, empty
+        names = names.intersection(buffers)
+    return {name: models[0]["module"][name] for name in names}
 
 
-def _fragments(models: Sequence[Any]) -> dict[str, Pieces]:
+def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
     """Frozen parameters: whole under stage 2, under stage 3 a part in each rank's file, the last ones padded."""
     frozen: dict[str, Pieces] = {}
     if models[0].get("frozen_param_fragments"):
-        for name, shape in models[0]["frozen_param_shapes"].items():
+        for name, shape in shapes.items():
             parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
             frozen[name] = _without_padding(parts, shape.numel())
     return frozen
@@ -128,25 +121,23 @@ def _check_copies(folder: Path, module: Mapping[str, torch.Tensor], trained: Map
 class _Rank:
     """A rank's optimizer file. Raises UserError if it is not one of ZeRO."""
 
-    def __init__(self, path: Path) -> None:
-        state = _load_file(path, "optimizer_state_dict")["optimizer_state_dict"]
-        self.path = path
-        self.stage = state.get("zero_stage", 1)  # BF16_Optimizer does not write it
-        masters = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+    def __init__(self, path: Path, stage3: bool) -> None:
+        state = _load_file(path)["optimizer_state_dict"]
+        masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
         if masters not in state:
-            raise UserError(f"{path} has no {masters}: it is not a file of ZeRO")
+            raise UserError(f"{path} has no {masters}: it is of another ZeRO stage than the model's file")
+        self.path = path
         self.masters: list[torch.Tensor] = state[masters]
         """By group: the flat fp32 elements of this rank."""
         self.sizes = [master.numel() for master in self.masters]
         """By group: elements of this rank's part of the buffer, with its padding."""
-        if "zero_stage" in state:
+        if "zero_stage" in state:  # BF16_Optimizer saves the padding
             for number, padding in enumerate(state.get("group_paddings") or ()):
                 self.sizes[number] += max(0, padding)
         self.gaps = state.get("param_alignment_paddings")
         """By group and parameter: elements between it and the next one."""
         self.steps = set(_steps(state))
         self.facts = {
-            "their ZeRO stages": self.stage,
             "the numbers of ranks": state.get("partition_count"),
             "their steps": self.steps,
             "their parts of the parameters": (self.sizes, self.gaps),
@@ -171,61 +162,57 @@ def _load(folder: Path) -> tuple[list[Any], list[_Rank]]:
 
     Raises UserError if files are missing, damaged, or of different saves.
     """
-    model_paths, optimizer_paths = _paths_by_rank(folder, "model"), _paths_by_rank(folder, "optim")
-    models = {path: _load_file(path, "module") for path in model_paths.values()}
-    if not models:
-        raise UserError(f"{folder} lacks the model's files *_model_states.pt: copy it again")
-    path, first = next(iter(models.items()))
+    present = {path.name for path in folder.glob("*_states.pt")}
+    model_names = [_MODEL]
+    if _MODEL not in present:
+        model_names = [f"zero_pp_rank_0_{_MODEL}"]
+    if model_names[0] not in present:
+        raise UserError(f"{folder} lacks {model_names[0]}: copy it again")
+    first = _load_file(folder / model_names[0])
     world = first.get("dp_world_size", 1)
-    _require_ranks(folder, model_paths, world if path.name.startswith("zero_") else 1)
-    _require_ranks(folder, optimizer_paths, world if first.get("param_shapes") else 0)
-    _require_same({path: {key: model.get(key) for key in _SAME} for path, model in models.items()})
-    ranks = [_Rank(path) for path in optimizer_paths.values()]
+    stage3 = model_names != [_MODEL]
+    if stage3:
+        model_names = [f"zero_pp_rank_{rank}_{_MODEL}" for rank in range(world)]
+    optimizer_names = []
+    if first.get("param_shapes"):
+        name = next((name for name in sorted(present) if name.endswith(_OPTIMIZER)), "zero_pp_rank_0")
+        prefix = name.partition("zero_pp")[0]  # "", bf16_ or fp16_
+        optimizer_names = [f"{prefix}zero_pp_rank_{rank}_{_OPTIMIZER}" for rank in range(world)]
+    _require_files(folder, present, [*model_names, *optimizer_names], world)
+    models = {name: _load_file(folder / name) for name in model_names}
+    ranks = [_Rank(folder / name, stage3) for name in optimizer_names]
+    _require_same({folder / name: {key: model.get(key) for key in _SAME} for name, model in models.items()})
     _require_same({rank.path: rank.facts for rank in ranks})
-    steps = {step for rank in ranks for step in rank.steps}
-    if max(steps, default=0) > first["global_steps"]:
-        raise _mixed(ranks[0].path, f"the steps ({max(steps):g} and {first['global_steps']})")
+    for rank in ranks:
+        if len(rank.masters) != len(first["param_shapes"]) or max(rank.steps, default=0) > first["global_steps"]:
+            raise _mixed(rank.path, "the numbers of groups or steps")
     return list(models.values()), ranks
 
 
-def _paths_by_rank(folder: Path, kind: str) -> dict[int, Path]:
-    """Raises UserError for parallelism that we do not read, and for files of two saves."""
-    ranks: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):
-        match = _FILE.fullmatch(path.name)
-        if _OTHER_PARALLELISM.fullmatch(path.name) or (match and int(match["tensor"])):
-            raise UserError(f"{path}: tensor, pipeline and expert parallelism are not supported")
-        if match and match["kind"] == kind:
-            ranks[int(match["rank"] or 0)] = path
-            if len({re.sub(r"rank_\d+", "", each.name) for each in ranks.values()}) > 1:
-                raise _mixed(path, "their names")
-    return dict(sorted(ranks.items()))
+def _require_files(folder: Path, present: Collection[str], expected: Sequence[str], world: int) -> None:
+    """Raises UserError naming all files that are missing, and those that this save did not write."""
+    missing = [name for name in expected if name not in present]
+    surplus = sorted(set(present).difference(expected))
+    if missing:
+        raise UserError(
+            f"{folder} lacks {listing(missing, 16)} ({world} ranks saved it): copy it again; where machines share no "
+            f"disk, from each of them: `rsync -a OTHER_MACHINE:{folder}/ {folder}/`"
+        )
+    if surplus:
+        raise UserError(
+            f"{folder} has {listing(surplus)}: of another save, or of tensor, pipeline or expert parallelism, which "
+            "are not supported"
+        )
 
 
-def _load_file(path: Path, key: str) -> Any:
-    """Raises UserError if it is damaged, has not this key, or was written under another name."""
+def _load_file(path: Path) -> Any:
+    """Raises UserError if it is damaged, or was written as another rank's."""
     content = load(path)
     with zipfile.ZipFile(path) as file:
         written_as = file.namelist()[0].partition("/")[0] + ".pt"
-    if written_as != path.name and _FILE.fullmatch(written_as):
+    if written_as != path.name and path.with_name(written_as).is_file():
         raise UserError(f"{path} was written as {written_as}: ranks were exchanged; copy the folder again")
-    if not isinstance(content, dict) or key not in content:
-        raise UserError(f"{path} is not a file of DeepSpeed's save_checkpoint: it has no {key}")
     return content
-
-
-def _require_ranks(folder: Path, paths: Mapping[int, Path], count: int) -> None:
-    """Raises UserError naming all ranks whose file is missing, or left of another save."""
-    missing = [rank for rank in range(count) if rank not in paths]
-    surplus = [path.name for rank, path in paths.items() if rank >= count]
-    if missing:
-        names = re.sub(r"rank_\d+_mp", "rank_*_mp", next(iter(paths.values()), folder / "*_optim_states.pt").name)
-        raise UserError(
-            f"{folder} lacks {names} of ranks {listing(missing, 16)} ({count} ranks saved it): copy it again; where "
-            f"machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{folder}/ {folder}/`"
-        )
-    if surplus:
-        raise UserError(f"{folder} has {listing(surplus)} of another save, with more ranks: remove that save's files")
 
 
 def _require_same(facts: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -240,18 +227,6 @@ def _mixed(path: Path, what: str) -> UserError:
     return UserError(
         f"{path} is of another save than the files beside it: {what} differ; copy the checkpoint again, or take another"
     )
-
-
-def _trained_parameters(ranks: Sequence[_Rank], groups: Sequence[Shapes]) -> dict[str, Pieces]:
-    """Raises UserError if the ranks' buffers do not hold exactly these parameters."""
-    parameters: dict[str, Pieces] = {}
-    for rank in ranks:
-        if len(rank.masters) != len(groups):
-            raise _mixed(rank.path, "the numbers of groups")
-    for number, shapes in enumerate(groups):
-        split = _split_stage3 if ranks[0].stage == 3 else _split_buffer
-        parameters |= split(ranks, number, shapes)
-    return parameters
 
 
 def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:

@@ -66,11 +66,10 @@ def open_distributed(path: Path, folder: Path) -> Checkpoint:
         if isinstance(entry, metadata.TensorStorageMetadata):
             keys = (listed.planner_data or {}).get(name) or (name,)
             places[keys] = _stored(folder, name, entry, listed.storage_data)
-    tensors, parts = model_states(places, _is_weight)
+    tensors = model_states(places, _is_weight)
     if not tensors:
         raise UserError(f"{folder / METADATA} lists no tensors of a model")
-    kind = f"torch.distributed.checkpoint, {len(files)} files"
-    return Checkpoint(path=path, kind=kind, tensors=tensors, parts=parts)
+    return Checkpoint(path, tensors)
 
 
 def _is_weight(tensor: Stored) -> bool:
@@ -99,10 +98,9 @@ def _stored(folder: Path, name: str, entry: metadata.TensorStorageMetadata, chun
         tensor = torch.empty(entry.size, dtype=dtype)
         for chunk in entry.chunks:
             info = chunks[metadata.MetadataIndex(name, chunk.offsets)]
-            part = tensor
-            for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, start, length)
-            part.copy_(_read_chunk(folder / info.relative_path, info, chunk.sizes))
+            starts = zip(chunk.offsets, chunk.sizes, strict=True)
+            place = tuple(slice(start, start + length) for start, length in starts)
+            tensor[place] = _read_chunk(folder / info.relative_path, info, chunk.sizes)
         return tensor
 
     return Stored(tuple(entry.size), dtype, read)

@@ -59,7 +59,7 @@ def _saved_name(name: str) -> str:
 def without_lora(checkpoint: Checkpoint) -> Checkpoint:
     """What the merged model has of a live model or an adapter's file, by the base model's names."""
     names = {}
-    for name in checkpoint.names:
+    for name in checkpoint.tensors:
         is_other_head = re.search(r"\.original_module\.|\.modules_to_save\.(?!default\.)", name)
         if ".lora_" not in name and not is_other_head:
             plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
@@ -79,6 +79,8 @@ def merged_layers(
     from peft.tuners.lora import LoraLayer
 
     settings: Any = peft.PeftConfig.from_pretrained(str(config.parent))
+    if str(settings.init_lora_weights).lower().startswith(_CHANGES_BASE):
+        raise UserError(f"{config}: {settings.init_lora_weights} changes the base weights: merge it with peft itself")
     settings.init_lora_weights = False  # nothing to compute on the meta device
     factors = {_saved_name(name).removeprefix(PREFIX): name for name in checkpoint.tensors if ".lora_" in name}
     layers = peft.inject_adapter_in_model(settings, copy.deepcopy(model.model), low_cpu_mem_usage=True)
@@ -111,16 +113,3 @@ def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> torch.Tensor:
     layer.load_state_dict(weights, assign=True)
     layer.merge()
     return layer.get_base_layer().get_parameter(name).detach()
-
-
-def check_mergeable(config: Path, has_base: bool) -> None:
-    """Raises UserError for other adapters than LoRA's, and for training that began with other base weights."""
-    content = read_table(config, {})
-    initial = str(content.get("init_lora_weights")).lower()
-    if content.get("peft_type") != "LORA":
-        raise UserError(f"{config} is of {content.get('peft_type')}: only LoRA's adapters can be merged")
-    if not has_base and initial.startswith(_CHANGES_BASE):
-        raise UserError(
-            f"{config}: {initial} changes the base weights, which are not in the checkpoint: load it with peft and "
-            "save merge_and_unload()"
-        )

@@ -26,19 +26,18 @@ _IGNORED = (r"(^|\.)position_ids$", r"rotary_emb\.inv_freq$")
 
 def read_config(folder: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
     """A model's config. For the weights of a classifier of texts and the config of its language model, the
-    classifier's, with the labels LABEL_0, LABEL_1, … Raises UserError for the config of something else."""
+    classifier's. Raises UserError for the config of something else."""
     config = read_table(folder / CONFIG, {})
     if "model_type" not in config:
         raise UserError(f"{folder / CONFIG} is not the config of a model: it has no model_type")
     language_model = re.fullmatch(_WITHOUT_LABELS, (config.get("architectures") or [""])[0])
     heads = [tensor for name, tensor in tensors.items() if f".{name}".endswith(_HEADS)]
-    if language_model is None or not heads:
-        return config
-    rows = range(heads[0].shape[0])
-    config["architectures"] = [f"{language_model[1]}ForSequenceClassification"]
-    if len(config.get("id2label") or ()) != len(rows):
-        config["id2label"] = {str(row): f"LABEL_{row}" for row in rows}
-        config["label2id"] = {f"LABEL_{row}": row for row in rows}
+    if language_model and heads:
+        rows = range(heads[0].shape[0])
+        config["architectures"] = [f"{language_model[1]}ForSequenceClassification"]
+        if len(config.get("id2label") or ()) != len(rows):
+            config["id2label"] = {str(row): f"LABEL_{row}" for row in rows}
+            config["label2id"] = {f"LABEL_{row}": row for row in rows}
     return config
 
 
@@ -84,14 +83,15 @@ class ModelClass:
         Names become those that `from_pretrained` gives them (`LayerNorm.gamma` -> `LayerNorm.weight`). A `model.` or
         `net.` of a module around the model is removed if all names begin with it.
         """
-        choices = [checkpoint.names]
-        while len({name.partition(".")[0] for name in choices[-1]}) == 1 and all("." in name for name in choices[-1]):
-            choices.append([name.partition(".")[2] for name in choices[-1]])
-        fits = [[self._today(name) for name in names] for names in choices]
-        best = max(fits, key=lambda names: sum(name in self.shapes for name in names))
-        renamed = checkpoint.renamed(dict(zip(checkpoint.names, best, strict=True)))
-        tied = {other: renamed.tensors[name] for other, name in renamed.tied.items()}
-        return self._untied({**renamed.tensors, **tied})
+        old = new = list(checkpoint.tensors)
+        fits = [self._today(name) for name in new]
+        while len({name.partition(".")[0] for name in new}) == 1 and "." in new[0]:
+            new = [name.partition(".")[2] for name in new]
+            fits = max(fits, [self._today(name) for name in new], key=self._count)
+        return self._untied(dict(checkpoint.renamed(dict(zip(old, fits, strict=True))).tensors))
+
+    def _count(self, names: Iterable[str]) -> int:
+        return sum(name in self.shapes for name in names)
 
     def _today(self, name: str) -> str:
         from transformers.core_model_loading import rename_source_key
@@ -111,7 +111,7 @@ class ModelClass:
     def _untied(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
         """Without other names of the same numbers, and without constants that the class ignores."""
         for first, *others in self.ties:
-            for name in (name for name in others if name in tensors):
+            for name in set(others) & set(tensors):
                 tensor = tensors[name]
                 kept = tensors.setdefault(first, tensor)
                 if kept is tensor or torch.equal(kept.read(), tensor.read()):

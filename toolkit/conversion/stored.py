@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,10 +14,10 @@ import torch
 from toolkit.errors import UserError, listing
 
 T = TypeVar("T")
+Check = Callable[[], None]
+"""Reads a part of a checkpoint. Raises UserError if it is damaged."""
 # of torch.compile, FSDP, activation checkpointing and Lightning's strategies
-_WRAPPERS = re.compile(
-    r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
-)
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +43,13 @@ class Checkpoint:
     """Shapes of the frozen parameters that were left out, by name."""
     base_model: str = ""
     """The model from which those come: a folder, or a name on the hub."""
-    checks: tuple[Callable[[], None], ...] = ()
-    """Each reads a file, and raises UserError if it is damaged."""
-
-    @property
-    def has_lora(self) -> bool:
-        return any(".lora_" in name for name in self.tensors)
+    checks: tuple[Check, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """Only the tensors of `names`, under their new names. Raises UserError if two get the same one."""
         tensors = {new: self.tensors[old] for old, new in names.items()}
         if len(tensors) < len(names):
-            new_names = list(names.values())
-            repeated = {name for name in new_names if new_names.count(name) > 1}
+            repeated = [name for name, count in Counter(names.values()).items() if count > 1]
             raise UserError(f"{self.path} has several tensors that would be named {listing(repeated)}")
         return replace(self, tensors=tensors)
 
@@ -63,22 +57,15 @@ class Checkpoint:
         """The tensors under `prefix`, without it and without the names of wrappers. Raises UserError if there are
         none."""
         prefix = prefix and prefix.rstrip(".") + "."
-        names = {
-            name: _WRAPPERS.sub("", name.removeprefix(prefix))
-            for name in self.tensors
-            if name.startswith(prefix)
-        }
+        names = {name: _WRAPPERS.sub("", name.removeprefix(prefix)) for name in self.tensors if name.startswith(prefix)}
         if not names:
-            known = listing(sorted({name.partition(".")[0] for name in self.tensors}), 5)
-            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {known}")
+            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {listing(self.tensors, 3)}")
         while all(name.startswith("module.") for name in names.values()):
             names = {old: name.removeprefix("module.") for old, name in names.items()}
         return self.renamed(names)
 
 
-def model_states(
-    values: Mapping[tuple[object, ...], T], is_weight: Callable[[T], bool]
-) -> dict[str, T]:
+def model_states(values: Mapping[tuple[object, ...], T], is_weight: Callable[[T], bool]) -> dict[str, T]:
     """Finds the model's state in nested dicts: a dict that has weights in it, and is no optimizer's.
 
     `values`: by their keys from the outermost dict to the innermost. Returns the values of that dict by name; of

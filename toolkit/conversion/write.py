@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FILES = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
-    "config_sentence_transformers.json", "sentence_*_config.json", "modules.json", "[0-9]_[A-Z]*/config.json",
+    "adapter_config.json", "config_sentence_transformers.json", "sentence_*_config.json", "modules.json", "[0-9]_[A-Z]*/config.json",
 )  # fmt: skip
 # what belongs to the weights of one checkpoint: thresholds, the layers that sentence-transformers adds
 _OWN_FILES = ("decisions.json", "[0-9]_[A-Z]*/model.safetensors", "[0-9]_[A-Z]*/pytorch_model.bin")
@@ -31,7 +31,9 @@ _OWN_FILES = ("decisions.json", "[0-9]_[A-Z]*/model.safetensors", "[0-9]_[A-Z]*/
 def write_tensors(folder: Path, tensors: Mapping[str, Stored], dtype: torch.dtype, max_bytes: float, stem: str) -> str:
     """Writes STEM.safetensors, or files of at most `max_bytes` and their index; floating tensors in `dtype`. Returns
     their size, for people. Raises UserError for a tensor that is damaged, or too large for `dtype`."""
-    layout = {name: (_written_dtype(each, dtype), each.shape) for name, each in tensors.items()}
+    layout = {}
+    for name, tensor in tensors.items():
+        layout[name] = (dtype if tensor.dtype.is_floating_point else tensor.dtype, tensor.shape)
     sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in layout.items()}
     shards = _split(sizes, max_bytes)
     files: dict[str, str] = {}
@@ -48,12 +50,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, Stored], dtype: torch.dtyp
         index = {"metadata": {"total_size": total}, "weight_map": files}
         write_new(folder / f"{stem}.safetensors.index.json", json.dumps(index, ensure_ascii=False, indent=2) + "\n")
     return f"{total / 1e6:,.1f} MB in {len(shards)} file(s)"
-
-
-def _written_dtype(tensor: Stored, dtype: torch.dtype) -> torch.dtype:
-    if tensor.dtype.is_floating_point:
-        return dtype
-    return tensor.dtype
 
 
 def _split(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
