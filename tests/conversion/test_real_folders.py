@@ -1,5 +1,5 @@
-"""Real checkpoints of DeepSpeed, accelerate and torch.distributed.checkpoint become what was in memory, bit for bit, and
-`from_pretrained` loads them. (Promise 4: any checkpoint, anywhere.)"""
+"""Real checkpoints of DeepSpeed, accelerate and torch.distributed.checkpoint become what was in memory, bit for bit,
+and `from_pretrained` loads them. (Promise 4: any checkpoint, anywhere.)"""
 
 import shutil
 from pathlib import Path

@@ -73,6 +73,8 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
             write.write_config(draft, output.config, dtype)
         if output.folder is not None:
             write.copy_files(output.folder, draft, is_own=output.folder == opened.model_folder)
+        if opened.model_folder is not None:
+            write.copy_decisions(opened.model_folder, draft, opened.step)
     return [output.line, f"wrote {out} from step {opened.step}: {size} of {settings.dtype}"]
 
 

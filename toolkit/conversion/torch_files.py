@@ -29,8 +29,8 @@ class _StandIn:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _first(value: Any) -> Any:
-    """For an enum."""
+def _same(value: Any) -> Any:
+    """For an enum; to read a tensor that is a view of a file."""
     return value
 
 
@@ -38,7 +38,7 @@ _STAND_INS: Mapping[str, Any] = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _StandIn,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
     "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _same,
     "torch.torch_version.TorchVersion": str,
     # in Lightning's hyper_parameters, and what loops save beside the weights
     "lightning.fabric.utilities.data.AttributeDict": OrderedDict,
@@ -129,7 +129,7 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     every = {}
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        each = Stored(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+        each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
         every[name] = each
         if tensor.numel():
             every[name] = first.setdefault(elements, each)

@@ -15,17 +15,19 @@ from toolkit.checkpoint.safetensors_writer import SafetensorsWriter
 from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Stored
 from toolkit.errors import UserError
-from toolkit.utils.files import write_new
+from toolkit.utils.files import read_table, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DECISIONS = "decisions.json"
 # what belongs to a model beside its weights and config
 _FILES = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
-    "adapter_config.json", "config_sentence_transformers.json", "sentence_*_config.json", "modules.json", "[0-9]_[A-Z]*/config.json",
+    "adapter_config.json", "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
+    "[0-9]_[A-Z]*/config.json",
 )  # fmt: skip
 # what belongs to the weights of one checkpoint: thresholds, the layers that sentence-transformers adds
-_OWN_FILES = ("decisions.json", "[0-9]_[A-Z]*/model.safetensors", "[0-9]_[A-Z]*/pytorch_model.bin")
+_OWN_FILES = (DECISIONS, "[0-9]_[A-Z]*/model.safetensors", "[0-9]_[A-Z]*/pytorch_model.bin")
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Stored], dtype: torch.dtype, max_bytes: float, stem: str) -> str:
@@ -80,11 +82,19 @@ def write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def copy_files(source: Path, folder: Path, is_own: bool) -> None:
-    """Copies the tokenizer and what else belongs to a model. `is_own`: `source` has the checkpoint's own files."""
-    patterns = _FILES
+    """Copies the tokenizer and what else belongs to a model. `is_own`: `source` is the checkpoint's own folder."""
+    patterns: tuple[str, ...] = _FILES
     if is_own:
         patterns += _OWN_FILES
     for path in {path for pattern in patterns for path in source.glob(pattern)}:
         target = folder / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
+
+
+def copy_decisions(source: Path, folder: Path, step: int | None) -> None:
+    """Copies the thresholds of the run's model (RUN/model) to that of a checkpoint (RUN/checkpoints/STEP/model), if
+    they were tuned on the weights of this step."""
+    path = source.resolve() / "../../../model" / DECISIONS
+    if path.is_file() and read_table(path, {}).get("step") == step:
+        shutil.copyfile(path, folder / DECISIONS)
