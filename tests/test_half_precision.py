@@ -11,9 +11,9 @@ import torch
 from accelerate.utils import AutocastKwargs
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_convert import convert
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, failed, losses_of, slow_but
+from toolkit import convert
 from toolkit.config import TrainingSettings
 from toolkit.training.half_precision import _linear, _prepare_in_fp32, choose_precision
 from toolkit.training.prepare import coalesce_reductions
