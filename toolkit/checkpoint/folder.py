@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import re
 import shutil
 import time
@@ -30,11 +29,6 @@ STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def first_with(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that contains `name`."""
-    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
