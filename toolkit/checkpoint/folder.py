@@ -1,7 +1,7 @@
-"""A run's checkpoints on disk, all of one format (docs/checkpoints.md). Rank 0 alone writes and reads them.
+"""A run's checkpoints on disk, all of one format (docs/checkpoints.md), written and read by rank 0.
 
-A folder is written under another name, flushed and renamed: whatever has a checkpoint's name is whole.
-"""
+A folder is written under another name, flushed and renamed: whatever has a checkpoint's name is
+whole."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another format."""
+    """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another
+    format."""
     path = folder / STATE_FILE
     state = read_table(path, {})
     digest = state.pop("digest", None)
@@ -98,8 +99,8 @@ def find_fault(folder: Path) -> str:
 
 
 def newest_first(checkpoints: Path) -> list[Path]:
-    """The checkpoints in the order of their time, not of their step: a run that resumed an older one
-    continues from what it saved after that. Those whose state.json is damaged come first."""
+    """The checkpoints in the order of their time, not of their step: a run that resumed an older
+    one continues from what it saved after that. Those whose state.json is damaged come first."""
     folders = [path for path in checkpoints.glob("step-*") if step_number(path) is not None]
     return sorted(folders, key=lambda folder: (_saved_at(folder), folder.name), reverse=True)
 
@@ -122,9 +123,9 @@ def newest_save_time(checkpoints: Path) -> float:
 
 
 def set_links(checkpoints: Path, best_step: int) -> None:
-    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best`
-    to that of `best_step`, or removes the link if there is none: a run that resumed an older checkpoint
-    ignores better ones after it."""
+    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points
+    `best` to that of `best_step`, or removes the link if there is none: a run that resumed an older
+    checkpoint ignores better ones after it."""
     for newest in readable(checkpoints)[:1]:
         _set_link(checkpoints / "last", newest)
     best = step_folder(checkpoints, best_step)
@@ -163,8 +164,9 @@ def remove(folder: Path) -> None:
 
 
 def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
-    """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks call it.
-    `state`: its state.json. Raises UserError, before anything is changed, if they do not fit."""
+    """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks
+    call it. `state`: its state.json. Raises UserError, before anything is changed, if they do not
+    fit."""
     with contextlib.ExitStack() as stack:
         weights_file: Any = None
         optimizer_file: Any = None
@@ -195,7 +197,8 @@ def _shapes(file: Any) -> Shapes:
 
 
 def _numbers(file: Any, entries: Shapes, weights: Shapes) -> dict[str, Any]:
-    """The optimizer's numbers by `KEY.NAME`, such as `step`: what has no dimensions and is not of a weight's shape."""
+    """The optimizer's numbers by `KEY.NAME`, such as `step`: what has no dimensions and is not of a
+    weight's shape."""
     numbers = {}
     for entry, (_, shape) in entries.items() if file else ():
         key, _, name = entry.partition(".")

@@ -1,7 +1,7 @@
-"""Saves a model under any strategy as a Hugging Face folder, and loads the folder's weights into a model.
+"""Saves a model under any strategy as a Hugging Face folder, and loads such a folder's weights.
 
-With LoRA the folder has the merged model, and the sibling folder adapter/ the adapter. A live model of peft has, under
-`base_model.model.`,
+With LoRA the folder has the merged model, and the sibling folder adapter/ the adapter. A live model
+of peft has, under `base_model.model.`,
 
     X.base_layer.weight                                            frozen, of a layer with LoRA
     X.lora_A.default.weight (r, in), X.lora_B.default.weight (out, r)    trained
@@ -53,10 +53,10 @@ def save_model(
 ) -> None:
     """Saves config, weights and tokenizer; all processes must call it, the main one writes.
 
-    The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of `DTYPES`). Each folder
-    is replaced atomically. A model that is not from `transformers` is saved as model.safetensors, and by its own
-    `save(folder, state_dict)` if it has one. `step`: optimizer steps taken, for `read_step`.
-    """
+    The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of
+    `DTYPES`). Each folder is replaced atomically. A model that is not from `transformers` is saved
+    as model.safetensors, and by its own `save(folder, state_dict)` if it has one. `step`: optimizer
+    steps taken, for `read_step`."""
     live = live_state(accelerator, model)
     module, shapes, state = live.module, live.weight_shapes(), {}
     for name, tensor in zip(file_order(shapes), live.gather(shapes, live.weights()), strict=True):
@@ -114,8 +114,8 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def write_config_files(module: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """A model folder without weights: config, the code of a model that is not transformers' own, tokenizer. `dtype`:
-    in which `from_pretrained` loads the weights."""
+    """A model folder without weights: config, the code of a model that is not transformers' own,
+    tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
     plain = module.get_base_model() if lora_config(module) else module
     config: Any = copy.deepcopy(getattr(plain, "config", None))
     if hasattr(plain, "save_pretrained"):  # a user's model class may have none
@@ -177,10 +177,11 @@ def check_adapter(model: torch.nn.Module) -> None:
 
 
 def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al., 2021, section 4.1).
+    """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al.,
+    2021, section 4.1).
 
-    Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA with another formula.
-    """
+    Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA
+    with another formula."""
     merged: dict[str, torch.Tensor] = {}
     factors = {name for name in state if ".lora_" in name}
     for name, tensor in state.items():
@@ -212,10 +213,11 @@ def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
 
 
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
-    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must call it.
+    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must
+    call it.
 
-    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling adapter/ is read.
-    """
+    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling
+    adapter/ is read."""
     live = live_state(accelerator, model)
     files = live.broadcast(_files_for(live.module, folder) if live.rank == 0 else None)
     shapes = {name: shape for name, shape in live.weight_shapes().items() if name in files}
@@ -231,7 +233,8 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
 
 
 def _files_for(module: torch.nn.Module, folder: Path) -> dict[str, tuple[Path, str]]:
-    """A model's name of a weight -> (its file, its name there); with LoRA of the adapter's: others are unchanged."""
+    """A model's name of a weight -> (its file, its name there); with LoRA of the adapter's: others
+    are unchanged."""
     tied = tied_names(module)
     names = {name: name for name in module.state_dict()}
     source = folder

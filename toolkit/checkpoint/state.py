@@ -1,8 +1,9 @@
-"""The training state in the ranks' memory, under any strategy, as tensors by the parameters' own names.
+"""The training state in the ranks' memory, under any strategy, as tensors by the parameters' own
+names.
 
-The strategy decides which elements of a parameter a rank has, and in which tensor their fp32 master and optimizer state
-are. `Fragment` hides that: to save is to gather each tensor from its fragments, to resume is to fill them from it.
-"""
+The strategy decides which elements of a parameter a rank has, and in which tensor their fp32 master
+and optimizer state are. `Fragment` hides that: to save is to gather each tensor from its fragments,
+to resume is to fill them from it."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Place:
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
-    """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is taken."""
+    """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is
+    taken."""
     module, device = unwrapped(model), accelerator.device
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
@@ -80,8 +82,8 @@ class LiveState:
     """Whether ranks have different elements."""
 
     def __init__(self, module: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
-        """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's. `device`: where whole tensors are gathered,
-        one at a time."""
+        """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's. `device`: where whole
+        tensors are gathered, one at a time."""
         self.module, self.optimizer, self.device = module, optimizer, device
         self.buffers = dict(persistent_buffers(module))
         self._full_shapes = {name: full_shape(each) for name, each in module.named_parameters()}
@@ -103,8 +105,8 @@ class LiveState:
         return "ddp" if self.world > 1 else "single"
 
     def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        """The tensors that the optimizer updates, each with the names of the parameters in it; the same names in the
-        same order on all ranks."""
+        """The tensors that the optimizer updates, each with the names of the parameters in it; the
+        same names in the same order on all ranks."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield parameter, [name]
@@ -115,7 +117,8 @@ class LiveState:
         return Place(parameter, 0, start, values.numel())
 
     def weights(self) -> Iterator[Fragment]:
-        """Of all parameters, in the model's order, tied ones once (fp32 masters of trained ones); then of buffers."""
+        """Of all parameters, in the model's order, tied ones once (fp32 masters of trained ones);
+        then of buffers."""
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 yield Fragment(name, *_local_shard(parameter))
@@ -125,7 +128,8 @@ class LiveState:
             yield Fragment(name, 0, buffer.data.view(-1))
 
     def moments(self) -> Iterator[Fragment]:
-        """Of the optimizer's state of trained parameters, numbers and tensors of other shapes included."""
+        """Of the optimizer's state of trained parameters, numbers and tensors of other shapes
+        included."""
         for name, parameter in self.module.named_parameters():
             place = self.place(parameter) if parameter.requires_grad else None
             if place is None:
@@ -142,8 +146,8 @@ class LiveState:
         return {name: (_file_dtype(tensor.dtype), full_shape(tensor)) for name, tensor in tensors}
 
     def optimizer_shapes(self) -> Shapes:
-        """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError for state that
-        cannot be saved."""
+        """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError
+        for state that cannot be saved."""
         shapes: Shapes = {}
         for master, names in self.optimizer_tensors():
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -156,8 +160,8 @@ class LiveState:
         return shapes
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """By parameter group the values that the optimizer itself has changed (its own counters, say). Raises UserError
-        for those that JSON cannot hold."""
+        """By parameter group the values that the optimizer itself has changed (its own counters,
+        say). Raises UserError for those that JSON cannot hold."""
         groups = []
         for group in self.optimizer.param_groups:
             values = {key: value for key, value in group.items() if key not in _OF_SETTINGS}
@@ -179,8 +183,8 @@ class LiveState:
             raise UserError(f"{what} {fault}: launch with ddp (accelerate_configs/)")
 
     def gather(self, shapes: Shapes, fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
-        """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on the others.
-        Collective: every rank must exhaust it."""
+        """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on
+        the others. Collective: every rank must exhaust it."""
         by_name = {each.name: each for each in fragments}
         for name in file_order(shapes):
             dtype, shape = shapes[name]
@@ -203,8 +207,8 @@ class LiveState:
 
     @torch.no_grad()
     def scatter(self, shapes: Shapes, fragments: Iterable[Fragment], read: Callable[[str], torch.Tensor]) -> None:
-        """Fills this rank's fragments, one whole tensor at a time. `read`: of a name, on rank 0 alone.
-        Collective."""
+        """Fills this rank's fragments, one whole tensor at a time. `read`: of a name, on rank 0
+        alone. Collective."""
         by_name = {each.name: each for each in fragments}
         for name in file_order(shapes):
             dtype, shape = shapes[name]
@@ -219,8 +223,9 @@ class LiveState:
                 fragment.values.copy_(whole.view(-1).narrow(0, fragment.start, count))
 
     def create_moments(self, saved: Shapes, numbers: Mapping[str, Any]) -> None:
-        """Replaces the optimizer's state by that of a checkpoint: numbers with their values, tensors to be filled by
-        `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values of those without dimensions."""
+        """Replaces the optimizer's state by that of a checkpoint: numbers with their values,
+        tensors to be filled by `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values
+        of those without dimensions."""
         keys: dict[str, list[str]] = {}
         for entry in saved:
             key, _, name = entry.partition(".")
@@ -276,7 +281,8 @@ class ZeroState(LiveState):
     def __init__(
         self, module: torch.nn.Module, zero: Any, engine: Any, device: torch.device, masters: str, groups: str
     ) -> None:  # fmt: skip
-        """`masters`, `groups`: DeepSpeed's names for the flat masters, and for the parameters in each."""
+        """`masters`, `groups`: DeepSpeed's names for the flat masters, and for the parameters in
+        each."""
         super().__init__(module, zero.optimizer, device)
         self.zero, self.engine = zero, engine
         self.masters = require(zero, masters, "deepspeed")
@@ -293,8 +299,8 @@ class ZeroState(LiveState):
 
 
 class FlatState(ZeroState):
-    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: one flat fp32 master per parameter group. Each rank has a range of
-    it, which begins and ends anywhere inside parameters."""
+    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: one flat fp32 master per parameter group. Each
+    rank has a range of it, which begins and ends anywhere inside parameters."""
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any, device: torch.device) -> None:
         names = ("single_partition_of_fp32_groups", "round_robin_bit16_groups")
@@ -362,7 +368,8 @@ class Stage3State(ZeroState):
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Reshards FSDP2's modules: the root keeps its parameters unsharded from an evaluation to the next backward."""
+    """Reshards FSDP2's modules: the root keeps its parameters unsharded from an evaluation to the
+    next backward."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
@@ -394,13 +401,15 @@ def full_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def _range_of_stage3(parameter: Any, padded: int) -> tuple[int, int]:
-    """(first element, number of elements) of this rank's shard under ZeRO-3; `padded`: its elements with padding."""
+    """(first element, number of elements) of this rank's shard under ZeRO-3; `padded`: its elements
+    with padding."""
     start = torch.distributed.get_rank(parameter.ds_process_group) * padded
     return start, max(0, min(padded, parameter.ds_numel - start))
 
 
 def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor sharded by rows, or the whole tensor."""
+    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor sharded by rows, or
+    the whole tensor."""
     if hasattr(parameter, "ds_tensor"):
         start, count = _range_of_stage3(parameter, parameter.ds_tensor.numel())
         return min(start, parameter.ds_numel), parameter.ds_tensor.data.view(-1)[:count]
