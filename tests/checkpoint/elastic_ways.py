@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.checkpoint.state import LiveState, live_state, persistent_buffers
+from toolkit.checkpoint.parameters import persistent_buffers
+from toolkit.checkpoint.state import LiveState, live_state
 from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]

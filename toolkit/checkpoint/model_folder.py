@@ -23,8 +23,9 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from transformers.dynamic_module_utils import custom_object_save
 
+from toolkit.checkpoint.parameters import tied_names
 from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, file_order
-from toolkit.checkpoint.state import live_state, tied_names
+from toolkit.checkpoint.state import live_state
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table, replace_folder, write_new
 

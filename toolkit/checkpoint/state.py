@@ -1,5 +1,4 @@
-"""The training state in the ranks' memory, under any strategy, as tensors by the parameters' own
-names.
+"""The training state in the ranks' memory, under any strategy, by the parameters' own names.
 
 The strategy decides which elements of a parameter a rank has, and in which tensor their fp32 master
 and optimizer state are. `Fragment` hides that: to save is to gather each tensor from its fragments,
@@ -8,17 +7,22 @@ to resume is to fill them from it."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from toolkit.checkpoint.parameters import (
+    full_shape,
+    local,
+    local_shard,
+    persistent_buffers,
+    range_of_stage3,
+    reshard,
+)
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes, file_order
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
@@ -57,7 +61,7 @@ class Place:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """(count,) elements of the master, or of state of its shape."""
-        return _local(tensor).view(-1).narrow(0, self.offset, self.count)
+        return local(tensor).view(-1).narrow(0, self.offset, self.count)
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
@@ -113,7 +117,7 @@ class LiveState:
 
     def place(self, parameter: Any) -> Place | None:
         """None if this rank has no element of a trained parameter."""
-        start, values = _local_shard(parameter)
+        start, values = local_shard(parameter)
         return Place(parameter, 0, start, values.numel())
 
     def weights(self) -> Iterator[Fragment]:
@@ -121,7 +125,7 @@ class LiveState:
         then of buffers."""
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
-                yield Fragment(name, *_local_shard(parameter))
+                yield Fragment(name, *local_shard(parameter))
             elif place := self.place(parameter):
                 yield Fragment(name, place.start, place.view(place.master))
         for name, buffer in self.buffers.items():
@@ -345,7 +349,7 @@ class Stage3State(ZeroState):
 
     def place(self, parameter: Any) -> Place | None:
         group, offset, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        start, count = _range_of_stage3(parameter, padded)
+        start, count = range_of_stage3(parameter, padded)
         return Place(self.masters[group], offset, start, count) if count else None
 
     def before_loading(self) -> None:
@@ -365,64 +369,6 @@ class Stage3State(ZeroState):
             if compute.is_cuda:  # DeepSpeed gathers in another stream, which does not wait for these copies
                 torch.cuda.synchronize(compute.device)
         zero.checkpoint_event_epilogue()
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Reshards FSDP2's modules: the root keeps its parameters unsharded from an evaluation to the
-    next backward."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
-
-
-def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a state_dict has, shared ones once."""
-    for name, buffer in module.named_buffers():
-        owner, _, short = name.rpartition(".")
-        if short not in module.get_submodule(owner)._non_persistent_buffers_set:
-            yield name, buffer
-
-
-def floating_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent ones that are not integers: running means, but not counts."""
-    return ((name, each) for name, each in persistent_buffers(module) if each.is_floating_point())
-
-
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Another name of a parameter -> the name under which it is saved."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    names = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(each)] for name, each in names if first[id(each)] != name}
-
-
-def full_shape(parameter: Any) -> tuple[int, ...]:
-    """The unsharded shape of a parameter."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _range_of_stage3(parameter: Any, padded: int) -> tuple[int, int]:
-    """(first element, number of elements) of this rank's shard under ZeRO-3; `padded`: its elements
-    with padding."""
-    start = torch.distributed.get_rank(parameter.ds_process_group) * padded
-    return start, max(0, min(padded, parameter.ds_numel - start))
-
-
-def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor sharded by rows, or
-    the whole tensor."""
-    if hasattr(parameter, "ds_tensor"):
-        start, count = _range_of_stage3(parameter, parameter.ds_tensor.numel())
-        return min(start, parameter.ds_numel), parameter.ds_tensor.data.view(-1)[:count]
-    start = 0
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        start = offsets[0] * math.prod(parameter.shape[1:])
-    return start, _local(parameter).view(-1)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local().data if isinstance(tensor, DTensor) else tensor.data
 
 
 def _is_elementwise(key: str, value: Any, master: torch.Tensor) -> bool:
