@@ -1,17 +1,16 @@
-"""The cost of a checkpoint and of a resume, in the English demo job.
+"""What a checkpoint costs: a BERT-base of 110 million parameters under ZeRO-3 in two processes.
 
-    python benchmarks/checkpoints.py --write            (about 4 minutes on 2 cores)
+    python benchmarks/checkpoints.py      (about 6 minutes on 2 cores)
 
-For each strategy: seconds that training waits for a save (flushed and verified) and its bytes, compared with `cp` +
-`sync` of the same files right after; and the peak resident memory of a process, in the run that saves and in the one
-that resumes.
+Prints a row: seconds that training waits for a save, in the background and not, seconds of a resume (from the start to
+the first step, less those of a run that starts at step 0), and the peak resident memory of the largest process without
+saves, with saves and in a resumed run. It measures the toolkit on PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
+import os
 import statistics
 import subprocess
 import sys
@@ -19,74 +18,66 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import processor
+import toolkit
 
-ROOT = Path(__file__).resolve().parent.parent
-WAYS = {
-    "one process": [],
-    "one process, in the background": ["--checkpoint_in_background"],
-    "DDP x2": ["--config_file", "accelerate_configs/ddp.yaml"],
-    "ZeRO-2 x2": ["--config_file", "accelerate_configs/zero2.yaml"],
-    "ZeRO-3 x2": ["--config_file", "accelerate_configs/zero3.yaml"],
-}
-STEPS, EVERY = 12, 2
-SETTINGS = ["--checkpoint_every", str(EVERY), "--eval_every", "1000", "--validation_split", "0.01", "--dropout", "0",
-            "--report_to", "none", "--global_batch_size", "16"]  # fmt: skip
+ROOT = Path(toolkit.__file__).resolve().parent.parent
+STEPS = 4
+SETTINGS = ["--config_file", "accelerate_configs/zero3.yaml", "--dropout", "0", "--report_to", "none",
+            "--mixed_precision", "no", "--max_length", "8", "--global_batch_size", "2", "--eval_every", "1000",
+            "--learning_rate", "1e-5"]  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/checkpoints.md")
-    options = parser.parse_args()
-    lines = [
-        "| way | MB | seconds, median (least) | of `cp` + `sync` | peak memory, saving | resuming |",
-        "|---|---|---|---|---|---|",
-    ]
-    print("\n".join(lines))
-    for way, words in WAYS.items():
-        lines.append(measure(way, words))
-        print(lines[-1], flush=True)
-    if options.write:
-        note = (
-            f"A BERT of 22.7 million parameters, {STEPS // EVERY} saves, {processor()}, no GPU, a "
-            "virtual disk. The median of the seconds is divided by the median of as many copies of the last checkpoint."
-        )
-        results = ROOT / "benchmarks" / "results" / "checkpoints.md"
-        results.write_text(f"# What a checkpoint costs\n\n{note}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_FOLDER")) as name:
+        folder = Path(name)
+        settings = [*SETTINGS, *write_job(folder)]
+        plain = run(settings, folder / "plain", STEPS)
+        saved = run([*settings, "--checkpoint_every", "1"], folder / "saved", STEPS)
+        behind = run([*settings, "--checkpoint_every", "2", "--checkpoint_in_background"], folder / "behind", STEPS)
+        resumed = run([*settings, "--checkpoint_every", "100"], folder / "saved", STEPS + 1)
+    waits = [f"{statistics.median(seconds_of(lines)):.2f}" for _, lines in (saved, behind)]
+    peaks = [f"{max(line['peak_memory_bytes'] for line in lines) / 1e9:.2f}" for _, lines in (plain, saved, behind)]
+    last = resumed[1][-1]["peak_memory_bytes"] / 1e9
+    print("| save, s | in the background, s | resume, s | GB without saves | saving | in the background | resumed |")
+    print(f"| {' | '.join(waits)} | {resumed[0] - plain[0]:.1f} | {' | '.join(peaks)} | {last:.2f} |")
 
 
-def measure(way: str, words: list[str]) -> str:
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        output = Path(folder) / "run"
-        saving = run(output, STEPS, words)
-        seconds = [line["checkpoint_seconds"] for line in saving if "checkpoint_seconds" in line]
-        size = next(line["checkpoint_bytes"] for line in saving if "checkpoint_bytes" in line)
-        copies = [copy_seconds((output / "checkpoints" / "last").resolve(), Path(folder) / "copy") for _ in seconds]
-        resuming = run(output, STEPS + 1, words)
-    peaks = [max(line["peak_memory_bytes"] for line in lines) for lines in (saving, resuming[STEPS:])]
-    ratio = statistics.median(seconds) / statistics.median(copies)
-    return (
-        f"| {way} | {size / 1e6:.0f} | {statistics.median(seconds):.2f} ({min(seconds):.2f}) | {ratio:.2f}x | "
-        f"{peaks[0] / 2**20:.0f} MiB | {peaks[1] / 2**20:.0f} MiB |"
-    )
+def write_job(folder: Path) -> list[str]:
+    """A random BERT-base and 40 short texts; returns their settings."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    torch.manual_seed(0)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij"]
+    vocabulary += [f"[unused{number}]" for number in range(30522 - len(vocabulary))]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    BertModel(BertConfig()).save_pretrained(folder / "bert")
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "bert")
+    rows = [f"{'abcdefghij'[number % 10]} {'abcdefghij'[number % 7]},{'xy'[number % 2]}" for number in range(40)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *dict.fromkeys(rows)]), encoding="utf-8")
+    return ["--model_name_or_path", str(folder / "bert"), "--train_file", str(folder / "rows.csv")]
 
 
-def run(output: Path, steps: int, words: list[str]) -> list[dict[str, float]]:
-    command = [sys.executable, "recipes/cls.py", *SETTINGS, "--max_steps", str(steps), "--output_dir", str(output)]
-    finished = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True)
-    if finished.returncode:
-        sys.exit(f"{' '.join(command + words)} failed:\n{finished.stderr[-3000:]}")
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+def run(settings: list[str], output: Path, steps: int) -> tuple[float, list[dict[str, float]]]:
+    """(seconds to the first new line of metrics.jsonl, all lines)."""
+    log = output / "metrics.jsonl"
+    before = len(log.read_text().splitlines()) if log.exists() else 0
+    command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", str(steps), "--output_dir", str(output)]
+    started, first = time.monotonic(), 0.0
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            time.sleep(0.05)
+            if not first and log.exists() and len(log.read_text().splitlines()) > before:
+                first = time.monotonic() - started
+        if process.returncode:
+            errors.seek(0)
+            sys.exit(errors.read().decode()[-3000:])
+    return first, [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def copy_seconds(source: Path, target: Path) -> float:
-    """Seconds of a copy, flushed to disk like a checkpoint."""
-    started = time.perf_counter()
-    subprocess.run(["cp", "-r", source, target], check=True)
-    subprocess.run(["sync", "-f", target], check=True)
-    seconds = time.perf_counter() - started
-    shutil.rmtree(target)
-    return seconds
+def seconds_of(lines: list[dict[str, float]]) -> list[float]:
+    return [line["checkpoint_seconds"] for line in lines if "checkpoint_seconds" in line]
 
 
 if __name__ == "__main__":

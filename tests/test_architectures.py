@@ -16,11 +16,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+import toolkit
 from tests.architectures import ARCHITECTURES, make_architecture
 from tests.faults import refusal
 from tests.jobs_worker import run_jobs
 from tests.runs import ROOT, WAYS, edit_json, lines_of, losses_of
-from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.cli import build_parser
 from toolkit.config import ModelSettings
@@ -98,7 +98,7 @@ def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
 def assert_converts(run: Path, out: Path) -> None:
     """The best checkpoint converts to the tensors of model/, which are those that transformers expects."""
     lora = (run / "adapter").exists()
-    convert(ConvertSettings(run / "checkpoints" / "best", out, merge_lora=lora))
+    toolkit.convert(run / "checkpoints" / "best", out, merge_lora=lora)
     expected, converted = load_file(run / "model" / "model.safetensors"), load_file(out / "model.safetensors")
     assert set(converted) == set(expected)
     for name, tensor in expected.items():

@@ -16,7 +16,6 @@ import pytest
 from tests.faults import Fault, refusal
 from tests.report.made import classifier
 from tests.runs import ROOT, edit_json, slow_but, start
-from toolkit.checkpoint.save import random_file
 from toolkit.config import ModelSettings, TextSettings
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_file, read_hub
@@ -25,7 +24,6 @@ from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import ExportedClassifier
 from toolkit.report.html import write_report_of_folder
-from toolkit.training.resume import restore_randomness
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
@@ -194,12 +192,6 @@ def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: F
         ExportedClassifier(tmp_path, None)(input_ids=torch.ones(1, 8, dtype=torch.int64))
 
     fault("an ONNX graph that wants 256 TiB", refusal(compute, says=["model.onnx"]))
-
-
-@pytest.mark.parametrize("states", [{}, {"python": 5}, {"python": [3, [], None], "numpy": 1, "torch": "evil"}])
-def test_random_states_of_other_types_are_refused(states: dict[str, Any], tmp_path: Path, fault: Fault) -> None:
-    saw = refusal(restore_randomness, tmp_path / random_file(0), states, says=[random_file(0)])
-    fault("a checkpoint whose random states are none", saw)
 
 
 def test_a_journal_of_a_sweep_that_is_none_is_refused(tmp_path: Path, fault: Fault) -> None:

@@ -67,7 +67,7 @@ class TwoDisks:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
 
     def steps(self, host: str) -> list[int | None]:
-        return sorted(folders.step_number(folder) or 0 for folder in folders.complete(self.checkpoints(host)))
+        return sorted(folders.step_number(folder) or 0 for folder in folders.readable(self.checkpoints(host)))
 
 
 @pytest.fixture
@@ -92,15 +92,13 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
 
 @pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
 def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """The second host's files are sent to the first: one process there converts and resumes the checkpoint."""
+    """The first host has the whole checkpoint: one process there converts and resumes it."""
     done = disks.kill_host_b(way, *settings)
     assert done["a"].code, done["a"].err[-3000:]
     assert "rank 1 on hostB exited without an error message" in done["a"].err
     assert disks.steps("a")
     message = disks.train(way, *settings)["a"].err
     assert_whole(disks, reference)
-    assert f"hostA and hostB do not share {disks.run}/checkpoints: checkpoints are stored on hostA" in message
-    assert re.search(r"sending step-0000000[24] \(.*\) to hostB", message)
     assert "resuming from" in message
     start(["toolkit", "convert", disks.run, disks.path / "model"]).succeeded()
     message = train(*settings, "--max_steps", "10", "--output_dir", disks.run)
@@ -126,48 +124,30 @@ def test_an_old_run_is_moved_aside(disks: TwoDisks, settings: list[str], referen
     best = (disks.checkpoints("a") / "best").resolve()
     assert best.name < "step-00000008"
     model = (disks.run / "model" / "model.safetensors").read_bytes()
-    done = disks.train("zero2", *more, "--overwrite_output_dir", "--resume", "step-00000008")
-    assert f"sending {best.name} " in done["a"].err
+    disks.train("zero2", *more, "--overwrite_output_dir", "--resume", "step-00000008")
     assert (disks.run / "model" / "model.safetensors").read_bytes() == model
     (aside,) = disks.path.glob("run.old-*")
-    assert len(folders.complete(aside / "checkpoints")) == 4
+    assert len(folders.readable(aside / "checkpoints")) == 4
 
 
 @pytest.mark.slow
-def test_a_disk_that_both_share(disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """Nothing is reported, and nothing sent."""
-    one = TwoDisks(disks.hosts, disks.path, disks.path)
-    for more in ([], ["--max_steps", "10"]):
-        message = one.train("zero2", *settings, *more)["a"].err
-        assert "do not share" not in message
-        assert "sending" not in message
-        assert losses_of(one.run)[:8] == pytest.approx(losses_of(reference), rel=1e-5)
-    assert [path.name for path in one.checkpoints("a").glob(".*")] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", ["a", "b"])
-def test_a_full_disk(host: str, disks: TwoDisks, settings: list[str]) -> None:
-    """Of either host: both end, its error says why, and earlier checkpoints remain."""
-    place, size = (disks.path, 1000) if host == "a" else (disks.on_b, 100)  # KiB; a checkpoint has about 360
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place], check=True)
+def test_a_full_disk(disks: TwoDisks, settings: list[str]) -> None:
+    """Of the first host: both end, its error says why, and earlier checkpoints remain."""
+    size = 1000  # KiB; a checkpoint has about 360
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", disks.path], check=True)
     try:
         done = disks.finish(disks.recipe("zero2", *settings))
         assert all(finished.code for finished in done.values())
-        rank = "ab".index(host)
-        assert re.search(rf"\[rank {rank} on host.\] error: .*(No space left|is the disk full)", done[host].err)
-        assert f"rank {rank} on host{host.upper()} failed" in done["ba"[rank]].err
-        assert disks.steps("a") == ([2] if host == "a" else [])
+        assert re.search(r"\[rank 0 on host.\] error: .*(No space left|is the disk full)", done["a"].err)
+        assert disks.steps("a") == [2]
     finally:
-        subprocess.run(["umount", place], check=True)
+        subprocess.run(["umount", disks.path], check=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "event"), [(0, event) for event in (2, 20, 43, 60, 90, 105)] + [(1, event) for event in (2, 9, 14, 20, 24)]
-)
-def test_killed_inside_a_save(rank: int, event: int, disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """At a file operation of one of the ranks; then the same command resumes."""
+@pytest.mark.parametrize("event", [2, 12, 25, 38, 50, 62])
+def test_killed_inside_a_save(event: int, disks: TwoDisks, settings: list[str], reference: Path) -> None:
+    """At a file operation of the first rank; then the same command resumes."""
     words = [*settings, "--deepspeed_config", "ds_configs/zero2.json", "--output_dir", disks.run]
 
     def once(*command: str | Path) -> dict[str, Finished]:
@@ -176,8 +156,8 @@ def test_killed_inside_a_save(rank: int, event: int, disks: TwoDisks, settings: 
         places = {host: {"RANK": str(number), **world} for number, host in enumerate("ab")}
         return disks.finish(disks.start(sys.executable, *command, *words, env=places))
 
-    killed = once("tests/kill_worker.py", str(event), str(rank))
-    assert killed["ab"[rank]].code == -signal.SIGKILL, killed["ab"[rank]].err[-3000:]
+    killed = once("tests/kill_worker.py", str(event), "0")
+    assert killed["a"].code == -signal.SIGKILL, killed["a"].err[-3000:]
     for finished in once("recipes/cls.py").values():
         finished.succeeded()
     assert_whole(disks, reference)

@@ -13,8 +13,6 @@ from typing import Any
 from accelerate import Accelerator
 
 from toolkit import launch
-from toolkit.checkpoint.convert.conversion import ConvertSettings
-from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
 from toolkit.data.prepare import Prepared, add_collator, prepare_data
 from toolkit.data.tokens import load_tokenizer
@@ -92,7 +90,9 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:
     """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`). Returns the lines it prints."""
-    return convert_checkpoint(ConvertSettings(Path(checkpoint), Path(out), **options))
+    from toolkit.conversion import convert as conversion
+
+    return conversion.convert(Path(checkpoint), Path(out), conversion.ConvertSettings(**options))
 
 
 def start_accelerator(settings: Any) -> Accelerator:

@@ -30,7 +30,7 @@ _FEW_PARAMETERS = 10**8
 _MAX_WIDTH = 4096  # of a trial layer: config.json may hold any number
 # file names in checkpoints of this toolkit, DeepSpeed, Accelerate, torch, Lightning and peft, and in a Trainer's folder
 _CHECKPOINT_FILES = re.compile(
-    r"manifest\.json|adapter_config\.json|latest|.*_(model|optim)_states\.pt|random_states_\d+\.pkl|pytorch_model_fsdp.*"
+    r"state\.json|adapter_config\.json|latest|.*_(model|optim)_states\.pt|random_states_\d+\.pkl|pytorch_model_fsdp.*"
     r"|\.metadata|checkpoint-\d+|.*\.(distcp|ckpt|pth?)",
     re.DOTALL,
 )

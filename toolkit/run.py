@@ -32,7 +32,7 @@ from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
 from toolkit.training.optimizer import unwrapped_optimizer
-from toolkit.training.resume import Resumed, identity_of, resume_newest, script_digest
+from toolkit.training.resume import Resumed, identity_of, resume_from, script_digest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.features import features, hooks, write_results
@@ -98,7 +98,7 @@ class Run:
         self._steps.checks.watch_optimizer(optimizer)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        resumed = resume_newest(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
+        resumed = resume_from(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
         if resumed:
             self._steps.checks.remember_weights(model)
         self._write_config(resumed)
@@ -108,7 +108,7 @@ class Run:
         lines = resumed.lines if resumed else []
         for line in [*self.summary.start_lines(model), *lines, *self.checkpoints.notes()]:
             self.say(line)
-        if evaluate and resumed and resumed.manifest.get("evaluation_left"):
+        if evaluate and resumed and resumed.state["evaluation_left"]:
             self._evaluate(evaluate, done)
             self.checkpoints.set_links()
 
@@ -176,7 +176,7 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Returns False if a stop signal interrupted it."""
-        with average_as_weights(self.checkpoints.live, step) if self._average else contextlib.nullcontext():
+        with average_as_weights(self.checkpoints.live) if self._average else contextlib.nullcontext():
             model, checks = self.checkpoints.model, self._steps.checks
             try:
                 with unwrapped(model).register_forward_pre_hook(checks.refuse_wrong_evaluation, prepend=True):
@@ -262,7 +262,7 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.truncate_to_checkpoint(resumed.manifest if resumed and resumed.same_run else None)
+        self.files.truncate_to_checkpoint(resumed.state if resumed and resumed.same_run else None)
         facts = {
             "samples": data.sizes, **data.facts, **data.targets.source(), "text_column": data.text_column,
             "max_length": data.max_length,

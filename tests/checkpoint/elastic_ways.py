@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate.utils import DistributedType
 from torch import nn
 
-from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers
+from toolkit.checkpoint.parameters import persistent_buffers
+from toolkit.checkpoint.state import LiveState, live_state
 from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -56,14 +56,9 @@ class Lion(PlainLion):
 ADAM = ("exp_avg", "exp_avg_sq")
 # name of a model -> its optimizer, if not AdamW, and the keys of its elementwise state
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
-    "sgd": (torch.optim.SGD, ()),
     "momentum": (functools.partial(torch.optim.SGD, momentum=0.9), ("momentum_buffer",)),
-    "rmsprop": (functools.partial(torch.optim.RMSprop, momentum=0.5), ("square_avg", "momentum_buffer")),
-    "adagrad": (torch.optim.Adagrad, ("sum",)),
     "lion": (Lion, ("exp_avg",)),
-    "amsgrad": (functools.partial(torch.optim.AdamW, amsgrad=True), (*ADAM, "max_exp_avg_sq")),
     "adafactor": (torch.optim.Adafactor, ("row_var", "col_var", "variance")),
-    "vectors": (torch.optim.Adafactor, ("variance",)),  # under ZeRO it gets vectors
 }
 
 
@@ -148,13 +143,18 @@ def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {"params": parameters[number::2], "weight_decay": 0.1 * number}
 
 
+def accelerator_of(plugin: Any) -> Any:
+    """What `live_state` reads of an accelerator."""
+    return SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
 def with_torch(engine: Any, optimizer: Any, masters: Masters) -> Way:
     def update(loss: torch.Tensor) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.NO)
+    accelerator = accelerator_of(None)
     return Way(live_state(accelerator, engine, optimizer), engine, update, masters)
 
 
@@ -192,8 +192,7 @@ def with_deepspeed(engine: Any, options: list[str], keys: Sequence[str]) -> Way:
         engine.backward(loss)
         engine.step()
 
-    plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=engine.zero_optimization_stage()))
-    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=plugin)
+    accelerator = accelerator_of(SimpleNamespace(zero_stage=engine.zero_optimization_stage()))
     masters = flat_masters_of(engine) if "robin" in options else masters_of(engine, keys)
     return Way(live_state(accelerator, engine), engine, update, masters, engine.destroy)
 
@@ -281,8 +280,8 @@ def _unshard(parameter: Any) -> torch.Tensor:
 
 def _steps(way: Way) -> dict[str, float]:
     """On all ranks; fails where they differ."""
-    scalars = {part.name: part.state.scalars for part in way.state.fragments()}
-    local = {name: float(values["step"]) for name, values in scalars.items() if "step" in values}
+    moments = {each.name: each.values for each in way.state.moments()}
+    local = {entry[5:]: float(value) for entry, value in moments.items() if entry.startswith("step.")}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, local)
     steps: dict[str, float] = {}

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, build, start_group, take_step, truth_of
-from tests.checkpoint.handmade import save_state
-from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.restore import restore
+from tests.checkpoint.saved import save_state
+from toolkit.checkpoint import folder as folders
 
 HANG_SECONDS = 300  # of one restore
 
@@ -32,22 +31,23 @@ def save(model: str, name: str, root: Path) -> None:
     way = build(model, name)
     for step in range(SAVED_AFTER):
         take_step(way, step)
-    frozen = [name for name, parameter in way.state.module.named_parameters() if not parameter.requires_grad]
-    save_state(way.state, root / "checkpoint", SAVED_AFTER, way.engine, frozen=frozen)
+    save_state(way.state, root / "checkpoint", SAVED_AFTER)
     truth = truth_of(way)
-    saved = way.state.gather_weights(torch.device("cpu"))
-    kinds = {"weight", "frozen", "buffer"}
-    expected = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
-    if dist.get_rank() > 0:
-        assert not saved, "the unsharded model is in the memory of several ranks"
-    else:
-        different = [name for name in expected if not torch.equal(saved[name].float(), expected[name].float())]
-        assert not different, f"the model folder would lack the masters of {different}"
     losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     if dist.get_rank() == 0:
+        compare_file(load_file(root / "checkpoint" / "weights.safetensors"), truth)
         save_file({key: value.contiguous() for key, value in truth.items()}, root / "truth.safetensors")
         (root / "losses.json").write_text(json.dumps(losses))
     way.close()
+
+
+def compare_file(saved: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    """The file has the fp32 masters, the frozen weights and the buffers."""
+    kinds = {"weight", "frozen", "buffer"}
+    expected = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
+    assert saved.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(saved[name], value.to(saved[name].dtype))]
+    assert not different, f"the file lacks the masters of {different}"
 
 
 def compare_after_restore(model: str, root: Path, target: str, exact: bool) -> None:
@@ -55,7 +55,8 @@ def compare_after_restore(model: str, root: Path, target: str, exact: bool) -> N
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
     way = build(model, target)
     take_step(way, 50)  # the restore must overwrite this state
-    restore(way.state, open_checkpoint(root / "checkpoint"), SAVED_AFTER)
+    checkpoint = root / "checkpoint"
+    folders.load(checkpoint, way.state, folders.read_state(checkpoint))
     expected, actual = load_file(root / "truth.safetensors"), truth_of(way)
     for key in expected.keys() & actual.keys():
         if key.startswith(("frozen.", "buffer.")):  # in the engine's dtype

@@ -8,12 +8,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.checkpoint.handmade import assert_same
-from tests.checkpoint.test_convert_lora import make_peft
+from tests.checkpoint.test_state import assert_same
 from tests.faults import refusal
-from toolkit.checkpoint.live import persistent_buffers
 from toolkit.checkpoint.model_folder import DTYPES, load_weights, save_model
 
 
@@ -32,11 +29,6 @@ class Own(nn.Module):
         (folder / "own.txt").write_text(" ".join(f"{name}={state_dict[name].numel()}" for name in sorted(state_dict)))
 
 
-def test_buffers_of_a_checkpointed_layer_are_saved() -> None:
-    model = nn.Sequential(checkpoint_wrapper(nn.BatchNorm1d(3)))
-    assert len([*persistent_buffers(model)]) == len(model.state_dict()) - 2
-
-
 @pytest.mark.parametrize(  # the last: LoRA, and not peft's
     "make", [Own, lambda seed: nn.Linear(2 + seed, 3), lambda seed: nn.ModuleDict({"lora_A": nn.Linear(2 + seed, 3)})]
 )
@@ -51,6 +43,16 @@ def test_there_and_back(tmp_path: Path, make: Any) -> None:
     load_weights(accelerator, other, tmp_path / "model")
     assert_same(dict(model.state_dict()), dict(other.state_dict()))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def make_peft(base: Path, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+    config = LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["query", "value"], **options)
+    return get_peft_model(model, config)
 
 
 def test_an_adapter_has_all_that_is_trained(tiny_model: Path, tmp_path: Path) -> None:

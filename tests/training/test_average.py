@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from toolkit.checkpoint.live import LiveState
+from toolkit.checkpoint.state import LiveState
 from toolkit.training.average import Average, average_as_weights
 
 
@@ -13,7 +13,7 @@ def test_weights_and_average_are_swapped_bit_for_bit() -> None:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
     plain = copy.deepcopy(module)
-    state, averaged = LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1)), None
+    state, averaged = LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1), torch.device("cpu")), None
     other = torch.optim.AdamW(plain.parameters(), lr=0.1)
     average, expected = Average(lambda: state, 0.7), None
     for step in range(1, 30):
@@ -26,7 +26,7 @@ def test_weights_and_average_are_swapped_bit_for_bit() -> None:
         weight = plain.weight.detach()
         decay = min(0.7, (1 + step) / (10 + step))
         expected = weight.clone() if expected is None else decay * expected + (1 - decay) * weight
-        with average_as_weights(lambda: state, step):
+        with average_as_weights(lambda: state):
             torch.testing.assert_close(module.weight, expected)
             averaged = module.weight.detach().clone()
         assert torch.equal(module.weight, plain.weight)

@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
 from tests.splits import of_lengths
-from toolkit.checkpoint.live import LiveState
-from toolkit.checkpoint.save import make_drafts
+from toolkit.checkpoint.state import LiveState
 from toolkit.config import ModelSettings, TrainingSettings
 from toolkit.data.labels import Labels
 from toolkit.models.classifier import load_classifier
@@ -282,11 +281,12 @@ def test_tensors_become_contiguous() -> None:
     model[0].weight = torch.nn.Parameter(weight := torch.randn(7, 5).T)
     model.register_buffer("table", torch.arange(3.0).expand(4, 3))
     align(accelerator_with(), model=model)
-    (draft, _) = make_drafts(LiveState(model, torch.optim.SGD(model.parameters())), set())
-    assert draft.tensors["0.weight"].tolist() == weight.tolist()
-    assert draft.tensors["table"].tolist() == 4 * [[0, 1, 2]]
+    live = LiveState(model, torch.optim.SGD(model.parameters()), torch.device("cpu"))
+    saved = {each.name: each.values.tolist() for each in live.weights()}
+    assert saved["0.weight"] == weight.flatten().tolist()
+    assert saved["table"] == 4 * [0, 1, 2]
     model.register_buffer("rotation", torch.ones(2, dtype=torch.complex64))
-    live = SimpleNamespace(module=model)
+    live = LiveState(model, None, torch.device("cpu"))
     alone = SimpleNamespace(_custom_objects=[])
     run: Any = SimpleNamespace(settings=replace(SETTINGS, checkpoint_every=1), live=lambda: live, accelerator=alone)
     refusal(Checkpoints.notes, run, match=r"rotation \(torch.complex64\): of a dtype")

@@ -1,11 +1,12 @@
 """toolkit/training/{optimizer,half_precision}.py: a resumed run's schedule and loss scale."""
 
 import json
+import random
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import GradientState
@@ -13,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import lr_scheduler
 
 from tests.faults import refusal
-from toolkit.checkpoint.save import load_objects, objects_content
 from toolkit.config import SchedulerName, TrainingSettings
+from toolkit.training.extra_state import load_registered, random_states, registered_content, set_random_states
 from toolkit.training.half_precision import keep_scale_with_gradients, scaler_state, set_scaler
 from toolkit.training.optimizer import custom_scheduler, make_scheduler, set_schedule
 
@@ -175,16 +176,41 @@ class Registered:
         self.value = state["value"] + 0
 
 
-def test_registered_objects(tmp_path: Path) -> None:
+def test_registered_objects() -> None:
     def accelerator(*values: Any) -> Any:
         return SimpleNamespace(_custom_objects=[Registered(value) for value in values])
 
-    load_objects(fresh := accelerator(), tmp_path)
-    assert objects_content(fresh) == b""
-    (tmp_path / "objects.pt").write_bytes(objects_content(accelerator(3, torch.ones(2))))
-    load_objects(fresh := accelerator(0, 0), tmp_path)
+    load_registered(accelerator(), b"")
+    assert registered_content(accelerator()) == b""
+    load_registered(fresh := accelerator(0, 0), content := registered_content(accelerator(3, torch.ones(2))))
     assert [str(each.value) for each in fresh._custom_objects] == ["3", "tensor([1., 1.])"]
-    refusal(load_objects, accelerator(0), tmp_path, match=f"{tmp_path} has 2 states .*register_for_checkpointing.* 1 ")
-    refusal(objects_content, accelerator(SimpleNamespace()), match=r"register_for_checkpointing\(Registered\)")
-    (tmp_path / "objects.pt").write_bytes(objects_content(accelerator("text")))
-    refusal(load_objects, accelerator(0), tmp_path, match=r"objects.pt: Registered.*load_state_dict\(\)")
+    refusal(load_registered, accelerator(0), content, match="has 2 states .*register_for_checkpointing.* 1 ")
+    message = r"register_for_checkpointing\(Registered\)"
+    refusal(registered_content, accelerator(SimpleNamespace()), match=message)
+    content = registered_content(accelerator("text"))
+    refusal(load_registered, accelerator(0), content, match=r"objects.pt .*: Registered.*load_state_dict\(\)")
+
+
+def test_random_states_there_and_back() -> None:
+    random.gauss(0, 1), np.random.randn()  # each stores the second of a pair
+    states = json.loads(json.dumps(random_states(torch.device("cpu"))))
+
+    def draws() -> list[float]:
+        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(1).item()]
+
+    first = draws()
+    draws()
+    set_random_states(states)
+    assert draws() == first
+
+
+def test_random_states_of_a_cpu_seed_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for rank in (7, 8):
+        torch.manual_seed(rank)
+        states = random_states(torch.device("cpu"))
+        torch.manual_seed(0)
+        set_random_states(json.loads(json.dumps(states)))
+    assert seeds == [7, 8]

@@ -1,16 +1,13 @@
 """Without its extras the toolkit trains, saves and converts, and names the extra where one is needed."""
 
 import os
-import random
 import re
 import tomllib
-import zlib
 from pathlib import Path
 
 import pytest
 
 from tests.runs import CLASSIFIER, ROOT, Finished, fork
-from toolkit.checkpoint.tensor_index import combine, crc32, crc32_combine
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 PACKAGES = {
@@ -31,7 +28,7 @@ NEEDS = {
     "onnx": "-m toolkit export {run}/model {out} --to onnx",
 }
 # extra -> what a run does without it, in test_a_run_without_any_extra
-DOES_WITHOUT = {"report", "tensorboard", "fast"}
+DOES_WITHOUT = {"report", "tensorboard"}
 
 
 def without_extras(*words: str | Path) -> Finished:
@@ -81,13 +78,3 @@ def test_error_names_the_missing_extra(
     finished = without_extras(*NEEDS[case].format(**values).split())
     finished.says_in_one_line(f"'finetune-toolkit[{extra}]'", package)
     assert not (tmp_path / "out").exists()
-
-
-def test_checksums_of_parts_make_that_of_the_whole() -> None:
-    drawn = random.Random(1)
-    for size in (0, 1, 7, 64, 4096, 100_003):
-        first, second = drawn.randbytes(31), drawn.randbytes(size)
-        expected = zlib.crc32(first + second)
-        parts = zlib.crc32(first), zlib.crc32(second), size
-        assert combine(*parts) == crc32_combine(*parts) == expected
-        assert crc32(first + second) == expected

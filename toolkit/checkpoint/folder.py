@@ -1,35 +1,34 @@
-"""The checkpoints of a run on disk: which are complete, which are removed, and the links `best` and `last`.
+"""A run's checkpoints on disk, all of one format (docs/checkpoints.md), written and read by rank 0.
 
-A checkpoint is complete when its manifest.json exists: that file is written last, by rename, after all files of all
-processes are flushed, and removed first. So no half-written or half-removed folder is ever taken for a checkpoint.
-"""
+A folder is written under another name, flushed and renamed: whatever has a checkpoint's name is
+whole."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import functools
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
-from toolkit.errors import UserError, listing, size_text
-from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
-from toolkit.utils.log import logger
+import torch
+import xxhash
+from safetensors import safe_open
 
-MANIFEST, WEIGHTS_FILE, OPTIMIZER_FILE = "manifest.json", "weights.safetensors", "optimizer.safetensors"
-PROBE, SENT = ".disk-", ".sent-"
-"""Prefixes of temporary files: to test whether nodes share the disk, and copies of another node's checkpoints."""
+from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, SafetensorsWriter, Shapes
+from toolkit.checkpoint.state import DEEPSPEED_ADAM, LiveState
+from toolkit.errors import Faults, UserError, listing
+from toolkit.utils.cache import digest_of_file
+from toolkit.utils.files import draft_path, flush_path, read_table, replace_file, replace_folder, write_new
 
-
-def first_with(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that contains `name`."""
-    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
+STATE_FILE = "state.json"
+WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
+FORMAT = 2
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -42,213 +41,218 @@ def step_number(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises UserError if it is missing, damaged or of another format."""
-    path = folder / MANIFEST
-    if not path.exists():
-        raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint")
-    manifest = read_table(path, {})
-    if manifest.get("format") != 1 or not _are_file_entries(manifest.get("files")):
-        raise UserError(f"{path} is not a manifest that this version reads: take another checkpoint")
-    if manifest.get("crc32", digits := _crc32_of_manifest(manifest)) != digits:
-        raise UserError(f"{path} is damaged (CRC32 {digits}, saved as {manifest['crc32']}): take another checkpoint")
-    return manifest
+def save(
+    folder: Path,
+    tables: Mapping[str, Shapes],
+    tensors: Iterable[torch.Tensor],
+    facts: Mapping[str, Any],
+    write_others: Callable[[Path], None],
+) -> None:
+    """Writes a checkpoint. `tables`: file -> what it holds; `tensors`: of all files in their order;
+    `facts`: for state.json; `write_others`: of the other files, into the folder that it gets.
+    Raises OSError, and leaves an earlier checkpoint of that name untouched."""
+    remaining = iter(tensors)
+    digests: dict[str, str] = {}
+    with replace_folder(folder, overwrite=True) as draft:
+        for file_name, shapes in tables.items():
+            with SafetensorsWriter(draft / file_name, shapes) as file:
+                for name in file.names:
+                    file.write(name, next(remaining))
+            digests[file_name] = file.digest
+        write_others(draft)
+        for path in sorted(draft.rglob("*")):
+            name = path.relative_to(draft).as_posix()
+            if path.is_file() and name not in digests:
+                digests[name] = digest_of_file(path)
+        saved_at = max(time.time(), newest_save_time(folder.parent) + 1e-3)
+        state = {"format": FORMAT, "saved_at": saved_at, **facts, "files": digests}
+        text = json.dumps({**state, "digest": _digest(state)}, ensure_ascii=False)
+        write_new(draft / STATE_FILE, text)
 
 
-def _are_file_entries(files: Any) -> bool:
-    """Whether this is a table of files inside the folder, each with its size and CRC32."""
-    return isinstance(files, dict) and all(
-        isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
-        and isinstance(entry.get("crc32"), str)
-        and not (PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name)
-        for name, entry in files.items()
-    )
+def _digest(state: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(state).encode()).hexdigest()
 
 
-def _crc32_of_manifest(manifest: dict[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in manifest.items() if key != "crc32"}, ensure_ascii=False)
-    return f"{crc32(text.encode(errors='surrogatepass')):08x}"
+def read_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another
+    format."""
+    path = folder / STATE_FILE
+    state = read_table(path, {})
+    digest = state.pop("digest", None)
+    if state.get("format") != FORMAT or digest != _digest(state):
+        raise UserError(f"{path} is damaged, or of another version: take another checkpoint")
+    return state
 
 
 def find_fault(folder: Path) -> str:
-    """What is wrong with a checkpoint's manifest, or the names and sizes of its files; empty if nothing is."""
+    """What is wrong with a checkpoint, all of which is read; empty if nothing is."""
     try:
-        refuse_link_out(folder / MANIFEST, folder)
-        for name, entry in read_manifest(folder)["files"].items():
-            refuse_link_out(path := folder / name, folder)
-            if not path.is_file():
-                return f"{path} is missing"
-            if (size := path.stat().st_size) != entry["bytes"]:
-                return f"{path} has {size} bytes and should have {entry['bytes']}"
+        for name, digest in read_state(folder)["files"].items():
+            if digest_of_file(folder / name) != digest:
+                return f"{folder / name} is damaged"
     except UserError as error:
         return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
     return ""
 
 
-def find_damage(folder: Path, names: Iterable[str]) -> str:
-    """Which of the named files has another CRC32 than in the manifest; empty if none has."""
-    files = read_manifest(folder)["files"]
-    for name in names:
-        path = folder / name
-        try:
-            checksum = f"{crc32_of_range(path):08x}"
-        except (OSError, UserError) as error:
-            return f"{path} cannot be read: {error}"
-        if checksum != files[name]["crc32"]:
-            return f"{path} is damaged (CRC32 {checksum}, saved as {files[name]['crc32']})"
-    return ""
+def newest_first(checkpoints: Path) -> list[Path]:
+    """The checkpoints in the order of their time, not of their step: a run that resumed an older
+    one continues from what it saved after that. Those whose state.json is damaged come first."""
+    folders = [path for path in checkpoints.glob("step-*") if step_number(path) is not None]
+    return sorted(folders, key=lambda folder: (_saved_at(folder), folder.name), reverse=True)
 
 
-def manifest_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Flushes files and returns their manifest entries."""
-    entries = {}
-    for name in names:
-        path = folder / name
-        flush_path(path)
-        entries[name] = {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
-    return entries
+def readable(checkpoints: Path) -> list[Path]:
+    """Those whose state.json can be read, the newest first."""
+    return [folder for folder in newest_first(checkpoints) if _saved_at(folder) < float("inf")]
 
 
-def list_newest_first(checkpoints: Path) -> list[Path]:
-    """All step folders: complete ones by the time they were saved, then those without a manifest."""
-    return sorted(_step_folders(checkpoints), key=_saved_at, reverse=True)
-
-
-def complete(checkpoints: Path) -> list[Path]:
-    return [folder for folder in list_newest_first(checkpoints) if (folder / MANIFEST).is_file()]
-
-
-def _step_folders(checkpoints: Path) -> list[Path]:
-    if not checkpoints.is_dir():
-        return []
-    return [path for path in checkpoints.iterdir() if step_number(path) is not None and path.is_dir()]
-
-
-def _saved_at(folder: Path) -> tuple[float, str]:
-    """Sorted by time, not by step: a run that resumed an older checkpoint continues from what it saved after that."""
+def _saved_at(folder: Path) -> float:
     try:
-        return float(read_manifest(folder)["saved_at"]), folder.name
-    except (OSError, UserError, KeyError, TypeError, ValueError):
-        return 0.0, folder.name
+        return float(read_state(folder)["saved_at"])
+    except UserError:
+        return float("inf")
 
 
 def newest_save_time(checkpoints: Path) -> float:
     """When the newest checkpoint was saved, in seconds since the epoch; 0 if there is none."""
-    return max((_saved_at(folder)[0] for folder in _step_folders(checkpoints)), default=0.0)
-
-
-def next_save_time(checkpoints: Path) -> float:
-    """The time of a new checkpoint: now, or just after the newest one if the clock was set back."""
-    return max(time.time(), newest_save_time(checkpoints) + 1e-3)
-
-
-def create_empty(folder: Path) -> None:
-    """Creates the folder, after removing an existing one."""
-    remove(folder)
-    folder.mkdir(parents=True)
-
-
-def remove(folder: Path) -> None:
-    """Removes a checkpoint, its manifest first. Of a link only the link: its target may belong to another run."""
-    if folder.is_symlink():
-        folder.unlink()
-        return
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def publish(folder: Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest, which completes the checkpoint."""
-    flush_folders(folder)
-    manifest = json.loads(json.dumps(manifest))  # tuples become lists, as they will be read
-    manifest["crc32"] = _crc32_of_manifest(manifest)
-    with replace_file(folder / MANIFEST) as draft:
-        write_new(draft, json.dumps(manifest, ensure_ascii=False, indent=1))
-    flush_path(folder.parent)
-
-
-def set_link(checkpoints: Path, name: str, folder: Path) -> None:
-    """Points `best` or `last` to a checkpoint, atomically; not on a disk without links."""
-    try:
-        with replace_file(checkpoints / name, flush=False) as draft:
-            draft.symlink_to(folder.name)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        _warn_of_missing_links(checkpoints)
-
-
-@functools.cache  # once
-def _warn_of_missing_links(checkpoints: Path) -> None:
-    logger.warning(f"{checkpoints} is on a disk without symbolic links: name a checkpoint's step, not best or last")
+    return max(map(_saved_at, readable(checkpoints)), default=0.0)
 
 
 def set_links(checkpoints: Path, best_step: int) -> None:
-    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best` to that of
-    `best_step`, or removes the link if it is gone: a run that resumed an older checkpoint ignores better ones after
-    it."""
-    manifests = [(folder / MANIFEST).read_bytes() for folder in complete(checkpoints)]
-    for copy in (checkpoints / "best", checkpoints / "last"):  # the run was copied, with links followed
-        manifest = copy / MANIFEST
-        if not copy.is_symlink() and manifest.is_file() and manifest.read_bytes() in manifests:
-            remove(copy)
-    for newest in complete(checkpoints)[:1]:
-        set_link(checkpoints, "last", newest)
-    folder = step_folder(checkpoints, best_step)
-    if (folder / MANIFEST).is_file():
-        set_link(checkpoints, "best", folder)
+    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points
+    `best` to that of `best_step`, or removes the link if there is none: a run that resumed an older
+    checkpoint ignores better ones after it."""
+    for newest in readable(checkpoints)[:1]:
+        _set_link(checkpoints / "last", newest)
+    best = step_folder(checkpoints, best_step)
+    if best.is_dir():
+        _set_link(checkpoints / "best", best)
     else:
         (checkpoints / "best").unlink(missing_ok=True)
 
 
+def _set_link(link: Path, folder: Path) -> None:
+    try:
+        with replace_file(link, flush=False) as draft:
+            draft.symlink_to(folder.name)
+    except OSError as error:  # a disk without links: checkpoints are named by their steps
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+
+
 def prune(checkpoints: Path, keep: int, best_step: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints and that of `best_step`."""
-    for draft in checkpoints.glob(".*"):  # of a process that was killed
-        if draft.is_symlink() or draft.name.startswith(PROBE):
-            draft.unlink(missing_ok=True)  # another node that shares this disk may have removed it
-        elif draft.name.startswith(SENT):
-            remove(draft)
-    ordered, best = complete(checkpoints), step_folder(checkpoints, best_step)
-    for folder in _step_folders(checkpoints):
-        if folder not in ordered[:keep] and not (folder == best and best in ordered):
-            try:
-                remove(folder)
-            except OSError as error:  # read-only: the new checkpoint is complete all the same
-                logger.warning(f"cannot remove {folder}: {error.strerror}")
+    """Removes all but the newest `keep` checkpoints and that of `best_step`."""
+    remaining = {*readable(checkpoints)[:keep], step_folder(checkpoints, best_step)}
+    for folder in newest_first(checkpoints):
+        if folder not in remaining:
+            remove(folder)
 
 
-def disk_usage(checkpoints: Path) -> tuple[list[int], int]:
-    """(bytes of each complete checkpoint, newest first; free bytes on their disk)."""
-    files = [read_manifest(folder)["files"] for folder in complete(checkpoints) if not find_fault(folder)]
-    disk = next(folder for folder in (checkpoints, *checkpoints.absolute().parents) if folder.is_dir())
-    return [sum(entry["bytes"] for entry in each.values()) for each in files], shutil.disk_usage(disk).free
+def remove(folder: Path) -> None:
+    """Removes a checkpoint, of a link only the link. It loses its name first."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    draft = draft_path(folder)
+    folder.rename(draft)
+    flush_path(folder.parent)
+    shutil.rmtree(draft, ignore_errors=True)
 
 
-def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
-    """The disk space for `count` checkpoints of `size` bytes, for the log. Raises UserError if not one fits."""
-    note = (
-        f"checkpoints: about {size_text(size)} each, at most {count} at a time, {size_text(count * size)}; "
-        f"{size_text(free)} free at {checkpoints}"
-    )
-    remedy = "free some space, pass another --output_dir, lower --keep_checkpoints or drop --checkpoint_every"
-    if free < size:
-        raise UserError(f"{note}, too little for one: {remedy}")
-    return note if free >= count * size else f"{note}, too little: {remedy}"
+def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
+    """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks
+    call it. `state`: its state.json. Raises UserError, before anything is changed, if they do not
+    fit."""
+    with contextlib.ExitStack() as stack:
+        weights_file: Any = None
+        optimizer_file: Any = None
+        if live.rank == 0:
+            weights_file = stack.enter_context(safe_open(folder / WEIGHTS_FILE, "pt"))
+            optimizer_file = stack.enter_context(safe_open(folder / OPTIMIZER_FILE, "pt"))
+        weights = live.broadcast(_shapes(weights_file))
+        entries = live.broadcast(_shapes(optimizer_file))
+        numbers = live.broadcast(_numbers(optimizer_file, entries, weights))
+        _check_model(folder, live, state, weights)
+        _check_optimizer(folder, live, state["optimizer"], weights, entries, numbers)
+        live.before_loading()
+        live.scatter(weights, live.weights(), lambda name: weights_file.get_tensor(name))
+        live.create_moments(entries, numbers)
+        moments = {entry: shape for entry, shape in entries.items() if entry not in numbers}
+        live.scatter(moments, live.moments(), lambda entry: optimizer_file.get_tensor(entry))
+        for group, saved in zip(live.optimizer.param_groups, state["optimizer"]["groups"], strict=False):
+            group.update(saved)
+        live.after_loading()
 
 
-def find_resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
-    """(complete checkpoints, newest first; why each of the others is skipped)."""
-    faults = {folder: find_fault(folder) for folder in list_newest_first(checkpoints)}
-    skipped = [f"{folder.name}: {fault}" for folder, fault in faults.items() if fault]
-    return [folder for folder, fault in faults.items() if not fault], skipped
+def _shapes(file: Any) -> Shapes:
+    shapes: Shapes = {}
+    for name in file.keys() if file else ():
+        part = file.get_slice(name)
+        shapes[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+    return shapes
 
 
-def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """`NAME was X and is Y` for each name that both have with different values."""
+def _numbers(file: Any, entries: Shapes, weights: Shapes) -> dict[str, Any]:
+    """The optimizer's numbers by `KEY.NAME`, such as `step`: what has no dimensions and is not of a
+    weight's shape."""
+    numbers = {}
+    for entry, (_, shape) in entries.items() if file else ():
+        key, _, name = entry.partition(".")
+        if shape == () and (key == "step" or weights[name][1]):
+            numbers[entry] = file.get_tensor(entry).item()
+    return numbers
 
-    def text(value: Any) -> str:
-        return f"[{listing(value, 6)}]" if isinstance(value, list) else str(value)
 
-    changed = [name for name in current if name in saved and saved[name] != current[name]]
-    return [f"{name} was {text(saved[name])} and is {text(current[name])}" for name in changed]
+def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weights: Shapes) -> None:
+    expected, faults = live.weight_shapes(), Faults()
+    if missing := [name for name in expected if name not in {*weights, *state["excluded"]}]:
+        faults.add(f"{folder} lacks {listing(missing, 4)}, which the model has")
+    if surplus := [name for name in weights if name not in expected]:
+        faults.add(f"{folder} has {listing(surplus, 4)}, which the model lacks")
+    for name in expected.keys() & weights.keys():
+        saved, shape = weights[name][1], expected[name][1]
+        if saved != shape:
+            faults.add(f"{folder}: {name} has shape {list(saved)}, and {list(shape)} in the model")
+    faults.raise_if_any()
+
+
+def _check_optimizer(
+    folder: Path,
+    live: LiveState,
+    saved: Mapping[str, Any],
+    weights: Shapes,
+    entries: Shapes,
+    numbers: Mapping[str, Any],
+) -> None:
+    current = type(live.optimizer).__name__
+    remedy = "use the same again, or another --output_dir"
+    if _kind(saved["class"]) != _kind(current):
+        raise UserError(f"{folder} was saved by {saved['class']}, and this run has {current}: {remedy}")
+    groups = len(saved["groups"])
+    if any(saved["groups"]) and groups != len(live.optimizer.param_groups):
+        count = len(live.optimizer.param_groups)
+        raise UserError(f"{folder}: {current} had {groups} parameter groups, and has {count} in this run: {remedy}")
+    if not live.sharded:
+        return
+    states: dict[str, dict[str, Any]] = {}
+    for entry, (_, shape) in entries.items():
+        key, _, name = entry.partition(".")
+        states.setdefault(name, {})[key] = numbers.get(entry)
+        if entry not in numbers and shape != weights[name][1]:
+            fault = f"{current} has {key} of the unsharded {name}, which {live.strategy} cannot restore"
+            raise UserError(f"{folder}: {fault}: resume with one process or DDP")
+    for _, names in live.optimizer_tensors():
+        filled = [name for name in names if name in weights and 0 not in weights[name][1]]
+        for name in filled[1:]:
+            first = filled[0]
+            if states.get(name) != states.get(first):
+                fault = f"{first} and {name} differ in their optimizer state, and ZeRO has one for both"
+                raise UserError(f"{folder}: {fault}: resume with one process or DDP")
+
+
+def _kind(name: str) -> str:
+    return "AdamW" if name in DEEPSPEED_ADAM else name

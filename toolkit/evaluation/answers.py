@@ -20,6 +20,8 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, eval
 from toolkit.objective.losses import Losses
 from toolkit.utils.features import features, first
 
+DECISIONS = "decisions.json"
+"""The file of a model folder with its thresholds and temperature, which belong to the weights of one step."""
 _SINGLE: ProblemType = "single_label_classification"
 # above it the confusion matrix would bloat each line of eval.jsonl; predictions.jsonl has the same facts
 _MAX_CONFUSION_CLASSES = 100

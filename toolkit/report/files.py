@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
 
 from toolkit import demo, launch
-from toolkit.checkpoint.convert.model_files import check_config
-from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.config import flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
@@ -343,13 +342,32 @@ def architecture(model_folder: Path) -> str:
     if not path.is_file():
         return ""
     config = json.loads(path.read_text(encoding="utf-8"))
-    shapes = {name: tensor.shape for file in model_folder.glob("*.safetensors")
-              for name, tensor in read_header(file)[0].items()}  # fmt: skip
-    try:
-        check_config(shapes, config if shapes else {}, path, str(model_folder))
-    except UserError:
+    shapes: dict[str, list[int]] = {}
+    for file in model_folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    if shapes and not _fits(shapes, config):
         return ""
     return str((config.get("architectures") or ["model"])[0])
+
+
+_BERTS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "ernie", "nezha", "distilbert", "big_bird")
+_HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+
+
+def _fits(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> bool:
+    """Whether a classifier's weights have the labels of its config, and a BERT's its words and layers."""
+    heads = [shapes[name] for name in _HEADS if name in shapes]
+    labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
+    is_classifier = str(config.get("architectures")).endswith(("SequenceClassification']", "TokenClassification']"))
+    if is_classifier and any(head[0] != labels for head in heads):
+        return False
+    if config.get("model_type") not in _BERTS:
+        return True
+    layers = {int(match[1]) for name in shapes if (match := re.search(r"\blayer\.(\d+)\.", name))}
+    count = config.get("num_hidden_layers", config.get("n_layers"))
+    has_words = any(name.endswith("embeddings.word_embeddings.weight") for name in shapes)
+    return has_words and len(layers) == count and bool(heads or not is_classifier)
 
 
 def is_local(name: str) -> bool:

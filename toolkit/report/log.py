@@ -290,8 +290,7 @@ class RunSummary:
         if not files:
             return []
         size = size_text(sum(file.stat().st_size for file in files))
-        note = f"any number of processes can resume from them; `toolkit clean {folder}` removes them"
-        return [f"  {folder}/checkpoints/      {size}, {note}"]
+        return [f"  {folder}/checkpoints/      {size}, any number of processes can resume from them"]
 
     def _next_command(self) -> list[str]:
         """A feature's command, or after a demo the same launch on the user's data."""

@@ -1,8 +1,7 @@
 """An exponential moving average of the weights (`--ema_decay`).
 
-It is stored as the entry `ema` of each weight's optimizer state, so every strategy shards, saves and resumes it as it
-does the moments.
-"""
+It is stored as the entry `ema` of each weight's optimizer state, so every strategy shards, saves
+and resumes it as it does the moments."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from toolkit.checkpoint.live import LiveState
+from toolkit.checkpoint.state import LiveState
 
 _KEY = "ema"
 
@@ -26,8 +25,9 @@ class Average:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's `ExponentialMovingAverage`
-        the decay is at most (1 + updates) / (10 + updates), so that the first weights do not dominate a short run."""
+        """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's
+        `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates), so that the
+        first weights do not dominate a short run."""
         if self._trained is None:  # cached: it builds maps of all parameters
             live = self._live()
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
@@ -49,18 +49,18 @@ def remove_average(live: LiveState) -> None:
 
 
 @contextlib.contextmanager
-def average_as_weights(live: Callable[[], LiveState], steps: int) -> Iterator[None]:
-    """Within this context the model's weights are their average, if there is one, for evaluating and saving; all
-    processes call this. `steps`: taken so far."""
-    _swap(live(), steps)
+def average_as_weights(live: Callable[[], LiveState]) -> Iterator[None]:
+    """Within this context the model's weights are their average, if there is one, for evaluating
+    and saving; all processes call this."""
+    _swap(live())
     try:
         yield
     finally:
-        _swap(live(), steps)
+        _swap(live())
 
 
 @torch.no_grad()
-def _swap(live: LiveState, steps: int) -> None:
+def _swap(live: LiveState) -> None:
     """Swaps the weights and their average, bit for bit."""
     live.before_loading()
     for tensor, _ in live.optimizer_tensors():
@@ -68,4 +68,4 @@ def _swap(live: LiveState, steps: int) -> None:
             weights = tensor.detach().clone()
             tensor.detach().copy_(state[_KEY])
             state[_KEY].copy_(weights)
-    live.after_loading(steps)
+    live.after_loading()

@@ -22,8 +22,8 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from toolkit.checkpoint.live import live_state
 from toolkit.checkpoint.model_folder import DTYPES
+from toolkit.checkpoint.state import live_state
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main
@@ -162,7 +162,7 @@ def _restore_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterat
     """Copies the unrounded weights into DeepSpeed's fp32 masters, which it has copied from rounded ones."""
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     yield
-    for fragment in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():
+    for fragment in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).weights():
         if (weight := weights.get(fragment.name)) is not None:
             fragment.values.copy_(weight.reshape(-1)[fragment.start : fragment.start + fragment.values.numel()])
     if accelerator.mixed_precision == "fp16":

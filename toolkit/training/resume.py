@@ -6,293 +6,28 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
-from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.machines import local_copy
-from toolkit.checkpoint.model_folder import has_dtype, read_step, save_model
-from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import load_objects, random_file, set_random_states
-from toolkit.checkpoint.tensor_index import model_checksum
+from toolkit.checkpoint.model_folder import has_model, save_model
 from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, section_in
 from toolkit.data.prepare import Prepared
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError, listing
 from toolkit.launch.environment import attempt, launcher_start, place_of
 from toolkit.launch.nodes import set_global_ranks
-from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.extra_state import load_registered, set_random_states
 from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
-from toolkit.utils.cache import digest_of_file
-from toolkit.utils.files import read_table
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a run starts: at the first undamaged one of `candidates`; at step 0 if there are none."""
-
-    candidates: list[Path] = field(default_factory=list)
-    """Checkpoints, newest first."""
-    skipped: list[str] = field(default_factory=list)
-    """Why newer checkpoints are skipped, a line each."""
-
-
-def precision_of(settings: TrainingSettings) -> str:
-    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's. Only on rank 0, whose disk decides:
-    `make_accelerator` gives it to the others."""
-    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
-    restarts = bool(settings.output_dir) and previous_attempt_in(checkpoints)
-    starts_over = settings.overwrite_output_dir or not settings.output_dir
-    resume = "auto" if restarts else "no" if settings.resume == "auto" and starts_over else settings.resume
-    set_global_ranks(os.environ)
-    if settings.mixed_precision != "auto" or resume == "no" or place_of(os.environ).rank:
-        return settings.mixed_precision
-    with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again
-        path = _resume_path(resume, checkpoints)
-        folder = path if (path / folders.MANIFEST).is_file() else next(iter(folders.complete(path)), None)
-        return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
-    return "auto"
-
-
-def previous_attempt_in(checkpoints: Path) -> bool:
-    """Whether a previous attempt of this job (`--max_restarts`) has saved the newest checkpoint."""
-    return attempt() > 0 and folders.newest_save_time(checkpoints) > launcher_start()
-
-
-def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The checkpoints that `--resume` names. Raises UserError if none is complete, or one is of another job."""
-    if resume == "no":
-        return Origin()
-    path = _resume_path(resume, checkpoints)
-    if (path / folders.MANIFEST).is_file() or folders.step_number(path) is not None:
-        if fault := folders.find_fault(path):
-            raise UserError(f"--resume {resume}: {fault}; `--resume auto` takes the newest complete one")
-        origin = Origin([path])
-    else:
-        origin = Origin(*folders.find_resumable(path))
-    if origin.candidates:
-        _refuse_other_job(origin.candidates[0], facts)
-    elif resume != "auto":
-        skipped = "".join(f"\n  {why}" for why in origin.skipped)
-        raise UserError(f"--resume {resume}: no complete checkpoint there{skipped}")
-    return origin
-
-
-def _resume_path(resume: str, checkpoints: Path) -> Path:
-    """The folder that `--resume` names: of a checkpoint (by its path, or its name in this run's `checkpoints`), or of
-    all checkpoints of a run (this one's for `auto`)."""
-    if resume == "auto":
-        return checkpoints
-    path = Path(resume)
-    if not path.exists() and (checkpoints / resume).is_dir():
-        path = checkpoints / resume
-    if path.is_file():
-        raise UserError(f"--resume {resume} is a file: pass the checkpoint's folder, {path.parent}")
-    if not resume or not path.is_dir():
-        remedy = "pass auto, no, a checkpoint's folder, or best, last or step-... of this run"
-        raise UserError(f"--resume {resume or repr(resume)}: no such folder: {remedy}")
-    return (path / "checkpoints" if (path / "checkpoints").is_dir() else path).resolve()
-
-
-def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
-    """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A model's folder is
-    identified by its content, and may be moved or copied."""
-    model, training = settings.model, settings.training
-
-    def content(name: str) -> str:
-        return _checksum(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
-
-    distillation = getattr(settings, "distillation", None)
-    return {
-        "recipe": recipe,
-        "model": content(str(model.model_name_or_path)),
-        **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
-        **({"num_hidden_layers": layers} if (layers := getattr(model, "num_hidden_layers", None)) else {}),
-        **data.facts,
-        "data": data.digest,
-        "max_length": data.max_length,
-        "global_batch_size": training.global_batch_size,
-        "group_by_length": training.group_by_length,
-        "seed": training.seed,
-        "sampling": section_in(settings, ObjectiveSettings).sampling,
-        **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
-    }
-
-
-def script_digest() -> str | None:
-    """Of the recipe that runs, whose loss may be edited between a checkpoint and its resume."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    return digest_of_file(Path(script)) if script and Path(script).is_file() else None
-
-
-def _checksum(model: Path) -> str:
-    """Checksum of the folder's config and weights, or of its exported graph if it has no weights."""
-    graph = (".onnx", ".onnx_data", ".data", ".xml", ".bin")
-    return model_checksum(model, graph) if export_format(model) else model_checksum(model)
-
-
-def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UserError if the checkpoint's `identity` is not this run's."""
-    manifest = folders.read_manifest(folder)
-    saved, current = dict(manifest["identity"]), facts["identity"]
-    sources = {
-        "data": ([field.name for field in dataclasses.fields(DataSettings)], "the files, or the tokenizer,"),
-        "model": (["model_name_or_path"], "its files"),
-    }
-    reasons: list[str] = []
-    for name, (names, files) in sources.items():  # a digest differs: changed settings may explain it
-        if saved.pop(name, current.get(name)) != current.get(name):
-            settings = {key: value for key, value in facts["settings"].items() if key in names}
-            changes = folders.differences(manifest["settings"], settings)
-            others = [change for change in changes if change.split()[0] not in saved]  # the identity's are compared
-            reasons += others if changes else [f"the {name} differs: the content of {files} has changed"]
-    if reasons := list(dict.fromkeys([*folders.differences(saved, current), *reasons])):
-        raise UserError(
-            f"{folder} belongs to another job: {'; '.join(reasons)}. Pass the settings it was saved with or another "
-            "--output_dir, or --overwrite_output_dir to move that run aside and start again"
-        )
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that a run resumes from."""
-
-    folder: Path
-    manifest: Mapping[str, Any]
-    same_run: bool
-    """Whether this run saved it."""
-    lines: list[str]
-    """Lines for the log."""
-
-
-def resume_newest(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:
-    """Restores the newest undamaged checkpoint into model, optimizer, schedule and random generators; all ranks must
-    call it. `ignored`: settings that do not affect training and may change.
-
-    Returns None if the run starts at step 0. Raises UserError if all candidates are damaged.
-    """
-    skipped = [f"checkpoint {why}: skipped" for why in origin.skipped]
-    for folder in origin.candidates:
-        with _verified_copy(checkpoints, folder) as (copy, fault):
-            if not fault:
-                return _resume_from(checkpoints, folder, copy, skipped, ignored)
-        skipped.append(f"checkpoint {folder.name}: {fault}: skipped")
-    if origin.candidates:
-        raise UserError("every checkpoint is damaged:\n  " + "\n  ".join(skipped))
-    for line in skipped:
-        launch.log_on_main(checkpoints.accelerator, line)
-    return None
-
-
-@contextlib.contextmanager
-def _verified_copy(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yields (this rank's path of a checkpoint on rank 0's disk, its fault or "", the same on all ranks)."""
-    accelerator = checkpoints.accelerator
-    fault = broadcast_object_list([folders.find_fault(folder) if accelerator.is_main_process else ""])[0]
-    if fault:
-        yield folder, fault
-        return
-    with local_copy(accelerator, folder, checkpoints.path) as copy:
-        # the ranks that share a disk verify some of its files each, which also loads them into the page cache
-        manifest = (copy / folders.MANIFEST).stat()
-        disks: list[tuple[int, int]] = gather_object([(manifest.st_ino, manifest.st_mtime_ns)])
-        ranks = [rank for rank, disk in enumerate(disks) if disk == disks[accelerator.process_index]]
-        names = sorted(folders.read_manifest(copy)["files"])[ranks.index(accelerator.process_index) :: len(ranks)]
-        faults = gather_object([folders.find_damage(copy, names)])
-        yield copy, next(filter(None, faults), "")
-
-
-def _resume_from(
-    checkpoints: Checkpoints, folder: Path, copy: Path, skipped: list[str], ignored: Collection[str]
-) -> Resumed:
-    """`copy`: this rank's path of rank 0's checkpoint `folder`."""
-    accelerator, steps, best = checkpoints.accelerator, checkpoints.steps, checkpoints.best
-    manifest, total = folders.read_manifest(copy), steps.schedule.total_steps
-    step, world = int(manifest["step"]), manifest["world"]
-    ignored = NOT_OF_TRAINING.union(ignored)
-    if step == total:  # only the evaluation is left, which may have run out of memory
-        ignored |= {"per_device_batch_size", "max_tokens_per_batch"}
-    settings = {name: value for name, value in checkpoints.facts["settings"].items() if name not in ignored}
-    changes = folders.differences(manifest["settings"], settings)
-    changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
-    _check_finished_run(folder, step, total, changes)
-    load_objects(accelerator, copy)
-    best.restore(manifest["best"])
-    lines = [*skipped, *_restore_best_model(checkpoints, folder)]
-    restore(checkpoints.live(), open_checkpoint(copy), step)
-    if None in (checkpoints.settings.ema_decay, manifest["settings"].get("ema_decay")):
-        remove_average(checkpoints.live())  # of the steps before --ema_decay was left out
-    checkpoints.continues = same_run = folder.parent.resolve() == checkpoints.path.resolve()
-    if same_run:
-        checkpoints.set_links()
-    set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
-    set_scaler(accelerator, checkpoints.optimizer, manifest["loss_scale"])
-    steps.done = step
-    random_states = copy / random_file(accelerator.process_index)
-    if world == accelerator.num_processes and random_states.is_file():
-        steps.set_randomness = partial(restore_randomness, random_states, read_table(random_states, {}))
-    strategy = f"{manifest['strategy']}, {world} process{'es' * (world > 1)}"
-    lines.append(f"resuming from {folder}: step {step} of {total} (saved by {strategy})")
-    if changes:
-        lines.append(f"settings that changed since: {'; '.join(changes)}")
-    scripts = {manifest.get("script"), checkpoints.facts["script"]}
-    if len(scripts) > 1 and None not in scripts:  # a notebook has none, nor does an older checkpoint
-        why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
-        lines.append(f"{sys.argv[0]} has changed since that checkpoint: {why}")
-    return Resumed(folder, manifest, same_run, lines)
-
-
-def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
-    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is missing, newer than
-    the resumed one or of another `--save_dtype`. Where the best checkpoint is gone, the next evaluation counts as the
-    best."""
-    model_folder, best, dtype = checkpoints.path.with_name("model"), checkpoints.best, checkpoints.settings.save_dtype
-    saved_step, same_dtype = broadcast_object_list([(read_step(model_folder), has_dtype(model_folder, dtype))])[0]
-    if not best.step or (saved_step == best.step and same_dtype):
-        return []
-    # the link `best` may point to a later checkpoint
-    with _verified_copy(checkpoints, folders.step_folder(folder.parent, best.step)) as (copy, fault):
-        if fault and saved_step == best.step:
-            return [f"model/ is not saved in {dtype}: the checkpoint of its step {best.step} is gone"]
-        if fault:
-            step = best.step
-            best.reset()
-            return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
-        restore(checkpoints.live(), open_checkpoint(copy), best.step)
-        if folders.read_manifest(copy)["settings"].get("ema_decay") is None:
-            remove_average(checkpoints.live())
-    with average_as_weights(checkpoints.live, best.step):
-        save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
-    return []
-
-
-def restore_randomness(path: Path, states: dict[str, Any]) -> None:
-    """Sets this rank's random generators to the states from `path`."""
-    try:
-        set_random_states(states)
-    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
-        raise UserError(f"{path} has no valid states of random generators ({first_line(error)})") from error
-
-
-def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
-    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings have changed."""
-    fault = f"has taken {step} steps, but the settings ask for {total} in total" * (step > total)
-    if step == total and changes:
-        fault = f"is of a finished run, and the changed settings would have no effect ({'; '.join(changes)})"
-    if fault:
-        remedy = "raise --max_steps (or --num_train_epochs), or pass another --output_dir or --overwrite_output_dir"
-        raise UserError(f"{folder} {fault}: {remedy}")
-
+from toolkit.utils.cache import digest_of_file, digest_of_files
 
 # Settings that do not change what is trained. Of files and models the content is compared instead, of the precision
 # the one that the run used.
@@ -302,3 +37,266 @@ NOT_OF_TRAINING = {
     "label_names_file", "log_level", "logging_steps", "mixed_precision", "compare_max_length",
     "per_device_eval_batch_size",
 }  # fmt: skip
+_MODEL_FILES = (".safetensors", ".bin", ".onnx", ".onnx_data", ".data", ".xml")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run starts."""
+
+    folder: Path | None = None
+    """A checkpoint, all of which has been read and is whole; None: at step 0."""
+    skipped: tuple[str, ...] = ()
+    """Why newer checkpoints are skipped, a line each."""
+
+
+def precision_of(settings: TrainingSettings) -> str:
+    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's. Only on rank 0,
+    whose disk decides: `make_accelerator` gives it to the others."""
+    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
+    resume = _resume_setting(settings, checkpoints)
+    set_global_ranks(os.environ)
+    if settings.mixed_precision != "auto" or resume == "no" or place_of(os.environ).rank:
+        return settings.mixed_precision
+    with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again
+        for folder in _named_checkpoints(resume, checkpoints):
+            with contextlib.suppress(UserError):
+                return str(folders.read_state(folder)["mixed_precision"])
+    return "auto"
+
+
+def _resume_setting(settings: TrainingSettings, checkpoints: Path) -> str:
+    """--resume, and what it means for a run that a launcher restarts or that starts over."""
+    if settings.output_dir and previous_attempt_in(checkpoints):
+        return "auto"
+    starts_over = settings.overwrite_output_dir or not settings.output_dir
+    return "no" if settings.resume == "auto" and starts_over else settings.resume
+
+
+def previous_attempt_in(checkpoints: Path) -> bool:
+    """Whether a previous attempt of this job (`--max_restarts`) has saved the newest checkpoint."""
+    return attempt() > 0 and folders.newest_save_time(checkpoints) > launcher_start()
+
+
+def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
+    """The newest whole one of the checkpoints that `--resume` names. Raises UserError if none is
+    whole, or if it is of another job."""
+    if resume == "no":
+        return Origin()
+    skipped: list[str] = []
+    for folder in _named_checkpoints(resume, checkpoints):
+        fault = folders.find_fault(folder)
+        if not fault:
+            _refuse_other_job(folder, facts)
+            return Origin(folder, tuple(skipped))
+        skipped.append(f"checkpoint {folder.name}: {fault}: skipped")
+    if skipped:
+        listed = "\n  ".join(skipped)
+        raise UserError(f"--resume {resume}: every checkpoint is damaged:\n  {listed}")
+    if resume != "auto":
+        raise UserError(f"--resume {resume}: there is no checkpoint")
+    return Origin()
+
+
+def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
+    """The checkpoints that `--resume` names, the newest first: one by its path or by its name in
+    this run's `checkpoints`, or those of a run (of this one for `auto`)."""
+    if resume == "auto":
+        return folders.newest_first(checkpoints)
+    path = Path(resume)
+    if not path.exists() and (checkpoints / resume).is_dir():
+        path = checkpoints / resume
+    if not resume or not path.is_dir():
+        remedy = "pass auto, no, a checkpoint's folder, or best, last or step-... of this run"
+        raise UserError(f"--resume {resume or repr(resume)}: no such folder: {remedy}")
+    path = path.resolve()
+    if folders.step_number(path) is not None or (path / folders.STATE_FILE).is_file():
+        return [path]
+    return folders.newest_first(path / "checkpoints") or folders.newest_first(path)
+
+
+def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
+    """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
+    model's folder is identified by its content, and may be moved or copied."""
+    model, training = settings.model, settings.training
+
+    def content(name: str) -> str:
+        if accelerator.is_main_process and Path(name).is_dir():
+            return digest_of_model(Path(name))
+        return name
+
+    identity = {
+        "recipe": recipe,
+        "model": content(str(model.model_name_or_path)),
+        **data.facts,
+        "data": data.digest,
+        "max_length": data.max_length,
+        "global_batch_size": training.global_batch_size,
+        "group_by_length": training.group_by_length,
+        "seed": training.seed,
+        "sampling": section_in(settings, ObjectiveSettings).sampling,
+    }
+    for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+        identity[name] = getattr(model, name, None)
+    distillation = getattr(settings, "distillation", None)
+    if distillation and distillation.teacher:
+        identity["teacher"] = content(distillation.teacher)
+    if layers := getattr(model, "num_hidden_layers", None):
+        identity["num_hidden_layers"] = layers
+    return identity
+
+
+def digest_of_model(folder: Path) -> str:
+    """Of the folder's config and weights, or of its exported graph."""
+    files = [path for path in folder.iterdir() if path.name == "config.json" or path.suffix in _MODEL_FILES]
+    return digest_of_files(folder, files)
+
+
+def script_digest() -> str | None:
+    """Of the recipe that runs, whose loss may be edited between a checkpoint and its resume."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return digest_of_file(Path(script)) if script and Path(script).is_file() else None
+
+
+def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Raises UserError if the checkpoint's `identity` is not this run's."""
+    state = folders.read_state(folder)
+    saved, current = state["identity"], facts["identity"]
+    of_data = [field.name for field in dataclasses.fields(DataSettings) if field.name not in saved]
+    reasons = differences(saved, current, [name for name in current if name not in ("data", "model")])
+    if saved["data"] != current["data"]:
+        changes = differences(state["settings"], facts["settings"], of_data)
+        if not changes and not reasons:
+            changes = ["the content of the files, or the tokenizer, has changed"]
+        reasons += changes
+    if saved["model"] != current["model"]:
+        changes = differences(state["settings"], facts["settings"], ["model_name_or_path"])
+        reasons += changes or ["the content of the model's files has changed"]
+    if reasons:
+        raise UserError(
+            f"{folder} belongs to another job: {'; '.join(reasons)}. Pass the settings it was saved with or another "
+            "--output_dir, or --overwrite_output_dir to move that run aside and start again"
+        )
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """`NAME was X and is Y` for each of the names that both have with different values."""
+    lines = []
+    for name in names:
+        if name in saved and name in current and saved[name] != current[name]:
+            lines.append(f"{name} was {_text(saved[name])} and is {_text(current[name])}")
+    return lines
+
+
+def _text(value: Any) -> str:
+    return f"[{listing(value, 6)}]" if isinstance(value, list) else str(value)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run resumes from."""
+
+    folder: Path
+    """On rank 0's disk."""
+    state: Mapping[str, Any]
+    """Its state.json."""
+    same_run: bool
+    """Whether this run saved it."""
+    lines: list[str]
+    """Lines for the log."""
+
+
+def resume_from(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:
+    """Restores a checkpoint into model, optimizer, schedule and random generators; all ranks must
+    call it. `ignored`: settings that do not affect training and may change. Returns None if the run
+    starts at step 0."""
+    folder = origin.folder
+    if folder is None:
+        return None
+    accelerator, steps, best = checkpoints.accelerator, checkpoints.steps, checkpoints.best
+    content = (folders.read_state(folder), _objects(folder)) if accelerator.is_main_process else None
+    state, objects = broadcast_object_list([content])[0]
+    step, total = state["step"], steps.schedule.total_steps
+    changes = _changed_settings(checkpoints, state, ignored)
+    _check_finished_run(folder, step, total, changes)
+    load_registered(accelerator, objects)
+    best.restore(state["best"])
+    lines = [*origin.skipped, *_restore_best_model(checkpoints, folder)]
+    folders.load(folder, checkpoints.live(), state)
+    if None in (checkpoints.settings.ema_decay, state["settings"].get("ema_decay")):
+        remove_average(checkpoints.live())  # of the steps before --ema_decay was left out
+    checkpoints.continues = same_run = folder.parent.resolve() == checkpoints.path.resolve()
+    if same_run:
+        checkpoints.set_links()
+    set_schedule(checkpoints.scheduler, int(state["scheduler_steps"]))
+    set_scaler(accelerator, checkpoints.optimizer, state["loss_scale"])
+    steps.done = step
+    if state["world"] == accelerator.num_processes:
+        steps.set_randomness = partial(set_random_states, state["random"][accelerator.process_index])
+    return Resumed(folder, state, same_run, [*lines, *_resumed_lines(folder, state, total, changes, checkpoints)])
+
+
+def _objects(folder: Path) -> bytes:
+    path = folder / "objects.pt"
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _changed_settings(checkpoints: Checkpoints, state: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
+    unimportant = NOT_OF_TRAINING.union(ignored)
+    if state["step"] == checkpoints.steps.schedule.total_steps:  # only an evaluation is left, which may have run out
+        unimportant |= {"per_device_batch_size", "max_tokens_per_batch"}  # of memory
+    settings = checkpoints.facts["settings"]
+    changes = differences(state["settings"], settings, [name for name in settings if name not in unimportant])
+    precision = {"mixed_precision": checkpoints.accelerator.mixed_precision}
+    return changes + differences(state, precision, precision)
+
+
+def _resumed_lines(
+    folder: Path, state: Mapping[str, Any], total: int, changes: list[str], checkpoints: Checkpoints
+) -> list[str]:
+    processes = f"{state['world']} process{'es' * (state['world'] > 1)}"
+    lines = [f"resuming from {folder}: step {state['step']} of {total} (saved by {state['strategy']}, {processes})"]
+    if changes:
+        lines.append(f"settings that changed since: {'; '.join(changes)}")
+    scripts = {state["script"], checkpoints.facts["script"]}
+    if len(scripts) > 1 and None not in scripts:  # a notebook has none
+        why = "if its loss, model or data did, pass --overwrite_output_dir to start again"
+        lines.append(f"{sys.argv[0]} has changed since that checkpoint: {why}")
+    return lines
+
+
+def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
+    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is
+    missing, newer than the resumed one or of another `--save_dtype`. Where the best checkpoint is
+    gone, the next evaluation counts as the best."""
+    best, dtype = checkpoints.best, checkpoints.settings.save_dtype
+    model_folder = checkpoints.path.with_name("model")
+    if not best.step or broadcast_object_list([has_model(model_folder, best.step, dtype)])[0]:
+        return []
+    source = folders.step_folder(folder.parent, best.step)  # the link `best` may point to a later checkpoint
+    state = broadcast_object_list([_whole_state(source) if checkpoints.accelerator.is_main_process else None])[0]
+    if state is None:
+        step = best.step
+        best.reset()
+        return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
+    folders.load(source, checkpoints.live(), state)
+    if state["settings"].get("ema_decay") is None:
+        remove_average(checkpoints.live())
+    with average_as_weights(checkpoints.live):
+        save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
+    return []
+
+
+def _whole_state(folder: Path) -> dict[str, Any] | None:
+    return None if folders.find_fault(folder) else folders.read_state(folder)
+
+
+def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
+    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings
+    have changed."""
+    remedy = "raise --max_steps (or --num_train_epochs), or pass another --output_dir or --overwrite_output_dir"
+    if step > total:
+        raise UserError(f"{folder} has taken {step} steps, but the settings ask for {total} in total: {remedy}")
+    if step == total and changes:
+        fault = f"is of a finished run, and the changed settings would have no effect ({'; '.join(changes)})"
+        raise UserError(f"{folder} {fault}: {remedy}")

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from toolkit.checkpoint.folder import complete
+from toolkit.checkpoint.folder import newest_first
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch.environment import attempt, launch_request, max_restarts
@@ -32,7 +32,7 @@ class RunFolder:
 
     path: Path
     origin: Origin
-    """The checkpoints from which the run may resume."""
+    """Where the run starts."""
     lock: FileLock | None = None
     """Held by the main process while this object exists, so that no second run uses the folder."""
 
@@ -44,8 +44,8 @@ class RunFolder:
 def open_run_folder(
     accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
 ) -> RunFolder:
-    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError if the folder holds
-    a run that `--resume` excludes, or that cannot be resumed."""
+    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError if
+    the folder holds a run that `--resume` excludes, or that cannot be resumed."""
     folder, fault = None, ""
     if accelerator.is_main_process:
         try:
@@ -81,11 +81,12 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
     if content == ["config.json"] and "identity" in _config_of(path):
         content = []  # a run failed before its first step
     moves_aside = bool(content) and settings.overwrite_output_dir
+    remove_drafts(path / "checkpoints")  # of a killed process
     # --resume may name a checkpoint in the folder that is moved aside
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
     origin = choose_origin(resume, path / "checkpoints", facts)
     if content and not moves_aside and not _can_continue(path, settings, origin, facts):
-        reason = "; ".join(origin.skipped) or f"--resume {settings.resume} continues from none of its checkpoints"
+        reason = f"--resume {settings.resume} continues from none of its checkpoints"
         remedy = "pass another --output_dir, or --overwrite_output_dir to move that run aside"
         raise UserError(f"--output_dir {path} already contains a run ({', '.join(content)}), and {reason}: {remedy}")
     try:
@@ -97,8 +98,8 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
             aside = _unused_path(folder.with_name(f"{folder.name}.old-{stamp}"))
             folder.rename(aside)
             folder.mkdir()
-            moved = [aside / each.relative_to(old) if old in each.parents else each for each in origin.candidates]
-            origin = Origin(moved, origin.skipped)
+            if origin.folder and old in origin.folder.parents:
+                origin = Origin(aside / origin.folder.relative_to(old), origin.skipped)
         path.mkdir(parents=True, exist_ok=True)
         if lock is None or moves_aside:
             lock = _lock(path)
@@ -129,7 +130,8 @@ def _lock(path: Path) -> FileLock | None:
 
 
 def _holder(path: Path) -> str:
-    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID another may have."""
+    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID
+    another may have."""
     world = _config_of(path).get("world", {})
     try:
         if world["host"] == socket.gethostname():
@@ -151,13 +153,14 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _can_continue(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
-    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 if it has none yet."""
-    if origin.candidates:
-        return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
+    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 if it
+    has none yet."""
+    if origin.folder:
+        return (path / "checkpoints").resolve() in origin.folder.resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
         return False
-    if complete(path / "checkpoints"):
-        return False  # a damaged one, which the user may repair
+    if newest_first(path / "checkpoints"):
+        return False
     before = _config_of(path)
     return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
 

@@ -32,7 +32,7 @@ if not Path(options.get("needs", ".")).exists():
     sys.exit("error: there is no file " + options["needs"])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
-(folder / "checkpoints/step-1/manifest.json").touch()
+(folder / "checkpoints/step-1/state.json").touch()
 data = {"problem_type": "single_label_classification", "labels": ["a", "b"], "total_steps": 4, "digest": "d"}
 world = {"num_processes": 1, "distributed_type": "NO", "deepspeed": None, "mixed_precision": "no", "device": "c"}
 config = {"settings": {"x": x, "seed": 1}, "data": data, "world": world}

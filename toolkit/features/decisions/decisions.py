@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.tokens import Split
 from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
-from toolkit.evaluation.answers import ClassAnswers
+from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.report.curves import DASHED, Chart, chart
 from toolkit.report.files import write_atomically

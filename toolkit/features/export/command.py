@@ -21,7 +21,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from toolkit import launch
-from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.config import TaskSettings, TextSettings, build, fields_of, sections_of, tasks
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
@@ -29,7 +28,7 @@ from toolkit.data.read import read_file
 from toolkit.data.tokens import LengthBuckets, Split
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
-from toolkit.evaluation.answers import ClassAnswers
+from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, training_quoting, training_run
 from toolkit.models.exported import FILES, INPUTS, export_format
 from toolkit.pretrained import quiet_transformers

@@ -119,7 +119,7 @@ def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, dige
 def settings_of_fold(accelerator: Accelerator, settings: Any, fold: int) -> Any:
     """The settings of one fold's run, in its own folder; a folder without a checkpoint to resume from is moved away."""
     folder = fold_folder(settings.training.output_dir, fold)
-    stale = accelerator.is_main_process and folder.exists() and not any(folder.glob("checkpoints/step-*/manifest.json"))
+    stale = accelerator.is_main_process and folder.exists() and not any(folder.glob("checkpoints/step-*/state.json"))
     training = replace(settings.training, output_dir=str(folder), overwrite_output_dir=stale)
     return replace(settings, training=training)
 

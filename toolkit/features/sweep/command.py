@@ -142,7 +142,7 @@ class Sweep:
         record.write_text(command, encoding="utf-8")
         print(f"{folder.name}:", *_options(settings), flush=True)
         settings = {**settings, "output_dir": folder}
-        if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/manifest.json")):
+        if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/state.json")):
             settings["overwrite_output_dir"] = "true"  # it was killed before its first checkpoint
         with log.open("ab") as output:
             start = output.tell()

@@ -1,1 +1,0 @@
-"""Opens checkpoints of any format: reads their structure, executes nothing, imports no torch."""

@@ -1,0 +1,160 @@
+"""`toolkit convert`: which tensors are written under which names, and whether all are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.conversion import lora, write
+from toolkit.conversion.model_class import CONFIG, model_class, read_config
+from toolkit.conversion.open import open_checkpoint
+from toolkit.conversion.stored import Check, Checkpoint, Stored
+from toolkit.demo import model_path
+from toolkit.errors import UserError, listing
+from toolkit.utils.files import explain_write_errors, replace_folder
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """The options of `toolkit convert`."""
+
+    dtype: str = "fp32"
+    """A key of `write.DTYPES`."""
+    max_shard_bytes: int = 5 * 10**9
+    """Of one file."""
+    config_from: Path | None = None
+    """The folder of the config and the tokenizer, if the checkpoint has none."""
+    base_model: Path | None = None
+    """The folder of the frozen parameters that the checkpoint leaves out."""
+    prefix: str = ""
+    """Converts only the tensors with this prefix, and removes it."""
+    merge_lora: bool = False
+    """Merges an adapter into its base model, in place of writing the adapter."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What is written."""
+
+    tensors: Mapping[str, Stored]
+    line: str
+    """For the user."""
+    folder: Path | None
+    """Of the tokenizer and the like."""
+    config: Mapping[str, Any] | None = None
+    """Of a model."""
+    checks: tuple[Check, ...] = ()
+    """Of the base model."""
+
+
+def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]:
+    """Writes a checkpoint as a Hugging Face folder, and returns the lines to print.
+
+    Raises UserError if the checkpoint is not complete, intact and as its config promises, or `out` exists; nothing is
+    written then.
+    """
+    _check_out(checkpoint, out)
+    opened = open_checkpoint(checkpoint).select(settings.prefix)
+    adapter = _adapter_config(opened, settings)
+    if adapter is None or settings.merge_lora:
+        stem, output = "model", _model(opened, adapter, settings)
+    else:
+        stem, output = "adapter_model", _adapter(opened, adapter)
+    with ThreadPoolExecutor() as threads:
+        for _ in threads.map(lambda check: check(), [*opened.checks, *output.checks]):
+            pass  # raises the first error
+    dtype = write.DTYPES[settings.dtype]
+    with explain_write_errors(out), replace_folder(out) as draft:
+        size = write.write_tensors(draft, output.tensors, dtype, settings.max_shard_bytes, stem)
+        if output.config is not None:
+            write.write_config(draft, output.config, dtype)
+        if output.folder is not None:
+            write.copy_files(output.folder, draft, is_own=output.folder == opened.model_folder)
+        if opened.model_folder is not None:
+            write.copy_decisions(opened.model_folder, draft, opened.step)
+    return [output.line, f"wrote {out} from step {opened.step}: {size} of {settings.dtype}"]
+
+
+def _check_out(checkpoint: Path, out: Path) -> None:
+    """Raises UserError if writing `out` could replace anything, or be lost with the checkpoint."""
+    if out.is_symlink() or out.is_file() or any(out.glob("*")):
+        raise UserError(f"{out} already exists: name another folder")
+    if out.resolve().is_relative_to(checkpoint.resolve()):
+        raise UserError(f"{out} is in the checkpoint {checkpoint}: name another folder")
+
+
+def _adapter_config(opened: Checkpoint, settings: ConvertSettings) -> Path | None:
+    """The adapter's config; None without LoRA. Raises UserError if there is none, or nothing to convert."""
+    if not any(".lora_" in name for name in opened.tensors):
+        if settings.merge_lora or any(name.startswith(lora.PREFIX) for name in opened.tensors):
+            raise UserError(f"{opened.path} has no LoRA adapter, of which alone --merge_lora is")
+        return None
+    for folder in (opened.path, opened.model_folder, settings.config_from):
+        if folder is not None and (folder / lora.ADAPTER_CONFIG).is_file():
+            return folder / lora.ADAPTER_CONFIG
+    raise UserError(f"{opened.path} has no {lora.ADAPTER_CONFIG}: pass the folder that has it as --config_from")
+
+
+def _adapter(opened: Checkpoint, config: Path) -> _Output:
+    if config.parent == opened.path:
+        raise UserError(
+            f"{opened.path} is an adapter's folder, which PeftModel.from_pretrained(base, FOLDER) loads; for the "
+            f"merged model: toolkit convert {opened.path} OUT --merge_lora --base_model FOLDER"
+        )
+    line = "an adapter: PeftModel.from_pretrained(base, FOLDER) loads it, and --merge_lora merges it"
+    return _Output(lora.adapter_tensors(opened, config), line, config.parent)
+
+
+def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) -> _Output:
+    """All parameters and persistent buffers of a model, with its adapter merged."""
+    plain = opened if adapter is None else lora.without_lora(opened)
+    folders = (settings.config_from, opened.model_folder, settings.base_model)
+    folder = next((each for each in folders if each is not None and (each / CONFIG).is_file()), None)
+    if folder is None:
+        line = f"weights only: {plain.path} has no config; pass a folder that has one as --config_from"
+        return _unchecked(plain, line, None, None)
+    config = read_config(folder, plain.tensors)
+    model = model_class(config, folder / CONFIG)
+    if model is None:
+        line = f"not compared with {folder / CONFIG}: its class is not in transformers"
+        return _unchecked(plain, line, folder, config)
+    tensors = model.fit(plain)
+    checks: tuple[Check, ...] = ()
+    if lacks := model.lacks(tensors):
+        base = _base_model(plain, lacks, settings)
+        others = model.fit(base)
+        tensors |= {name: others[name] for name in lacks if name in others}
+        checks = base.checks
+    if adapter is not None:
+        tensors |= lora.merged_layers(opened, adapter, model, tensors)
+    model.check(tensors, plain.path)
+    line = f"the {len(tensors)} names and shapes are those of {model.promise}"
+    in_order = {name: tensors[name] for name in model.shapes if name in tensors}
+    return _Output(in_order, line, folder, config, checks)
+
+
+def _base_model(plain: Checkpoint, lacks: list[str], settings: ConvertSettings) -> Checkpoint:
+    """The model with the parameters that the checkpoint lacks. Raises UserError if it is not known."""
+    folder = settings.base_model
+    if folder is None and plain.excluded and plain.base_model:
+        folder = Path(model_path(plain.base_model))
+    if folder is None or not folder.is_dir():
+        raise UserError(
+            f"{plain.path} lacks {listing(lacks, 5)}: if they were frozen and left out, pass the folder of the base "
+            f"model {plain.base_model} as --base_model FOLDER"
+        )
+    return open_checkpoint(folder)
+
+
+def _unchecked(plain: Checkpoint, line: str, folder: Path | None, config: Mapping[str, Any] | None) -> _Output:
+    """Of no class that transformers has: the names stay as they are, tied ones are written once."""
+    if plain.excluded:
+        raise UserError(f"{line}, and {plain.path} has only a part of the weights")
+    names: dict[Stored, str] = {}
+    for name, tensor in plain.tensors.items():
+        if names.setdefault(tensor, name) != name:
+            line += f"; left out: {name}, tied to {names[tensor]}"
+    return _Output({name: tensor for tensor, name in names.items()}, line, folder, config)

@@ -1,0 +1,272 @@
+"""DeepSpeed's folders, of `save_checkpoint` and of `accelerator.save_state`: where each parameter lies in the flat
+fp32 buffers of the ranks' optimizer files.
+
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): a parameter group is one buffer of its
+parameters in the order of `param_shapes`, with gaps under `parameter_alignment`; each rank has an equal part of it, and
+saves it without the padding at the buffer's end (BF16_Optimizer with it).
+
+Stage 3 (stage3.py): each parameter is split into equal parts, the last ones padded; a rank's buffer of a sub-group has
+its parts in the order of `param_shapes`.
+
+DeepSpeed's own zero_to_fp32.py drops what was frozen under stage 1 and does not notice ranks of different steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.conversion.stored import Checkpoint, Stored
+from toolkit.conversion.torch_files import check_zip, load, stored
+from toolkit.errors import UserError, listing
+
+Pieces = Sequence[torch.Tensor]
+"""Consecutive elements of a parameter, in order: flat views of the ranks' files."""
+Shapes = Mapping[str, torch.Size]
+
+_MODEL, _OPTIMIZER = "mp_rank_00_model_states.pt", "mp_rank_00_optim_states.pt"
+_SAME = ("ds_version", "global_steps", "global_samples", "skipped_steps", "param_shapes")
+"""What the model's files of all ranks must agree on."""
+_SMALL = 1 << 16
+"""Elements of a parameter that is cheap to compare."""
+
+
+def is_tag_folder(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("*mp_rank_*_states.pt"))
+
+
+def find_tag_folder(root: Path) -> Path | None:
+    """The folder that `latest` names; None without that file. Raises UserError for another name."""
+    latest = root / "latest"
+    if not latest.is_file():
+        return None
+    folder = root / latest.read_text(errors="replace").strip(" \n\0/")
+    several = (root / "pytorch_model_1").is_dir()  # of accelerate, where `latest` names the last model
+    if several or ".." in folder.parts or not is_tag_folder(folder):
+        choices = listing(entry for entry in sorted(root.iterdir()) if is_tag_folder(entry))
+        raise UserError(f"{latest} does not name the one checkpoint in {root}; name yours: {choices}")
+    return folder
+
+
+def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
+    """Opens a tag's folder, of ZeRO stage 0 to 3. `path`: as the user named it.
+
+    Raises UserError if a rank's file is missing, damaged or of another save.
+    """
+    models, ranks = _load(folder)
+    first = models[0]
+    groups: list[Shapes] = first.get("param_shapes") or []
+    frozen: Shapes = first.get("frozen_param_shapes") or {}
+    trained: dict[str, Pieces] = {}
+    split = _split_buffer if len(models) == 1 else _split_stage3
+    for number, shapes in enumerate(groups):
+        trained |= split(ranks, number, shapes)
+    pieces = {**trained, **_fragments(models, frozen)}
+    tensors = stored(_whole_tensors(models, pieces))
+    for shapes in (*groups, frozen):
+        tensors |= {name: _join(pieces[name], shapes[name]) for name in shapes if name in pieces}
+    for pair in (first.get("shared_params") or {}).items():
+        for one, other in (pair, pair[::-1]):
+            if one in pieces and other not in pieces:
+                tensors[other] = tensors[one]
+    checks = [functools.partial(check_zip, each) for each in sorted(folder.glob("*_states.pt"))]
+    return Checkpoint(
+        path,
+        {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors},
+        step=first["global_steps"],
+        checks=(*checks, functools.partial(_check_copies, folder, first["module"], trained)),
+    )
+
+
+def _join(pieces: Pieces, shape: torch.Size) -> Stored:
+    return Stored(tuple(shape), pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
+
+
+def _whole_tensors(models: Sequence[Any], others: Collection[str]) -> dict[str, torch.Tensor]:
+    """What is in `module` alone: buffers, under stage 0 all parameters, under stage 1 the frozen ones."""
+    buffers = models[0].get("buffer_names") or ()
+    names = set(models[0]["module"]).difference(others)
+    if len(models) > 1:  # stage 3 has parameters there, empty
+        names = names.intersection(buffers)
+    return {name: models[0]["module"][name] for name in names}
+
+
+def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
+    """Frozen parameters: whole under stage 2, under stage 3 a part in each rank's file, the last ones padded."""
+    frozen: dict[str, Pieces] = {}
+    if models[0].get("frozen_param_fragments"):
+        for name, shape in shapes.items():
+            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
+            frozen[name] = _without_padding(parts, shape.numel())
+    return frozen
+
+
+def _check_copies(folder: Path, module: Mapping[str, torch.Tensor], trained: Mapping[str, Pieces]) -> None:
+    """Under stages 1 and 2 the model's file has each parameter in the engine's dtype: compares small ones, which all
+    steps change. Raises UserError if one differs."""
+    for name, pieces in trained.items():
+        copy = module.get(name)
+        if copy is not None and 0 < copy.numel() <= _SMALL:
+            master = torch.cat(list(pieces)).to(copy.dtype)
+            if not torch.equal(master, copy.reshape(-1)):
+                raise UserError(f"{folder} has files of different saves: {name} differs; copy it again")
+
+
+class _Rank:
+    """A rank's optimizer file. Raises UserError if it is not one of ZeRO."""
+
+    def __init__(self, path: Path, stage3: bool) -> None:
+        state = _load_file(path)["optimizer_state_dict"]
+        masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
+        if masters not in state:
+            raise UserError(f"{path} has no {masters}: it is of another ZeRO stage than the model's file")
+        self.path = path
+        self.masters: list[torch.Tensor] = state[masters]
+        """By group: the flat fp32 elements of this rank."""
+        self.sizes = [master.numel() for master in self.masters]
+        """By group: elements of this rank's part of the buffer, with its padding."""
+        if "zero_stage" in state:  # BF16_Optimizer saves the padding
+            for number, padding in enumerate(state.get("group_paddings") or ()):
+                self.sizes[number] += max(0, padding)
+        self.gaps = state.get("param_alignment_paddings")
+        """By group and parameter: elements between it and the next one."""
+        self.steps = set(_steps(state))
+        self.facts = {
+            "the numbers of ranks": state.get("partition_count"),
+            "their steps": self.steps,
+            "their parts of the parameters": (self.sizes, self.gaps),
+        }
+
+
+def _steps(state: Any) -> Iterator[float]:
+    """The steps that an optimizer's state has counted."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if str(key).endswith("step") and value is not None:
+                yield float(value)
+            else:
+                yield from _steps(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _steps(value)
+
+
+def _load(folder: Path) -> tuple[list[Any], list[_Rank]]:
+    """(the model's files, one under stages 0 to 2; the optimizer's by rank, none under stage 0).
+
+    Raises UserError if files are missing, damaged, or of different saves.
+    """
+    present = {path.name for path in folder.glob("*_states.pt")}
+    model_names = [_MODEL]
+    if _MODEL not in present:
+        model_names = [f"zero_pp_rank_0_{_MODEL}"]
+    if model_names[0] not in present:
+        raise UserError(f"{folder} lacks {model_names[0]}: copy it again")
+    first = _load_file(folder / model_names[0])
+    world = first.get("dp_world_size", 1)
+    stage3 = model_names != [_MODEL]
+    if stage3:
+        model_names = [f"zero_pp_rank_{rank}_{_MODEL}" for rank in range(world)]
+    optimizer_names = []
+    if first.get("param_shapes"):
+        name = next((name for name in sorted(present) if name.endswith(_OPTIMIZER)), "zero_pp_rank_0")
+        prefix = name.partition("zero_pp")[0]  # "", bf16_ or fp16_
+        optimizer_names = [f"{prefix}zero_pp_rank_{rank}_{_OPTIMIZER}" for rank in range(world)]
+    _require_files(folder, present, [*model_names, *optimizer_names], world)
+    models = {name: _load_file(folder / name) for name in model_names}
+    ranks = [_Rank(folder / name, stage3) for name in optimizer_names]
+    _require_same({folder / name: {key: model.get(key) for key in _SAME} for name, model in models.items()})
+    _require_same({rank.path: rank.facts for rank in ranks})
+    for rank in ranks:
+        if len(rank.masters) != len(first["param_shapes"]) or max(rank.steps, default=0) > first["global_steps"]:
+            raise _mixed(rank.path, "the numbers of groups or steps")
+    return list(models.values()), ranks
+
+
+def _require_files(folder: Path, present: Collection[str], expected: Sequence[str], world: int) -> None:
+    """Raises UserError naming all files that are missing, and those that this save did not write."""
+    missing = [name for name in expected if name not in present]
+    surplus = sorted(set(present).difference(expected))
+    if missing:
+        raise UserError(
+            f"{folder} lacks {listing(missing, 16)} ({world} ranks saved it): copy it again; where machines share no "
+            f"disk, from each of them: `rsync -a OTHER_MACHINE:{folder}/ {folder}/`"
+        )
+    if surplus:
+        raise UserError(
+            f"{folder} has {listing(surplus)}: of another save, or of tensor, pipeline or expert parallelism, which "
+            "are not supported"
+        )
+
+
+def _load_file(path: Path) -> Any:
+    """Raises UserError if it is damaged, or was written as another rank's."""
+    content = load(path)
+    with zipfile.ZipFile(path) as file:
+        written_as = file.namelist()[0].partition("/")[0] + ".pt"
+    if written_as != path.name and path.with_name(written_as).is_file():
+        raise UserError(f"{path} was written as {written_as}: ranks were exchanged; copy the folder again")
+    return content
+
+
+def _require_same(facts: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Raises UserError naming the first file of which a fact is not that of the first file."""
+    for path, values in facts.items():
+        for what, expected in next(iter(facts.values())).items():
+            if values[what] != expected:
+                raise _mixed(path, what)
+
+
+def _mixed(path: Path, what: str) -> UserError:
+    return UserError(
+        f"{path} is of another save than the files beside it: {what} differ; copy the checkpoint again, or take another"
+    )
+
+
+def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
+    """Stages 1 and 2: each parameter's range of the buffer, cut where a rank's part of it ends."""
+    size = ranks[0].sizes[number]
+    gaps = ranks[0].gaps[number] if ranks[0].gaps else [0] * len(shapes)
+    parameters: dict[str, Pieces] = {}
+    start = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        end = start + shape.numel()
+        parts = []
+        for index, rank in enumerate(ranks):
+            low, high = (min(max(place - index * size, 0), size) for place in (start, end))
+            parts.append(rank.masters[number][low:high])
+        parameters[name] = parts
+        start = end + gap
+    total = sum(rank.masters[number].numel() for rank in ranks)
+    if not start <= total < start + 2 * len(ranks):  # padded to a multiple of 2 x ranks
+        raise _mixed(ranks[0].path, f"the elements of group {number} ({total:,} and {start:,})")
+    return parameters
+
+
+def _split_stage3(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
+    """Stage 3: each parameter's equal parts, the last ones without their padding."""
+    parameters: dict[str, Pieces] = {}
+    start = 0
+    for name, shape in shapes.items():
+        size = math.ceil(shape.numel() / len(ranks))
+        parts = [rank.masters[number][start : start + size] for rank in ranks]
+        parameters[name] = _without_padding(parts, shape.numel())
+        start += size
+    if ranks[0].sizes[number] != start:
+        raise _mixed(ranks[0].path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
+    return parameters
+
+
+def _without_padding(parts: Pieces, count: int) -> Pieces:
+    """The first `count` elements."""
+    pieces = []
+    for part in parts:
+        pieces.append(part[:count])
+        count -= pieces[-1].numel()
+    return pieces

@@ -1,0 +1,139 @@
+"""The model that a config.json promises: transformers builds it without memory (on the meta device), and tells its
+parameters' names, shapes and ties, and what it calls the names of older checkpoints today."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.conversion.stored import Checkpoint, Stored
+from toolkit.errors import Faults, UserError, first_line, listing
+from toolkit.utils.files import read_table
+
+CONFIG = "config.json"
+_HEADS = (".score.weight", ".classifier.weight", ".classifier.out_proj.weight")
+"""Last weights of classifiers; their rows are the labels."""
+_WITHOUT_LABELS = r"(\w+?)(LMHeadModel|Model|ForMaskedLM|ForCausalLM|ForPreTraining)"
+_IGNORED = (r"(^|\.)position_ids$", r"rotary_emb\.inv_freq$")
+"""Constants that older versions of transformers saved, and all models ignore."""
+
+
+def read_config(folder: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
+    """A model's config. For the weights of a classifier of texts and the config of its language model, the
+    classifier's. Raises UserError for the config of something else."""
+    config = read_table(folder / CONFIG, {})
+    if "model_type" not in config:
+        raise UserError(f"{folder / CONFIG} is not the config of a model: it has no model_type")
+    language_model = re.fullmatch(_WITHOUT_LABELS, (config.get("architectures") or [""])[0])
+    heads = [tensor for name, tensor in tensors.items() if f".{name}".endswith(_HEADS)]
+    if language_model and heads:
+        rows = range(heads[0].shape[0])
+        config["architectures"] = [f"{language_model[1]}ForSequenceClassification"]
+        if len(config.get("id2label") or ()) != len(rows):
+            config["id2label"] = {str(row): f"LABEL_{row}" for row in rows}
+            config["label2id"] = {f"LABEL_{row}": row for row in rows}
+    return config
+
+
+def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
+    """None for a class that is not of transformers. Raises UserError for a config that it cannot build."""
+    import transformers
+
+    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if kind is None or config["model_type"] not in transformers.CONFIG_MAPPING:
+        return None
+    try:
+        settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        with torch.device("meta"):
+            return ModelClass(kind(settings), path)
+    except Exception as error:
+        raise UserError(f"{path}: {kind.__name__} cannot be built from it: {first_line(error)}") from error
+
+
+class ModelClass:
+    """A class of transformers with the sizes of a config."""
+
+    def __init__(self, model: Any, config: Path) -> None:
+        self.model = model
+        """On the meta device."""
+        self.promise = f"{type(model).__name__} of {config}"
+        state = model.state_dict(keep_vars=True)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        """Of all parameters and persistent buffers; tied ones under each of their names."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in state.items():
+            groups[id(tensor)].append(name)
+        others = getattr(model, "all_tied_weights_keys", {})
+        self.ties = [sorted(names, key=others.__contains__) for names in groups.values()]
+        """All names of each tensor, first the one under which `save_pretrained` writes it."""
+
+    def lacks(self, tensors: Collection[str]) -> list[str]:
+        """The tensors that are there under none of their names."""
+        return [names[0] for names in self.ties if not any(name in tensors for name in names)]
+
+    def fit(self, checkpoint: Checkpoint) -> dict[str, Stored]:
+        """A checkpoint's tensors by this class's names, as far as it has them, tied ones once.
+
+        Names become those that `from_pretrained` gives them (`LayerNorm.gamma` -> `LayerNorm.weight`). A `model.` or
+        `net.` of a module around the model is removed if all names begin with it.
+        """
+        old = new = list(checkpoint.tensors)
+        fits = [self._today(name) for name in new]
+        while len({name.partition(".")[0] for name in new}) == 1 and "." in new[0]:
+            new = [name.partition(".")[2] for name in new]
+            fits = max(fits, [self._today(name) for name in new], key=self._count)
+        return self._untied(dict(checkpoint.renamed(dict(zip(old, fits, strict=True))).tensors))
+
+    def _count(self, names: Iterable[str]) -> int:
+        return sum(name in self.shapes for name in names)
+
+    def _today(self, name: str) -> str:
+        from transformers.core_model_loading import rename_source_key
+
+        if name in self.shapes:
+            return name
+        return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self.shapes)[0]
+
+    @functools.cached_property
+    def _renamings(self) -> list[Any]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        every = get_model_conversion_mapping(self.model)
+        return [each for each in every if isinstance(each, WeightRenaming)]
+
+    def _untied(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
+        """Without other names of the same numbers, and without constants that the class ignores."""
+        for first, *others in self.ties:
+            for name in set(others) & set(tensors):
+                tensor = tensors[name]
+                kept = tensors.setdefault(first, tensor)
+                if kept is tensor or torch.equal(kept.read(), tensor.read()):
+                    del tensors[name]
+        ignored = [*_IGNORED, *(self.model._keys_to_ignore_on_load_unexpected or ())]
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name in self.shapes or not any(re.search(pattern, name) for pattern in ignored)
+        }
+
+    def check(self, tensors: Mapping[str, Stored], where: Path) -> None:
+        """Raises UserError naming all tensors that are missing, unknown or of another shape."""
+        faults = Faults()
+        lacks = self.lacks(tensors)
+        unknown = [name for name in tensors if name not in self.shapes]
+        if lacks:
+            faults.add(f"{where} lacks {listing(lacks, 5)}, which {self.promise} has")
+        if unknown:
+            faults.add(f"{where} has {listing(unknown, 5)}, which {self.promise} lacks; for a part: --prefix NAME")
+        for name, tensor in tensors.items():
+            if tensor.shape != self.shapes.get(name, tensor.shape):
+                shapes = f"{list(tensor.shape)}, and {self.promise} {list(self.shapes[name])}"
+                faults.add(f"{where} has {name} of shape {shapes}")
+        faults.raise_if_any()

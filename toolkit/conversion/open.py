@@ -1,0 +1,155 @@
+"""Recognises a checkpoint by its files, and opens a run's own and those of Hugging Face."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES
+from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
+from toolkit.conversion.distributed import METADATA, open_distributed
+from toolkit.conversion.model_class import CONFIG
+from toolkit.conversion.stored import Checkpoint, Stored
+from toolkit.conversion.torch_files import open_torch_file
+from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.utils.files import read_table, refuse_lfs_pointer
+
+_EXPECTED = (
+    "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint, of accelerator.save_state or of "
+    "torch.distributed.checkpoint, a file of torch.save, or a Hugging Face model"
+)
+# in the order in which transformers looks for them
+_MODEL_FILES = (
+    "pytorch_model_fsdp.bin", "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin"
+)  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a checkpoint: reads the structure of its files, and no tensor.
+
+    Args:
+        path: a run's folder (its newest checkpoint), its `checkpoints`, one of them, or the links `best` and `last`; a
+            folder of DeepSpeed's save_checkpoint or a tag in it; a folder of accelerator.save_state or of
+            torch.distributed.checkpoint; a Hugging Face model; a file of torch.save or safetensors.
+
+    Raises:
+        UserError: `path` is none of these, or a file is missing, damaged, of another save, or would execute code.
+    """
+    if not path.exists():
+        siblings = [entry.name for entry in path.parent.glob("*")]
+        raise UserError(f"{path} does not exist{did_you_mean(path.name, siblings)}; expected {_EXPECTED}")
+    if path.is_file():
+        return _with_config(_open_file(path), path.parent)
+    if run := _run_checkpoint(path):
+        return _open_run(path, run)
+    if is_tag_folder(path):
+        return _with_config(open_deepspeed(path, path), path, path.parent)
+    if tag := find_tag_folder(path):
+        return _with_config(open_deepspeed(path, tag), path)
+    for folder in (path, path / "pytorch_model_fsdp_0"):
+        if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
+            return _with_config(open_distributed(path, folder), folder, folder.parent)
+    for name in _MODEL_FILES:
+        if (path / name).is_file() or (path / f"{name}.index.json").is_file():
+            return _with_config(_open_model(path, name), path)
+    entries = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
+    raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {entries}")
+
+
+def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
+    """With the first of the folders that has a config."""
+    model_folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+    return replace(checkpoint, model_folder=model_folder)
+
+
+# ---- a run's own
+
+
+def _run_checkpoint(path: Path) -> Path | None:
+    """The folder of a run's checkpoint that `path` is, or the newest that it has."""
+    steps = [*folders.newest_first(path / "checkpoints"), *folders.newest_first(path)]
+    choices = [path, *steps]
+    return next((folder for folder in choices if (folder / folders.STATE_FILE).is_file()), None)
+
+
+def _open_run(path: Path, folder: Path) -> Checkpoint:
+    state = folders.read_state(folder)
+    tensors = _safetensors(folder / folders.WEIGHTS_FILE)
+    tensors |= {other: tensors[name] for other, name in state["tied"].items() if name in tensors}
+    if state["settings"].get("ema_decay") is not None:  # as the run's model/ has them
+        moments = _safetensors(folder / folders.OPTIMIZER_FILE)
+        tensors |= {name: moments[f"ema.{name}"] for name in tensors if f"ema.{name}" in moments}
+    return Checkpoint(
+        path=path,
+        tensors=tensors,
+        step=state["step"],
+        model_folder=folder / "model",
+        excluded=state["excluded"],
+        base_model=str(state["base_model"] or ""),
+        checks=(functools.partial(_require_whole, folder),),
+    )
+
+
+def _require_whole(folder: Path) -> None:
+    if fault := folders.find_fault(folder):
+        raise UserError(f"{fault}; copy {folder} again, or take another checkpoint")
+
+
+# ---- Hugging Face's
+
+
+def _open_file(path: Path) -> Checkpoint:
+    """A file that is a whole model's state."""
+    is_shard = re.search(r"-\d{5}-of-\d{5}\.|\.distcp$", path.name)
+    if is_shard or is_tag_folder(path.parent) or (path.parent / folders.STATE_FILE).is_file():
+        raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
+    return _open_state(path)
+
+
+def _open_state(path: Path) -> Checkpoint:
+    if path.suffix == ".safetensors":
+        return Checkpoint(path, _safetensors(path))
+    return open_torch_file(path)
+
+
+def _open_model(folder: Path, name: str) -> Checkpoint:
+    """One file, or several with an index. Raises UserError if a file or a weight is missing."""
+    if (second := folder / name.replace(".", "_1.", 1)).is_file():
+        raise UserError(f"{folder} has several models (also {second.name}): put each into its own folder")
+    weight_map: dict[str, str] = {}
+    files = [name]
+    if not (folder / name).is_file():
+        weight_map = read_table(folder / f"{name}.index.json", {})["weight_map"]
+        files = sorted(set(weight_map.values()))
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise UserError(f"{folder} lacks {listing(missing)}, which its index names: copy it again")
+    states = [_open_state(folder / file) for file in files]
+    tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
+    if lacks := [name for name in weight_map if name not in tensors]:
+        raise UserError(f"{folder} lacks {listing(lacks)}, which its index names: copy it again")
+    return Checkpoint(folder, tensors, checks=tuple(check for state in states for check in state.checks))
+
+
+def _safetensors(path: Path) -> dict[str, Stored]:
+    """Raises UserError for a file that is truncated, or damaged in its header."""
+    try:
+        refuse_lfs_pointer(path)
+        file: Any = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is missing, damaged, or not a file of safetensors: {error}; copy it again") from None
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118 (not a dict)
+        header = file.get_slice(name)
+        if header.get_dtype() not in _DTYPES:
+            raise UserError(f"{path}: {name} has the dtype {header.get_dtype()}, which cannot be converted")
+        read = functools.partial(file.get_tensor, name)
+        tensors[name] = Stored(tuple(header.get_shape()), _DTYPES[header.get_dtype()], read)
+    return tensors

@@ -1,0 +1,81 @@
+"""A checkpoint as its tensors by name, each of which is read only when it is written."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from toolkit.errors import UserError, listing
+
+T = TypeVar("T")
+Check = Callable[[], None]
+"""Reads a part of a checkpoint. Raises UserError if it is damaged."""
+# of torch.compile, FSDP, activation checkpointing and Lightning's strategies
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a checkpoint. Tied weights are one object under several names."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    """The tensor, which may be a view of a mapped file: it must not be changed."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a path contains; none of its tensors has been read."""
+
+    path: Path
+    tensors: Mapping[str, Stored]
+    step: int | None = None
+    model_folder: Path | None = None
+    """The folder with the model's config, if the checkpoint has one."""
+    excluded: Mapping[str, list[int]] = field(default_factory=dict)
+    """Shapes of the frozen parameters that were left out, by name."""
+    base_model: str = ""
+    """The model from which those come: a folder, or a name on the hub."""
+    checks: tuple[Check, ...] = ()
+
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """Only the tensors of `names`, under their new names. Raises UserError if two get the same one."""
+        tensors = {new: self.tensors[old] for old, new in names.items()}
+        if len(tensors) < len(names):
+            repeated = [name for name, count in Counter(names.values()).items() if count > 1]
+            raise UserError(f"{self.path} has several tensors that would be named {listing(repeated)}")
+        return replace(self, tensors=tensors)
+
+    def select(self, prefix: str) -> Checkpoint:
+        """The tensors under `prefix`, without it and without the names of wrappers. Raises UserError if there are
+        none."""
+        prefix = prefix and prefix.rstrip(".") + "."
+        names = {name: _WRAPPERS.sub("", name.removeprefix(prefix)) for name in self.tensors if name.startswith(prefix)}
+        if not names:
+            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {listing(self.tensors, 3)}")
+        while all(name.startswith("module.") for name in names.values()):
+            names = {old: name.removeprefix("module.") for old, name in names.items()}
+        return self.renamed(names)
+
+
+def model_states(values: Mapping[tuple[object, ...], T], is_weight: Callable[[T], bool]) -> dict[str, T]:
+    """Finds the model's state in nested dicts: a dict that has weights in it, and is no optimizer's.
+
+    `values`: by their keys from the outermost dict to the innermost. Returns the values of that dict by name; of
+    several dicts under names that begin with the keys of theirs.
+    """
+    states: dict[str, dict[str, T]] = defaultdict(dict)
+    for (*keys, name), value in values.items():
+        if all(isinstance(key, str) and not key.startswith("optim") for key in (*keys, name)):
+            states["".join(f"{key}." for key in keys)][str(name)] = value
+    models = {key: state for key, state in states.items() if any(map(is_weight, state.values()))}
+    if len(models) == 1:
+        return next(iter(models.values()))
+    return {f"{key}{name}": state[name] for key, state in models.items() for name in state}

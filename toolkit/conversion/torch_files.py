@@ -1,0 +1,136 @@
+"""Files of torch.save: mapped into memory, and unpickled without executing anything.
+
+torch's own unpickler for weights refuses every name but those of tensors. DeepSpeed and Lightning write a few more; for
+these it gets stand-ins that hold nothing, so that neither package is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.conversion.stored import Checkpoint, Stored, model_states
+from toolkit.errors import UserError, first_line
+from toolkit.utils.files import refuse_lfs_pointer
+
+
+class _StandIn:
+    """For an object on which no weight depends."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _same(value: Any) -> Any:
+    """For an enum; to read a tensor that is a view of a file."""
+    return value
+
+
+_STAND_INS: Mapping[str, Any] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _StandIn,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
+    "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _same,
+    "torch.torch_version.TorchVersion": str,
+    # in Lightning's hyper_parameters, and what loops save beside the weights
+    "lightning.fabric.utilities.data.AttributeDict": OrderedDict,
+    "lightning_fabric.utilities.data.AttributeDict": OrderedDict,
+    "pytorch_lightning.utilities.parsing.AttributeDict": OrderedDict,
+    "argparse.Namespace": _StandIn,
+    "pathlib.PosixPath": _StandIn,
+    "pathlib._local.PosixPath": _StandIn,
+    "numpy.dtype": _StandIn,
+    "numpy._core.multiarray.scalar": _StandIn,
+    "numpy.core.multiarray.scalar": _StandIn,
+}
+_ERRORS = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError)
+
+
+def unpickle(file: Any, mmap: bool = False) -> Any:
+    """The content of a file of torch.save; nothing is executed. Raises one of `_ERRORS`."""
+    with torch.serialization.safe_globals([(make, name) for name, make in _STAND_INS.items()]):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def load(path: Path) -> Any:
+    """The content of a file, its tensors as views of the mapped file. Raises UserError if it is missing, truncated, or
+    needs more than tensors and plain values."""
+    try:
+        refuse_lfs_pointer(path)
+        is_zip = zipfile.is_zipfile(path)
+        with path.open("rb") as file:
+            if not is_zip and file.read(1) != b"\x80":  # the old format is a pickle
+                raise ValueError("its end or its beginning is missing")
+        return unpickle(path, mmap=is_zip)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except _ERRORS as error:
+        raise UserError(f"{path}: {_fault(error)}") from None
+
+
+def _fault(error: Exception) -> str:
+    _, found, rest = str(error).partition("GLOBAL ")
+    if not found:
+        return f"damaged, or not a file of torch.save ({first_line(error)})"
+    return (
+        f"it needs {rest.split()[0]}, which no weights need: nothing was executed. If you trust "
+        "the file, load it yourself and save the weights alone: torch.save(model.state_dict(), …)"
+    )
+
+
+def check_zip(path: Path) -> None:
+    """Raises UserError if a checksum is wrong. Files in torch's old format have none."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+    except zipfile.BadZipFile as error:
+        damaged = str(error)
+    if damaged:
+        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; copy it again")
+
+
+def open_torch_file(path: Path) -> Checkpoint:
+    """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises UserError."""
+    content = load(path)
+    tensors = model_states(dict(_flattened((), content)), _is_weight)
+    if not tensors:
+        raise UserError(f"{path} has no named tensors: it is not a model's state")
+    step = content.get("global_step")
+    check = functools.partial(check_zip, path)
+    return Checkpoint(path, stored(tensors), step=step, checks=(check,))
+
+
+def _flattened(keys: tuple[object, ...], value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """(keys, tensor) of nested dicts."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flattened((*keys, key), inner)
+    elif isinstance(value, torch.Tensor) and keys:
+        yield keys, value.detach()
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() > 0
+
+
+def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+    """Tensors of mapped files. Those of the same elements of the same storage become one object."""
+    first: dict[object, Stored] = {}
+    every = {}
+    for name, tensor in tensors.items():
+        elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
+        every[name] = each
+        if tensor.numel():
+            every[name] = first.setdefault(elements, each)
+    return every
