@@ -23,7 +23,7 @@ DECISIONS = "decisions.json"
 _FILES = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
-    "adapter_config.json", "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
+    "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
     "[0-9]_[A-Z]*/config.json",
 )  # fmt: skip
 # what belongs to the weights of one checkpoint: thresholds, the layers that sentence-transformers adds
