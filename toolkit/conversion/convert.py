@@ -79,7 +79,10 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
             write.copy_files(output.folder, draft, is_own=output.folder == opened.model_folder)
         if opened.model_folder is not None:
             write.copy_decisions(opened.model_folder, draft, opened.step)
-    return [output.line, f"wrote {out} from step {opened.step}: {size} of {settings.dtype}"]
+    step = ""
+    if opened.step is not None:
+        step = f" from step {opened.step}"
+    return [output.line, f"wrote {out}{step}: {size} of {settings.dtype}"]
 
 
 def _check_out(out: Path) -> None:

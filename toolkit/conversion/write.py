@@ -14,7 +14,7 @@ import torch
 from toolkit.checkpoint.safetensors_writer import SafetensorsWriter
 from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Stored
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.utils.files import read_table, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Stored], dtype: torch.dtyp
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         write_new(folder / f"{stem}.safetensors.index.json", json.dumps(index, ensure_ascii=False, indent=2) + "\n")
-    return f"{total / 1e6:,.1f} MB in {len(shards)} file(s)"
+    return size_text(total)
 
 
 def _split(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
