@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
-from toolkit.conversion.torch_files import check_zip, load, stored
+from toolkit.conversion.torch_files import check_tensors, flattened, load, stored
 from toolkit.errors import UserError, listing
 
 Pieces = Sequence[torch.Tensor]
@@ -59,7 +59,8 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
 
     Raises UserError if a rank's file is missing, damaged or of another save.
     """
-    models, ranks = _load(folder)
+    files, ranks = _load(folder)
+    models = list(files.values())
     first = models[0]
     groups: list[Shapes] = first.get("param_shapes") or []
     frozen: Shapes = first.get("frozen_param_shapes") or {}
@@ -75,7 +76,9 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
         for one, other in (pair, pair[::-1]):
             if one in pieces and other not in pieces:
                 tensors[other] = tensors[one]
-    checks = [functools.partial(check_zip, each) for each in sorted(folder.glob("*_states.pt"))]
+    checks = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
+    for file, content in files.items():
+        checks.append(functools.partial(check_tensors, file, list(dict(flattened((), content)).values())))
     return Checkpoint(
         path,
         {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors},
@@ -157,7 +160,7 @@ def _steps(state: Any) -> Iterator[float]:
             yield from _steps(value)
 
 
-def _load(folder: Path) -> tuple[list[Any], list[_Rank]]:
+def _load(folder: Path) -> tuple[dict[Path, Any], list[_Rank]]:
     """(the model's files, one under stages 0 to 2; the optimizer's by rank, none under stage 0).
 
     Raises UserError if files are missing, damaged, or of different saves.
@@ -179,14 +182,14 @@ def _load(folder: Path) -> tuple[list[Any], list[_Rank]]:
         prefix = name.partition("zero_pp")[0]  # "", bf16_ or fp16_
         optimizer_names = [f"{prefix}zero_pp_rank_{rank}_{_OPTIMIZER}" for rank in range(world)]
     _require_files(folder, present, [*model_names, *optimizer_names], world)
-    models = {name: _load_file(folder / name) for name in model_names}
+    models = {folder / name: _load_file(folder / name) for name in model_names}
     ranks = [_Rank(folder / name, stage3) for name in optimizer_names]
-    _require_same({folder / name: {key: model.get(key) for key in _SAME} for name, model in models.items()})
+    _require_same({path: {key: model.get(key) for key in _SAME} for path, model in models.items()})
     _require_same({rank.path: rank.facts for rank in ranks})
     for rank in ranks:
         if len(rank.masters) != len(first["param_shapes"]) or max(rank.steps, default=0) > first["global_steps"]:
             raise _mixed(rank.path, "the numbers of groups or steps")
-    return list(models.values()), ranks
+    return models, ranks
 
 
 def _require_files(folder: Path, present: Collection[str], expected: Sequence[str], world: int) -> None:

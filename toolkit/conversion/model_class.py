@@ -129,7 +129,8 @@ class ModelClass:
         lacks = self.lacks(tensors)
         unknown = [name for name in tensors if name not in self.shapes]
         if lacks:
-            faults.add(f"{where} lacks {listing(lacks, 5)}, which {self.promise} has")
+            remedy = "if they were frozen and left out, pass the folder of the base model as --base_model"
+            faults.add(f"{where} lacks {listing(lacks, 5)}, which {self.promise} has: {remedy}")
         if unknown:
             faults.add(f"{where} has {listing(unknown, 5)}, which {self.promise} lacks; for a part: --prefix NAME")
         for name, tensor in tensors.items():
