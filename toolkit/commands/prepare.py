@@ -7,10 +7,11 @@ from toolkit.utils.features import Command
 
 
 def run(arguments: list[str]) -> None:
-    from toolkit.config.parse import begins_with_name, parse, tasks
+    from toolkit.config.parse import parse, tasks
 
     known = tasks()
-    task = arguments.pop(0) if begins_with_name(arguments) else "cls"
+    names_recipe = arguments and not arguments[0].startswith("-") and ".y" not in arguments[0]
+    task = arguments.pop(0) if names_recipe else "cls"
     description = "Tokenizes and caches a recipe's data, as its first run would; takes the recipe's settings."
     if task not in known:
         raise UserError(f"toolkit prepare {task}{did_you_mean(task, known)}: {', '.join(known)}")
