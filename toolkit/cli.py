@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from toolkit import __version__, launch
-from toolkit.commands import cache, clean, convert, init, prepare, report, to_bigbird
+from toolkit.commands import cache, convert, init, prepare, report, to_bigbird
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.utils import collector
 from toolkit.utils.features import Command, features
@@ -16,7 +16,7 @@ from toolkit.utils.features import Command, features
 def commands(word: str = "") -> dict[str, Command]:
     """All commands by name: the core's, then the features'. Only the command `word`, if it is one of the core that no
     feature extends: importing the features takes memory that `toolkit convert` does not need."""
-    core = [module.COMMAND for module in (init, cache, prepare, convert, clean, to_bigbird, report)]
+    core = [module.COMMAND for module in (init, cache, prepare, convert, to_bigbird, report)]
     if single := [command for command in core if command.name == word and not command.extensible]:
         return {word: single[0]}
     table: dict[str, Command] = {}

@@ -290,7 +290,7 @@ class RunSummary:
         if not files:
             return []
         size = size_text(sum(file.stat().st_size for file in files))
-        note = f"any number of processes can resume from them; `toolkit clean {folder}` removes them"
+        note = "any number of processes can resume from them"
         return [f"  {folder}/checkpoints/      {size}, {note}"]
 
     def _next_command(self) -> list[str]:

@@ -1,8 +1,8 @@
 """The logger of this package, `logging.getLogger("toolkit")`, which writes to stderr.
 
-An application that configures logging before it imports `toolkit` keeps its handlers, formats and levels. Otherwise
-lines are printed without a prefix; `--log_level`, or the logger's methods, change that.
-"""
+An application that configures logging before it imports `toolkit` keeps its handlers, formats and
+levels. Otherwise lines are printed without a prefix; `--log_level`, or the logger's methods, change
+that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ logger = logging.getLogger("toolkit")
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to the current `sys.stderr` (a notebook or a test may replace it), above a progress bar."""
+    """Writes to the current `sys.stderr` (a notebook or a test may replace it), above a progress
+    bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

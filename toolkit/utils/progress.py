@@ -11,7 +11,8 @@ FIRST_SECONDS, LINE_SECONDS, SCREEN_SECONDS = 5.0, 15.0, 0.5
 
 
 class Progress:
-    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`, rewritten in a terminal, every 15 seconds in a file."""
+    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`, rewritten in a terminal, every 15
+    seconds in a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
         self.what, self.total, self.unit = what, total, unit
