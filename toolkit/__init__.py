@@ -1,7 +1,7 @@
 """Fine-tuning of BERT-like encoders, with the same result on any number of GPUs and machines.
 
-`import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each name on first use.
-"""
+`import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each
+name on first use."""
 
 import importlib
 from typing import Any

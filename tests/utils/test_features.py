@@ -3,10 +3,10 @@
 import pytest
 
 from tests.faults import refusal
-from toolkit import cli, config
+from toolkit import config
 from toolkit.config import section
 from toolkit.utils import features
-from toolkit.utils.features import Command, Feature
+from toolkit.utils.features import Feature
 
 
 class Plain:
@@ -32,11 +32,3 @@ def test_a_section_of_a_feature(part: type, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         # they may change in a finished run
         assert "word_of_mine" in config.settings_of_features(config.build(config.TaskSettings, {}))
-
-
-def test_duplicate_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "_REGISTERED", [Feature(Command("report", "another", print))])
-    refusal(cli.commands, says=["`toolkit report`"])
-    monkeypatch.setattr("sys.argv", ["toolkit", "--help"])
-    with pytest.raises(SystemExit, match=r"^error: two commands .*`toolkit report`"):
-        cli.main()

@@ -19,7 +19,8 @@ def is_installed(package: str) -> bool:
 
 def install_command(*extras: str) -> str:
     names = ",".join(extras)
-    return f"pip install 'finetune-toolkit[{names}]' (in a clone: pip install -c constraints.txt -e '.[{names}]')"
+    in_a_clone = f"pip install -c constraints.txt -e '.[{names}]'"
+    return f"pip install 'finetune-toolkit[{names}]' (in a clone: {in_a_clone})"
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:

@@ -65,7 +65,10 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replace_folder(
-    path: Path, overwrite: bool = False, flush: bool = True, check_old: Callable[[Path], object] = lambda old: None
+    path: Path,
+    overwrite: bool = False,
+    flush: bool = True,
+    check_old: Callable[[Path], object] = lambda old: None,
 ) -> Iterator[Path]:
     """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
@@ -78,7 +81,7 @@ def replace_folder(
     try:
         for parent in reversed(draft.parents):
             if not parent.exists():
-                with contextlib.suppress(FileExistsError):  # another process created it first and may need it
+                with contextlib.suppress(FileExistsError):  # another process was first, and may need it
                     parent.mkdir()
                     new_parents.insert(0, parent)
         draft.mkdir()
@@ -126,7 +129,7 @@ def flush_path(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
-            raise  # disks that cannot flush a folder (SMB before Linux 6.1, vboxsf) say so by these two
+            raise  # by these two a disk says that it cannot flush a folder (SMB, vboxsf)
     finally:
         os.close(descriptor)
 
@@ -137,7 +140,7 @@ def make_readable(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
-        with contextlib.suppress(PermissionError):  # a mounted disk on which another user owns all files
+        with contextlib.suppress(PermissionError):  # a mounted disk of another user
             path.chmod(0o666 & ~mask)
 
 
@@ -225,7 +228,7 @@ def refuse_lfs_pointer(path: Path) -> None:
     installed."""
     with path.open("rb") as file:
         if file.read(20) == b"version https://git-":
-            fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it from the hub's page"
+            fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it"
             raise UserError(f"{path} is a Git LFS pointer, not the file itself: {fix}")
 
 

@@ -31,7 +31,7 @@ class _StandardError(logging.StreamHandler):
             with tqdm.tqdm.external_write_mode(file=sys.stderr):
                 super().emit(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         """A closed terminal must not end a run."""
 
 
@@ -44,4 +44,4 @@ def configure() -> None:
 def add_handler() -> None:
     logger.addHandler(_StandardError())
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # or lines print twice if a library calls `logging.info`, which adds a root handler
+    logger.propagate = False  # `logging.info` of a library adds a root handler: lines printed twice

@@ -15,8 +15,8 @@ from typing import Any
 
 from toolkit.errors import first_line
 
-# torch's CPU allocator, CUDA's libraries and the C++ runtime raise RuntimeError, the system OSError,
-# and loading a library ImportError
+# torch's CPU allocator, CUDA's libraries and the C++ runtime raise RuntimeError, the system
+# OSError, and loading a library ImportError
 _ERRORS = (RuntimeError, OSError, ImportError)
 _MESSAGES = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory"

@@ -25,7 +25,8 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     try:
-        threading.Thread(target=run, daemon=True, name="call_with_timeout").start()  # an executor blocks the exit
+        # an executor would block the exit
+        threading.Thread(target=run, daemon=True, name="call_with_timeout").start()
     except RuntimeError:  # no memory is left for a thread
         return work()
     if not wait([future], seconds).done:
