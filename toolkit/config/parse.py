@@ -100,11 +100,8 @@ def section_in(settings: Any, section: type[Section]) -> Section:
 
 def settings_of_features(settings: Any) -> set[str]:
     """The settings in sections of features; none of them changes how a run trains."""
-    names: set[str] = set()
-    for feature in features():
-        for section in feature.sections(type(settings)).values():
-            names |= fields_of(section).keys()
-    return names
+    added = _feature_sections(type(settings))
+    return {name for section in added.values() for name in fields_of(section)}
 
 
 def flat(settings: Any) -> dict[str, Any]:
@@ -132,21 +129,27 @@ def _declared_sections(settings_class: type) -> dict[str, type]:
     return sections
 
 
-def _with_features(settings_class: type[Settings]) -> type[Settings]:
-    """The class with the sections of features as further fields."""
+def _feature_sections(settings_class: type) -> dict[str, type]:
+    """The sections of features: field name -> section class."""
     added: dict[str, type] = {}
     for feature in features():
         added |= feature.sections(settings_class)
-    for name in _declared_sections(settings_class):
-        added.pop(name, None)
-    if not added:
-        return settings_class
-    extended = _extend_class(cast(Hashable, settings_class), tuple(added.items()))
+    return added
+
+
+def _with_features(settings_class: type[Settings]) -> type[Settings]:
+    """The class with the sections of features as further fields."""
+    declared = _declared_sections(settings_class)
+    added = _feature_sections(settings_class).items()
+    new = tuple(part for part in added if part[0] not in declared)
+    extended = _extend_class(cast(Hashable, settings_class), new)
     return cast(type[Settings], extended)
 
 
 @functools.cache  # so that equal settings have the same class
 def _extend_class(settings_class: Any, added: tuple[tuple[str, type], ...]) -> Any:
+    if not added:
+        return settings_class
     fields = [(name, part, dataclasses.field(default_factory=part)) for name, part in added]
     namespace = {"__module__": settings_class.__module__, "__doc__": settings_class.__doc__}
     return dataclasses.make_dataclass(
