@@ -143,7 +143,9 @@ def _refuse_wrong_folder(name: str) -> None:
     LFS."""
     path = Path(name)
     is_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2
-    if not path.exists() and (is_local or (path.parent / "config.json").is_file()):
+    if len(path.parts) == 2 and (path.parent / "config.json").is_file():  # of a run
+        is_local = True
+    if is_local and not path.exists():
         siblings = [other.name for other in path.parent.glob("*")]
         hint = did_you_mean(path.name, siblings)
         fault = f"cannot be loaded: there is no such folder{hint}"
