@@ -57,34 +57,34 @@ def main() -> None:
 
 def _run(table: dict[str, Command]) -> None:
     words = sys.argv[1:]
-    if words and not words[0].startswith("-") and words[0] not in table:
-        recipes = " (recipes train: python recipes/cls.py --help)"
-        hint = recipes if words[0] == "train" else did_you_mean(words[0], table)
-        raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
-    command, arguments = table.get(words[0]) if words else None, words[1:]
-    if command and command.add_arguments is None:
-        _call(command, arguments)
-        return
-    parser = build_parser(table)
     if not words:
-        parser.print_help()
-    elif command and command.passes_rest:
-        _call(command, parser.parse_known_args(words))
+        build_parser(table).print_help()
+        return
+    command = table.get(words[0])
+    if command is None:
+        if not words[0].startswith("-"):
+            hint = did_you_mean(words[0], table)
+            raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
+        build_parser(table).parse_args(words)  # --help, --version
+    elif command.add_arguments is None:
+        _call(command, words[1:])
+    elif command.passes_rest:
+        _call(command, *build_parser(table).parse_known_args(words))
     else:
-        options = parser.parse_args(words)
-        _call(table[options.command], options)
+        _call(command, build_parser(table).parse_args(words))
 
 
-def _call(command: Command, arguments: Any) -> None:
+def _call(command: Command, *arguments: Any) -> None:
     run = command.run
     if isinstance(run, str):
         module, _, name = run.partition(":")
         run = getattr(importlib.import_module(module), name)
     try:
-        run(*arguments) if command.passes_rest else run(arguments)
-    except UserError as error:  # the model was a positional argument, not a recipe's setting
+        run(*arguments)
+    except UserError as error:
         if any("--model_name_or_path" in word for word in sys.argv):
             raise
+        # the model was an argument, not a recipe's setting
         raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
 
 
