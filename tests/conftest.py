@@ -169,11 +169,6 @@ def articles() -> Path:
 
 
 @pytest.fixture(scope="session")
-def chinese_news() -> Any:
-    return inputs.chinese_news()
-
-
-@pytest.fixture(scope="session")
 def tiny_job(tiny_model: Path, reviews: Path) -> list[str]:
     """Settings of a run whose losses can be compared; it wants its steps and its global batch."""
     return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--per_device_batch_size", "4",

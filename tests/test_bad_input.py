@@ -93,11 +93,3 @@ def test_nothing_is_overwritten(tmp_path: Path, tiny_model: Path) -> None:
     train(*arguments, "--overwrite_output_dir")
     (aside,) = tmp_path.glob("run.old-*")
     assert before == digests(aside)
-
-
-def test_a_config_file_of_aliases_takes_no_memory(tmp_path: Path, tiny_model: Path) -> None:
-    bomb = tmp_path / "bomb.yaml"
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 12))]
-    bomb.write_text("distributed_type: MULTI_CPU\n" + "\n".join(lines))
-    finished = recipe(*arguments_of(Case(()), tmp_path, tiny_model), "--config_file", bomb)
-    finished.says_in_one_line("bomb.yaml is not valid YAML", "aliases (*a0) are not allowed")

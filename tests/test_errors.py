@@ -1,6 +1,5 @@
 """toolkit/errors.py: errors of files and memory are one line, others keep their traceback."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
     "full": (lambda: Path("/dev/full").write_text("x"), "No space left on device"),
     "weights": (lambda: save_file({"a": torch.ones(1)}, "/no/such.safetensors"), "No such file or directory"),
     "memory": (lambda: bytearray(1 << 62), "out of memory"),
-    "nested": (lambda: json.loads(100_000 * "["), "nested too deep"),
     "a bug": (lambda: {}["x"], None),
     "no file": (lambda: os.fsync(-1), None),
 }

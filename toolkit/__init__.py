@@ -1,7 +1,7 @@
 """Fine-tuning of BERT-like encoders, with the same result on any number of GPUs and machines.
 
-`import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each name on first use.
-"""
+`import toolkit` offers what a recipe, a script or a notebook needs (docs/api.md), and imports each
+name on first use."""
 
 import importlib
 from typing import Any
@@ -19,7 +19,7 @@ _OFFERED = {
     "models.to_bigbird": ("long_model",),
     "objective": ("make_objective",),
     "objective.losses": ("Objective", "sample_losses", "token_losses"),
-    "pretrained": ("layer_of", "load_config", "whole_weights"),
+    "pretrained": ("load_config", "whole_weights"),
     "run": ("Run",),
     "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler", "parameter_groups"),
     "training.prepare": ("align_strategy", "prepare"),

@@ -1,5 +1,5 @@
-"""Functions for scripts and notebooks without a recipe (settings, predict, evaluate, convert), and the first steps of
-a recipe (accelerator, data). docs/api.md lists all that `import toolkit` offers.
+"""Functions for scripts and notebooks without a recipe (settings, predict, evaluate, convert), and
+the first steps of a recipe (accelerator, data). docs/api.md lists all that `import toolkit` offers.
 """
 
 from __future__ import annotations
@@ -19,93 +19,118 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
 from toolkit.launch import failure_detector
-from toolkit.pretrained import layer_of, load_config
+from toolkit.pretrained import load_config
 from toolkit.training.checks import TOKENS, refuse_early_prepare
 from toolkit.training.resume import precision_of
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
-    """The settings of a recipe (`cls`, `bigbird`, or a feature's), by name. Raises UserError with all faults."""
+    """The settings of a recipe (`cls`, `bigbird`, or a feature's), by name. Raises UserError with
+    all faults."""
     classes = tasks()
     if task not in classes:
-        raise UserError(f"settings({task!r}){did_you_mean(task, classes)}: there are {', '.join(classes)}")
+        hint = did_you_mean(task, classes)
+        raise UserError(f"settings({task!r}){hint}: there are {', '.join(classes)}")
     return build(classes[task], values)
 
 
 def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:
-    """A saved model's answers to texts, in order: `prediction`, and `probabilities` in the order of its classes. A
-    title model's `prediction` is a title. The model's decisions.json, if any, sets thresholds, a temperature and when
-    it abstains (None).
+    """A saved model's answers to texts, in order: `prediction`, and `probabilities` in the order of
+    its classes. A title model's `prediction` is a title. The model's decisions.json, if any, sets
+    thresholds, a temperature and when it abstains (None).
 
-    `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or of `datasets`), or of
-    (str, str) pairs; empty texts cause a warning. `sizes`: `per_device_batch_size`, `max_tokens`, as for
-    `toolkit predict`. All processes call this; only the main one gets the answers, the others an empty list. Raises
-    UserError for a model that cannot be loaded, and for anything but texts.
-    """
+    `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or
+    of `datasets`), or of (str, str) pairs; empty texts cause a warning. `sizes`:
+    `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. All processes call this; only
+    the main one gets the answers, the others an empty list. Raises UserError for a model that
+    cannot be loaded, and for anything but texts."""
     saved, outputs = _outputs(model, _columns(texts), **sizes)
     return [] if outputs is None else list(saved.answers.answers(outputs))
 
 
 def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
-    """The metrics of eval.jsonl, without the loss, of a saved model on texts and their labels: class names, lists of
-    them (multi-label), numbers, or titles. Otherwise as `predict`. Raises UserError, too, if the numbers of texts
-    and labels differ, or are 0."""
+    """The metrics of eval.jsonl, without the loss, of a saved model on texts and their labels:
+    class names, lists of them (multi-label), numbers, or titles. Otherwise as `predict`. Raises
+    UserError, too, if the numbers of texts and labels differ, or are 0."""
     columns = _columns(texts)
     if not 0 < len(columns[0]) == len(truth):
-        raise UserError(f"{len(columns[0])} texts and {len(truth)} labels: pass one label for each text, at least one")
+        counts = f"{len(columns[0])} texts and {len(truth)} labels"
+        raise UserError(f"{counts}: pass one label for each text, at least one")
     saved, outputs = _outputs(model, columns, **sizes)
     return {} if outputs is None else saved.answers.metrics(outputs, truth)
 
 
 def _outputs(
-    model: str | Path, columns: Sequence[list[str]], per_device_batch_size: int = 64, max_tokens: int | None = None
+    model: str | Path,
+    columns: Sequence[list[str]],
+    per_device_batch_size: int = 64,
+    max_tokens: int | None = None,
 ) -> tuple[SavedModel, Any]:
     """The model and its outputs: None without texts, and on all processes but the main one."""
-    saved, pairs = SavedModel(str(model)), len(columns) > 1
+    saved = SavedModel(str(model))
+    pairs = len(columns) > 1
     if not columns[0]:
         return saved, None
-    if not pairs and (column := training_run(str(model))["data"].get("text_pair")):
-        raise UserError(f"{model} reads pairs (--text_pair {column}): pass a list of (str, str) pairs")
+    column = training_run(str(model))["data"].get("text_pair")
+    if column and not pairs:
+        remedy = "pass a list of (str, str) pairs"
+        raise UserError(f"{model} reads pairs (--text_pair {column}): {remedy}")
     accelerator = launch.make_accelerator()
-    empty = [row for row, read in enumerate(zip(*columns, strict=True)) if not all(map(str.strip, read))]
+    rows = enumerate(zip(*columns, strict=True))
+    empty = [number for number, texts in rows if not all(text.strip() for text in texts)]
     if empty and accelerator.is_main_process:
         warnings.warn(empty_text_warning(empty, len(columns[0])), stacklevel=3)
-    saved.load(accelerator, saved.choose_max_length(None, pairs), per_device_batch_size, max_tokens)
+    length = saved.choose_max_length(None, pairs)
+    saved.load(accelerator, length, per_device_batch_size, max_tokens)
     return saved, saved.compute_outputs(saved.tokenize(columns[0], columns[1] if pairs else None))
 
 
 def _columns(texts: Any) -> tuple[list[str], ...]:
     """The texts; for pairs the first and the second texts. Raises UserError for anything else."""
-    hint = 'pass a list of str, a list of (str, str) pairs, or a column of a data frame (frame["text"])'
-    sequence = all(hasattr(texts, name) for name in ("__len__", "__getitem__")) and getattr(texts, "ndim", 1) == 1
-    if not sequence or isinstance(texts, str | bytes | Mapping):  # the items of a DataFrame are its columns' names
+    hint = "pass a list of str, a list of (str, str) pairs, or a column of a data frame"
+    is_sequence = hasattr(texts, "__len__") and hasattr(texts, "__getitem__")
+    # the items of a dict or a DataFrame are its columns' names
+    if not is_sequence or isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) > 1:
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
-    rows = [tuple(item) if isinstance(item, tuple | list) and len(item) == 2 else (item,) for item in texts]
+    rows = []
+    for item in texts:
+        is_pair = isinstance(item, tuple | list) and len(item) == 2
+        rows.append(tuple(item) if is_pair else (item,))
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
         if len(row) != width or not all(isinstance(text, str) for text in row):
-            raise UserError(f"texts, row {number}: {repr(row)[:60]} is not like the first, or no text: {hint}")
+            fault = f"{repr(row)[:60]} is not like the first, or no text"
+            raise UserError(f"texts, row {number}: {fault}: {hint}")
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:
-    """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`). Returns the lines it prints."""
+    """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`). Returns the
+    lines it prints."""
     from toolkit.conversion import convert as conversion
 
     return conversion.convert(Path(checkpoint), Path(out), conversion.ConvertSettings(**options))
 
 
 def start_accelerator(settings: Any) -> Accelerator:
-    """An `Accelerator` for this launch, in the precision of the settings (`toolkit.launch.make_accelerator`)."""
-    accelerator = launch.make_accelerator(precision_of(settings.training), layer_of(settings.model))
+    """An `Accelerator` for this launch, in the precision of the settings
+    (`toolkit.launch.make_accelerator`)."""
+    accelerator = launch.make_accelerator(precision_of(settings.training))
     refuse_early_prepare(accelerator)
     return accelerator
 
 
-def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings | None = None) -> tuple[Any, Prepared]:
-    """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs of a `--teacher`; all
-    processes call this. `model`: the settings of the tokenizer's model, by default `settings.model`."""
-    if (count := accelerator.num_processes) != (world := int(os.environ.get("WORLD_SIZE") or 1)):
+def load_data(
+    settings: Any,
+    accelerator: Accelerator,
+    model: PretrainedSettings | None = None,
+) -> tuple[Any, Prepared]:
+    """(tokenizer, data): reads and tokenizes the files once per machine, and computes the outputs
+    of a `--teacher`; all processes call this. `model`: the settings of the tokenizer's model, by
+    default `settings.model`."""
+    count = accelerator.num_processes
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if count != world:
         remedy = "create it by `toolkit.start_accelerator(settings)`"
         raise UserError(f"the recipe's Accelerator has {count} of {world} processes: {remedy}")
     model = model or settings.model
@@ -117,7 +142,8 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
         data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
     data = add_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
-    columns = {"text_column": data.text_column, "text_pair": data.text_pair, **data.targets.source()}
+    columns = {"text_column": data.text_column, "text_pair": data.text_pair}
+    columns |= data.targets.source()
     if settings.data.quoting == "none":
         columns |= {"quoting": "none", "train_file": Path(settings.data.train_file).name}
     tokenizer.init_kwargs[COLUMNS] = columns  # saved, too

@@ -1,4 +1,5 @@
-"""The `toolkit` command and the table of its subcommands, which import heavy libraries themselves."""
+"""The `toolkit` command and the table of its subcommands, which import heavy libraries
+themselves."""
 
 from __future__ import annotations
 
@@ -13,16 +14,12 @@ from toolkit.utils import collector
 from toolkit.utils.features import Command, features
 
 
-def commands(word: str = "") -> dict[str, Command]:
-    """All commands by name: the core's, then the features'. Only the command `word`, if it is one of the core that no
-    feature extends: importing the features takes memory that `toolkit convert` does not need."""
-    core = [module.COMMAND for module in (init, cache, prepare, convert, to_bigbird, report)]
-    if single := [command for command in core if command.name == word and not command.extensible]:
-        return {word: single[0]}
-    table: dict[str, Command] = {}
-    for command in (*core, *(c for feature in features() for c in feature.commands)):
-        if table.setdefault(command.name, command) is not command:
-            raise UserError(f"two commands are named `toolkit {command.name}`: rename the feature's")
+def commands() -> dict[str, Command]:
+    """All commands by name: the core's, then the features'."""
+    modules = (init, cache, prepare, convert, to_bigbird, report)
+    table = {module.COMMAND.name: module.COMMAND for module in modules}
+    for feature in features():
+        table |= {command.name: command for command in feature.commands}
     return table
 
 
@@ -33,56 +30,61 @@ def build_parser(table: dict[str, Command] | None = None) -> Parser:
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (table or commands()).values():
-        texts: Any = {name: getattr(command, name) for name in ("help", "description", "epilog", "usage")}
-        subparser = subparsers.add_parser(command.name, **texts, allow_abbrev=False)
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=command.description,
+            epilog=command.epilog,
+            usage=command.usage,
+            allow_abbrev=False,
+        )
         if command.add_arguments:
             command.add_arguments(subparser)
-        for feature in features() if command.extensible else ():
-            feature.add_options(command.name, subparser)
+        if command.extensible:
+            for feature in features():
+                feature.add_options(command.name, subparser)
     return parser
 
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
     collector.before_imports()
-    try:
-        table = commands(*sys.argv[1:2])
-    except UserError as error:  # in a user's feature
-        sys.exit(f"error: {error}")
+    table = commands()
     command = table.get(sys.argv[1]) if sys.argv[1:] else None
-    launch.run(lambda: _run(table), module="toolkit", relaunches=command is None or command.relaunches)
+    relaunches = command is None or command.relaunches
+    launch.run(lambda: _run(table), module="toolkit", relaunches=relaunches)
 
 
 def _run(table: dict[str, Command]) -> None:
     words = sys.argv[1:]
-    if words and not words[0].startswith("-") and words[0] not in table:
-        recipes = " (recipes train: python recipes/cls.py --help)"
-        hint = recipes if words[0] == "train" else did_you_mean(words[0], table)
-        raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
-    command, arguments = table.get(words[0]) if words else None, words[1:]
-    if command and command.add_arguments is None:
-        _call(command, arguments)
-        return
-    parser = build_parser(table)
     if not words:
-        parser.print_help()
-    elif command and command.passes_rest:
-        _call(command, parser.parse_known_args(words))
+        build_parser(table).print_help()
+        return
+    command = table.get(words[0])
+    if command is None:
+        if not words[0].startswith("-"):
+            hint = did_you_mean(words[0], table)
+            raise UserError(f"there is no `toolkit {words[0]}`{hint}: {', '.join(table)}")
+        build_parser(table).parse_args(words)  # --help, --version
+    elif command.add_arguments is None:
+        _call(command, words[1:])
+    elif command.passes_rest:
+        _call(command, *build_parser(table).parse_known_args(words))
     else:
-        options = parser.parse_args(words)
-        _call(table[options.command], options)
+        _call(command, build_parser(table).parse_args(words))
 
 
-def _call(command: Command, arguments: Any) -> None:
+def _call(command: Command, *arguments: Any) -> None:
     run = command.run
     if isinstance(run, str):
         module, _, name = run.partition(":")
         run = getattr(importlib.import_module(module), name)
     try:
-        run(*arguments) if command.passes_rest else run(arguments)
-    except UserError as error:  # the model was a positional argument, not a recipe's setting
+        run(*arguments)
+    except UserError as error:
         if any("--model_name_or_path" in word for word in sys.argv):
             raise
+        # the model was an argument, not a recipe's setting
         raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
 
 

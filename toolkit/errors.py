@@ -13,8 +13,8 @@ from typing import NoReturn
 
 
 class UserError(Exception):
-    """An error in the input, the settings or the launch, not in the program. One process prints it as one line, without
-    a traceback (see `toolkit.launch.run`)."""
+    """An error in the input, the settings or the launch, not in the program. One process prints it
+    as one line, without a traceback (see `toolkit.launch.run`)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,25 +26,26 @@ class Parser(argparse.ArgumentParser):
 
 # errors of the disk, of permissions and of limits, not of the program
 _SYSTEM_ERRORS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT, errno.ENOTDIR,
-    errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.EBUSY,
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT,
+    errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.ESTALE, errno.EBUSY,
 }  # fmt: skip
 
 
 def system_error_line(error: BaseException) -> str | None:
-    """One line, with the file's name, for an error of files or memory; None for others, which need a traceback.
-
-    A RecursionError counts if it comes from reading a deeply nested JSON or YAML file.
-    """
-    last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
-    where = f" ({last.filename}, line {last.lineno})" if last else ""
+    """One line, with the file's name, for an error of files or memory; None for others, which need a
+    traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:
-        return f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}{where}"
+        if error.filename:
+            return f"{error.filename}: {error.strerror}"
+        return f"{error.strerror}{where}"
     if isinstance(error, MemoryError):
         return f"out of memory: {error}{where}"
-    if isinstance(error, RecursionError) and last and re.search(r"[/\\](json|yaml)[/\\]", last.filename):
-        return f"a file is nested too deep to be read{where}"
-    return str(error) if re.search(r"\(os error \d+\)", str(error)) else None  # safetensors
+    if re.search(r"\(os error \d+\)", str(error)):  # safetensors
+        return str(error)
+    return None
 
 
 class Faults(list[str]):
@@ -69,14 +70,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of a library's error message, or the error's class name."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__
 
 
 def last_error(log: Path, start: int = 0) -> str:
     """The last error line of a run's output from byte `start` on, or its last line."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() or [""]
-    line = next((line for line in reversed(lines) if "error:" in line), lines[-1])
-    return line.partition("error: ")[2] or line
+    for line in reversed(lines):
+        if "error: " in line:
+            return line.partition("error: ")[2]
+    return lines[-1]
 
 
 # escape sequences, line breaks, bidirectional controls, and lone surrogates, which no file can hold
@@ -84,7 +90,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def printable(text: object, limit: int = 1000) -> str:
-    """The first `limit` characters of a text from a peer or a program, safe to print on a terminal."""
+    """The first `limit` characters of a text from a peer or a program, safe to print on a
+    terminal."""
     return _UNPRINTABLE.sub(" ", str(text))[:limit].strip()
 
 
@@ -98,7 +105,9 @@ def listing(items: Iterable[object], limit: int = 10) -> str:
 def size_text(size: float) -> str:
     """Bytes as `1.34 GB`, `12.5 MB`, `980 bytes`: powers of ten, three digits."""
     for unit, power in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= 0.9995 * power:
-            value = size / power
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+        value = size / power
+        if value >= 999.5:
+            return f"{value:.0f} {unit}"
+        if value >= 0.9995:
+            return f"{value:.3g} {unit}"
     return f"{size:.0f} bytes"

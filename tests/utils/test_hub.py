@@ -32,16 +32,15 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> str:
         (lambda: read_hub("nobody/no-data"), "--dataset_name"),
     ],
 )
-def test_unreachable_hub(load: Any, setting: str, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_hub(load: Any, setting: str, closed: str) -> None:
     started = time.monotonic()
     says = [f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"]
     refusal(load, says=says)
     assert time.monotonic() - started < 60
-    assert f"fetching it from {closed} (set HF_ENDPOINT for another hub)" in capsys.readouterr().err
 
 
 def test_the_copy_in_the_cache(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("toolkit.pretrained.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
     check_reachable("nobody/no-model")
-    assert f"{closed} cannot be reached: using the copy in the cache" in capsys.readouterr().err
+    assert f"{closed} cannot be reached" in capsys.readouterr().err
     assert constants.HF_HUB_OFFLINE

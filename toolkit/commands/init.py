@@ -12,12 +12,18 @@ from toolkit.errors import UserError
 from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
-# folder -> patterns of the files to copy
-_PATTERNS = {"recipes": ("*.py", "*.yaml"), "accelerate_configs": ("*.yaml",), "ds_configs": ("*.json",)}
+# the files to copy
+_PATTERNS = (
+    "recipes/*.py",
+    "recipes/*.yaml",
+    "accelerate_configs/*.yaml",
+    "ds_configs/*.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="created if it is missing [.]")
+    help_text = "created if it is missing [.]"
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help=help_text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -25,7 +31,8 @@ def run(options: argparse.Namespace) -> None:
     new, different = copy_templates(folder)
     print(f"{len(new)} files copied to {folder.resolve()}")
     if different:
-        print(f"not overwritten, as you changed them: {', '.join(different)} (move a file away to get ours)")
+        names = ", ".join(different)
+        print(f"not overwritten, as you changed them: {names} (move a file away to get ours)")
     print("next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
@@ -35,14 +42,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
-    """Copies the files that `folder` lacks. Returns (copied files, existing files that differ from ours).
+    """Copies the files that `folder` lacks. Returns (copied files, existing files that differ from
+    ours).
 
     Raises UserError if the folder cannot be written.
     """
     source = templates()
-    ours = [path for name, patterns in _PATTERNS.items() for each in patterns for path in (source / name).glob(each)]
+    ours = [path for pattern in _PATTERNS for path in source.glob(pattern)]
     if not ours:
-        raise UserError(f"no recipes in {source}: this installation is incomplete; reinstall finetune-toolkit")
+        fault = f"no recipes in {source}: this installation is incomplete"
+        raise UserError(f"{fault}; reinstall finetune-toolkit")
     new, different = [], []
     for path in sorted(ours):
         name = path.relative_to(source)
@@ -55,7 +64,8 @@ def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
             elif not filecmp.cmp(path, target, shallow=False):
                 different.append(str(name))
         except OSError as error:
-            raise UserError(f"{target} cannot be written: {error.strerror}: name another folder") from error
+            fault = f"{target} cannot be written: {error.strerror}"
+            raise UserError(f"{fault}: name another folder") from error
     return new, different
 
 

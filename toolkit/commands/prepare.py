@@ -1,4 +1,5 @@
-"""`toolkit prepare [RECIPE] --name value ...`: tokenizes and caches the data of a recipe with these settings."""
+"""`toolkit prepare [RECIPE] --name value ...`: tokenizes and caches the data of a recipe with these
+settings."""
 
 from __future__ import annotations
 
@@ -7,16 +8,20 @@ from toolkit.utils.features import Command
 
 
 def run(arguments: list[str]) -> None:
-    from toolkit.config.parse import begins_with_name, parse, tasks
+    from toolkit.config.parse import parse, tasks
 
     known = tasks()
-    task = arguments.pop(0) if begins_with_name(arguments) else "cls"
-    description = "Tokenizes and caches a recipe's data, as its first run would; takes the recipe's settings."
+    names_recipe = arguments and not arguments[0].startswith("-") and ".y" not in arguments[0]
+    task = arguments.pop(0) if names_recipe else "cls"
+    description = "Tokenizes and caches a recipe's data, as its first run would; takes its settings."
     if task not in known:
         raise UserError(f"toolkit prepare {task}{did_you_mean(task, known)}: {', '.join(known)}")
-    settings = parse(known[task], arguments, None, description, f"toolkit prepare [{'|'.join(known)}]")
-    if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
-        raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
+    usage = f"toolkit prepare [{'|'.join(known)}]"
+    settings = parse(known[task], arguments, None, description, usage)
+    has_data = settings.data.train_file or settings.data.dataset_name
+    if settings.model.model_name_or_path is None or not has_data:
+        needed = "--model_name_or_path and --train_file (or --dataset_name)"
+        raise UserError(f"toolkit prepare needs {needed}")
     from toolkit.config.sections import LongTrainingSettings
     from toolkit.data.prepare import prepare_data
     from toolkit.data.tokens import load_tokenizer
@@ -27,7 +32,8 @@ def run(arguments: list[str]) -> None:
     pretrained = long_model(settings.model, settings.data.max_length) if is_long else settings.model
     data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
     for name, split in data.splits.items():
-        print(f"{name}: {len(split)} samples, {split.lengths.sum()} tokens, longest {split.lengths.max()}")
+        lengths = split.lengths
+        print(f"{name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
     for note in filter(None, (*data.notes, data.advice)):
         print(note)
     print(data.targets.describe())

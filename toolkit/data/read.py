@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from toolkit.data.json_files import parse_json, read_json
 from toolkit.data.table import BATCH_ROWS, FileRows, Table
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
-from toolkit.utils.cache import cached_digest, cached_folder, digest_of_file, digest_of_files, digest_of_text
-from toolkit.utils.files import cache_folder, refuse_link_out
+from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
+from toolkit.utils.files import cache_folder
 from toolkit.utils.memory import limit_memory
 
 if TYPE_CHECKING:  # a process whose tokens are cached does not import them
@@ -103,7 +103,7 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} is empty")
     kind = format_of(path)
     try:  # with the format, as the same bytes are other rows in another
-        return cached_digest(path) + kind * (kind != ".csv")
+        return digest_of_file(path) + kind * (kind != ".csv")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -301,25 +301,17 @@ def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def read_demo(name: str) -> dict[str, Table]:
-    """`demo:rotten-tomatoes` -> its splits, cleaned. Raises UserError when it is not installed."""
+    """`demo:rotten-tomatoes` -> its rows, cleaned. Raises UserError when it is not installed."""
     path = demo.locate(name, demo.DATASETS)
     source = demo.demo_entry(name)
     content = digest_of_files(path, path.glob(source.files)) if source.files else digest_of_file(path)
-    several = len(source.splits) > 1
-    return {
-        split: Table(
-            partial(_load_demo, partial(read, path)),
-            f"{name} ({split})" if several else name,
-            "-".join([content, source.version, *([split] if several else [])]),
-        )
-        for split, read in source.splits.items()
-    }
+    return {"train": Table(partial(_load_demo, source, path), name, f"{content}-{source.version}")}
 
 
-def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, list[FileRows]]:
+def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[FileRows]]:
     import datasets
 
-    rows = read()
+    rows = source.read(path)
     names = ("text", "label") if len(rows[0]) == 2 else ("text", "title", "label")
     return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), []
 
@@ -342,9 +334,6 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         with limit_memory(limit) if folder.is_dir() else contextlib.nullcontext():
             if folder.is_dir():
                 _refuse_addresses(folder)
-                builder = datasets.load_dataset_builder(name, config, cache_dir=cache)
-                for file in itertools.chain(*(builder.config.data_files or {}).values()):  # of its README, or links
-                    refuse_link_out(Path(str(file).rpartition("::")[2]), folder)  # zip://NAME::FILE
             splits = datasets.load_dataset(name, config, cache_dir=cache)
     except UserError:
         raise

@@ -23,7 +23,7 @@ from toolkit.evaluation.outputs import predict
 from toolkit.launch.precision import autocast
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config, model_digest
-from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text, find_damage
+from toolkit.utils.cache import cache_folder, cached_folder, digest_of_text
 
 _FILE = "logits.npy"
 
@@ -53,7 +53,7 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     sources = ["autocast", model_digest(name), data.digest, rows, accelerator.mixed_precision, order]
     digest = digest_of_text(repr(sources))
     logits = np.zeros((0, 0), np.float32)
-    if not all(gather_object([find_damage(cache_folder() / "teachers" / digest) is None])):
+    if not all(gather_object([(cache_folder() / "teachers" / digest).is_dir()])):
         launch.log_on_main(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
         teacher = load_saved_classifier(model).to(accelerator.device)
         logits = _logits(accelerator, teacher, data.train, teacher_tokenizer, settings, order)

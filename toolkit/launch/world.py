@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import set_global_ranks
-from toolkit.launch.precision import AUTO, Widths
+from toolkit.launch.precision import AUTO
 from toolkit.launch.relaunch import find_file, read_config
 from toolkit.utils import collector
 from toolkit.utils.compat import require
@@ -49,14 +49,11 @@ _HANG_SECONDS = 60
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, whether or not CUDA works
 
 
-def make_accelerator(
-    mixed_precision: str | None = None, layer: Callable[[], Widths] | None = None, **options: Any
-) -> Accelerator:
+def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before any data is read.
 
-    `mixed_precision`: no, bf16, fp16, auto (see `toolkit.launch.precision`) or None (accelerate's default). On a CPU
-    auto times a `layer` of the model's widths (`pretrained.layer_of`; by default BERT-base's). `options` go to
-    `Accelerator`. Raises UserError if the world is not the one requested.
+    `mixed_precision`: no, bf16, fp16, auto (see `toolkit.launch.precision`) or None (accelerate's default).
+    `options` go to `Accelerator`. Raises UserError if the world is not the one requested.
     """
     # otherwise this process would train on when our launcher is killed
     stop_with_parent(int(os.environ.get(LAUNCHER_PID, "-1")))
@@ -102,14 +99,6 @@ def make_accelerator(
     if (mixed_precision := setting) == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = precision.auto_precision(launch_config(), device)
-    # one of each machine measures, and all take part: their accelerate configs may differ
-    measures = mixed_precision == AUTO and 0 in (place.local_rank, place.rank)
-    trial = precision.measure_cached(layer() if layer else precision.BERT_BASE) if measures else None
-    trials = ranks.exchange(trial, timeout_seconds("ddp_timeout")) if ranks else [trial]
-    if mixed_precision == AUTO:
-        trial = precision.slowest_times(trials)
-        mixed_precision = precision.faster_precision(trial)
-        why = "a layer of this width took {no:.3g} ms in fp32 and {bf16:.3g} ms in bf16 on this CPU".format(**trial)
     precision.refuse_other_precision(mixed_precision)
     timer = _report_hang(place, on_cpu)  # DeepSpeed connects GPUs before the first collective
     # without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device
@@ -139,9 +128,9 @@ def make_accelerator(
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
         # otherwise accelerate computes in fp32, or shards in fp16, and does not scale the loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    remedy = "Pass --mixed_precision fp16 (or no)" if setting == AUTO and not on_cpu else ""
+    remedy = f"Pass --mixed_precision no{'' if on_cpu else ' (or fp16)'}" if setting == AUTO else ""
     precisions = {"mixed precision": accelerator.mixed_precision}
-    require_equal(accelerator, "--mixed_precision and the GPUs", precisions, remedy)
+    require_equal(accelerator, "--mixed_precision and the devices", precisions, remedy)
     if newer := check_requirements():
         line = f"newer than this toolkit was tested with: {', '.join(newer)}; if it fails, see docs/compatibility.md"
         log_on_main(accelerator, line, logging.WARNING)
@@ -150,7 +139,6 @@ def make_accelerator(
     for each in sorted({*ranks.exchange(line, timeout_seconds("ddp_timeout"))} if ranks else {line}):
         if each:
             log_on_main(accelerator, each)
-    accelerator.state.precision_trial = trial
     collector.after_imports()
     if setting == AUTO:
         line = f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)"

@@ -26,7 +26,7 @@ from toolkit.config import flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import drop_redundant_f1
-from toolkit.utils.files import explain_write_errors, nan_to_none, read_table, refuse_link_out, replace_file
+from toolkit.utils.files import explain_write_errors, nan_to_none, read_table, replace_file
 from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
 
@@ -60,7 +60,6 @@ class RunFiles:
                 "distributed_type": accelerator.distributed_type.value,
                 "deepspeed": plugin.deepspeed_config if plugin else None,
                 "mixed_precision": accelerator.mixed_precision,
-                "precision_trial_ms": getattr(accelerator.state, "precision_trial", None),
                 "device": gpu or f"{device.type} ({platform.machine()})",
                 "host": platform.node(),
                 "pid": os.getpid(),
@@ -327,8 +326,6 @@ def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError if `folder` holds none."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.json")
-    for name in ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"):
-        refuse_link_out(folder / name, folder)
     config = read_table(folder / "config.json", {})
     if "data" not in config:
         raise UserError(f"{folder} is not a run folder: its config.json is that of a model")

@@ -24,7 +24,6 @@ from toolkit.report.files import Record, last_evaluation, run_config, write_atom
 from toolkit.report.templates import render, render_blocks
 from toolkit.utils.cache import cache_folder
 from toolkit.utils.features import features, first
-from toolkit.utils.files import refuse_link_out
 from toolkit.utils.log import logger
 
 _MAX_MATRIX_CLASSES, _MAX_PAIRS, _MAX_MISTAKES = 40, 30, 20
@@ -121,10 +120,7 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
         return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
-    cache = cache_folder() / "tokens"
-    prepared = cache / str(data["digest"])
-    refuse_link_out(prepared, cache)
-    refuse_link_out(prepared / str(last.split), prepared)
+    prepared = cache_folder() / "tokens" / str(data["digest"])
     has_texts = last.numbers and (prepared / last.split).is_dir()
     split = load_split(prepared, last.split) if has_texts else None
     if last.numbers and not split:

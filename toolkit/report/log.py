@@ -290,7 +290,8 @@ class RunSummary:
         if not files:
             return []
         size = size_text(sum(file.stat().st_size for file in files))
-        return [f"  {folder}/checkpoints/      {size}, any number of processes can resume from them"]
+        note = "any number of processes can resume from them"
+        return [f"  {folder}/checkpoints/      {size}, {note}"]
 
     def _next_command(self) -> list[str]:
         """A feature's command, or after a demo the same launch on the user's data."""

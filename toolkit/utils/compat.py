@@ -12,11 +12,17 @@ from typing import Any
 from toolkit.errors import UserError
 
 # The versions the tests ran with, as in constraints.txt.
-TESTED = {"torch": "2.13.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "transformers": "5.23.0"}
+TESTED = {
+    "torch": "2.13.0",
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "transformers": "5.23.0",
+}
 
 
 def require(owner: Any, name: str, package: str) -> Any:
-    """`owner.name`, where `name` may have dots. Raises UserError, with the version to install, if there is none."""
+    """`owner.name`, where `name` may have dots. Raises UserError, with the version to install, if
+    there is none."""
     try:
         return operator.attrgetter(name)(owner)
     except AttributeError as error:

@@ -1,5 +1,5 @@
-"""Atomic writes of files and folders (draft, flush, rename), strict reading of YAML and JSON, checks of a model's
-folder. Imports no torch."""
+"""Atomic writes of files and folders (draft, flush, rename), strict reading of YAML and JSON,
+checks of a model's folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def cache_folder() -> Path:
 
 
 def draft_path(path: Path, kind: str = "draft") -> Path:
-    """A hidden, random name next to `path`: unique across machines and containers, which may share process ids."""
+    """A hidden, random name next to `path`: unique across machines and containers, which may share
+    process ids."""
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
 
 
@@ -45,9 +46,8 @@ def write_new(path: Path, text: str) -> None:
 def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
     """Yields a draft path for a file (or a link), and renames it to `path` when the block succeeds.
 
-    With `flush` the file and its name are then on the disk. If the block fails, the draft is removed and `path` is not
-    changed. Creates the parent folders. Raises OSError.
-    """
+    With `flush` the file and its name are then on the disk. If the block fails, the draft is
+    removed and `path` is not changed. Creates the parent folders. Raises OSError."""
     draft = draft_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -65,20 +65,23 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replace_folder(
-    path: Path, overwrite: bool = False, flush: bool = True, check_old: Callable[[Path], object] = lambda old: None
+    path: Path,
+    overwrite: bool = False,
+    flush: bool = True,
+    check_old: Callable[[Path], object] = lambda old: None,
 ) -> Iterator[Path]:
     """Yields an empty draft folder, and renames it to `path` when the block succeeds.
 
-    With `flush` its content is on the disk before. Without `overwrite` it raises OSError if there is anything but an
-    empty folder at `path`; with it, `check_old` gets the old content, moved aside, and may raise to restore it. If the
-    block fails (Ctrl-C included), the draft and the parent folders created for it are removed.
-    """
+    With `flush` its content is on the disk before. Without `overwrite` it raises OSError if there
+    is anything but an empty folder at `path`; with it, `check_old` gets the old content, moved
+    aside, and may raise to restore it. If the block fails (Ctrl-C included), the draft and the
+    parent folders created for it are removed."""
     draft = draft_path(path)
     new_parents: list[Path] = []
     try:
         for parent in reversed(draft.parents):
             if not parent.exists():
-                with contextlib.suppress(FileExistsError):  # another process created it first and may need it
+                with contextlib.suppress(FileExistsError):  # another process was first, and may need it
                     parent.mkdir()
                     new_parents.insert(0, parent)
         draft.mkdir()
@@ -126,23 +129,24 @@ def flush_path(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
-            raise  # disks that cannot flush a folder (SMB before Linux 6.1, vboxsf) say so by these two
+            raise  # by these two a disk says that it cannot flush a folder (SMB, vboxsf)
     finally:
         os.close(descriptor)
 
 
 def make_readable(folder: Path) -> None:
-    """Gives .safetensors files the permissions of the umask: safetensors lets only their owner read them."""
+    """Gives .safetensors files the permissions of the umask: safetensors lets only their owner read
+    them."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
-        with contextlib.suppress(PermissionError):  # a mounted disk on which another user owns all files
+        with contextlib.suppress(PermissionError):  # a mounted disk of another user
             path.chmod(0o666 & ~mask)
 
 
 def remove_drafts(folder: Path) -> None:
-    """Removes the drafts of killed writers, and restores a folder that was being replaced. No other process may be
-    writing in `folder`."""
+    """Removes the drafts of killed writers, and restores a folder that was being replaced. No other
+    process may be writing in `folder`."""
     for path in sorted(folder.glob(".*")):
         match = _DRAFTS.fullmatch(path.name)
         if match is None:
@@ -158,7 +162,8 @@ def remove_drafts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path, state: str = "nothing was left behind") -> Iterator[None]:
-    """Turns a disk error of the block, which writes `path`, into a UserError; `state` says what is at `path` then."""
+    """Turns a disk error of the block, which writes `path`, into a UserError; `state` says what is
+    at `path` then."""
     try:
         yield
     except UserError:
@@ -172,7 +177,8 @@ def explain_write_errors(path: Path, state: str = "nothing was left behind") -> 
 
 
 def as_json(content: Any) -> Any:
-    """Converts NumPy's and PyTorch's scalars and arrays in `content` to Python numbers and lists."""
+    """Converts NumPy's and PyTorch's scalars and arrays in `content` to Python numbers and
+    lists."""
     if isinstance(content, Mapping):
         return {as_json(key): as_json(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -193,10 +199,9 @@ def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
     """Reads a JSON object and checks its values. Raises UserError naming the file and the key."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(table, ensure_ascii=False).encode()  # a lone surrogate can be read but not written
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(table, dict):
         raise UserError(f"{path} holds a {type(table).__name__} where a table should be")
@@ -207,8 +212,10 @@ def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
 def check_values(table: Mapping[str, Any], kinds: Kinds, where: object) -> None:
     """Raises UserError naming `where` and the key of the first invalid value."""
     for key, (fits, description) in kinds.items():
-        if table.get(key) is not None and not fits(table[key]):
-            raise UserError(f"{where}: {key} is {json.dumps(table[key])[:60]} and should be {description}")
+        value = table.get(key)
+        if value is not None and not fits(value):
+            text = json.dumps(value)[:60]
+            raise UserError(f"{where}: {key} is {text} and should be {description}")
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
@@ -216,7 +223,44 @@ def is_number(value: Any, low: float, high: float) -> bool:
     return type(value) in (int, float) and low <= value <= high
 
 
-# --- a model's folder ---
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises UserError for what `git clone` leaves in the place of a large file if Git LFS is not
+    installed."""
+    with path.open("rb") as file:
+        if file.read(20) == b"version https://git-":
+            fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it"
+            raise UserError(f"{path} is a Git LFS pointer, not the file itself: {fix}")
+
+
+def templates() -> Path:
+    """The folder with recipes/, accelerate_configs/ and ds_configs/: toolkit/templates in a wheel
+    (see setup.py), the repository in a clone."""
+    in_wheel = Path(__file__).resolve().parent.parent / "templates"
+    return in_wheel if in_wheel.is_dir() else in_wheel.parent.parent
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Rejects duplicate keys, of which YAML silently drops the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises UserError for a file that cannot be read or is not valid."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+# --- until checkpoint/ and conversion/ have their new parts ---
 
 
 def _whole_number(maximum: int) -> tuple[Callable[[Any], bool], str]:
@@ -236,12 +280,11 @@ _CONFIG: Kinds = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "type_vocab_size"), _whole_number(2**31 - 1)),
     "transformers_weights": (lambda value: isinstance(value, str) and "/" not in value, "a file name without a folder"),
 }  # fmt: skip
-_SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
-           "a table of file names")  # fmt: skip
 
 
 def check_model_config(config: Mapping[str, Any], where: object) -> None:
-    """Raises UserError for impossible values in a config.json, also in the nested configs of an encoder-decoder."""
+    """Raises UserError for impossible values in a config.json, also in the nested configs of an
+    encoder-decoder."""
     check_values(config, _CONFIG, where)
     for key, value in config.items():
         if "dropout" in key and type(value) in (int, float) and not 0 <= value <= 1:
@@ -253,7 +296,8 @@ def check_model_config(config: Mapping[str, Any], where: object) -> None:
 
 
 def refuse_link_out(path: Path, folder: Path) -> None:
-    """Raises UserError if `path`, listed in `folder`, leads outside it (by `..` or a link), or is a pipe or device.
+    """Raises UserError if `path`, listed in `folder`, leads outside it (by `..` or a link), or is a
+    pipe or device.
 
     The links of a hub cache (snapshots/COMMIT/NAME -> ../../blobs/DIGEST) are allowed.
     """
@@ -263,61 +307,3 @@ def refuse_link_out(path: Path, folder: Path) -> None:
         raise UserError(f"{path} is {'a link to ' * inside}{target}, outside {folder}: put the file itself there")
     if target.exists() and not (target.is_file() or target.is_dir()):  # reading a pipe would hang
         raise UserError(f"{path} is neither a file nor a folder: put a copy of the file there")
-
-
-def refuse_lfs_pointer(path: Path) -> None:
-    """Raises UserError for what `git clone` leaves in the place of a large file if Git LFS is not installed."""
-    with path.open("rb") as file:
-        if file.read(20) == b"version https://git-":
-            fix = f"run `git lfs install && git lfs pull` in {path.parent}, or download it from the hub's page"
-            raise UserError(f"{path} is a Git LFS pointer, not the file itself: {fix}")
-
-
-def refuse_files_outside(folder: Path) -> None:
-    """Raises UserError if a file of a model folder, or one that its weight index lists, leads outside the folder, or is
-    a Git LFS pointer."""
-    for path in folder.iterdir():
-        if not path.is_dir():
-            refuse_link_out(path, folder)
-        if path.is_file():
-            refuse_lfs_pointer(path)
-    for index in folder.glob("*.index.json"):
-        shards = read_table(index, {"weight_map": _SHARDS}).get("weight_map") or {}
-        for name in sorted(set(shards.values())):
-            refuse_link_out(folder / name, folder)
-
-
-def templates() -> Path:
-    """The folder with recipes/, accelerate_configs/ and ds_configs/: toolkit/templates in a wheel (see setup.py), the
-    repository in a clone."""
-    in_wheel = Path(__file__).resolve().parent.parent / "templates"
-    return in_wheel if in_wheel.is_dir() else in_wheel.parent.parent
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which YAML silently drops the first, and aliases, which can expand a small file to
-    gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not allowed")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if duplicates := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{duplicates[0]} is given twice")
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> Any:
-    """Raises UserError for a file that cannot be read or is not valid."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line} is not valid YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error

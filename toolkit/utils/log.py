@@ -1,8 +1,8 @@
 """The logger of this package, `logging.getLogger("toolkit")`, which writes to stderr.
 
-An application that configures logging before it imports `toolkit` keeps its handlers, formats and levels. Otherwise
-lines are printed without a prefix; `--log_level`, or the logger's methods, change that.
-"""
+An application that configures logging before it imports `toolkit` keeps its handlers, formats and
+levels. Otherwise lines are printed without a prefix; `--log_level`, or the logger's methods, change
+that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ logger = logging.getLogger("toolkit")
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to the current `sys.stderr` (a notebook or a test may replace it), above a progress bar."""
+    """Writes to the current `sys.stderr` (a notebook or a test may replace it), above a progress
+    bar."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -30,7 +31,7 @@ class _StandardError(logging.StreamHandler):
             with tqdm.tqdm.external_write_mode(file=sys.stderr):
                 super().emit(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name that logging calls
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         """A closed terminal must not end a run."""
 
 
@@ -43,4 +44,4 @@ def configure() -> None:
 def add_handler() -> None:
     logger.addHandler(_StandardError())
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # or lines print twice if a library calls `logging.info`, which adds a root handler
+    logger.propagate = False  # `logging.info` of a library adds a root handler: lines printed twice

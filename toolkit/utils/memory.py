@@ -1,4 +1,5 @@
-"""Explains out-of-memory errors by the settings that help, keeps freed memory, and limits what a file may allocate."""
+"""Explains out-of-memory errors by the settings that help, keeps freed memory, and limits what a
+file may allocate."""
 
 from __future__ import annotations
 
@@ -14,21 +15,24 @@ from typing import Any
 
 from toolkit.errors import first_line
 
-# torch's CPU allocator, CUDA's libraries and the C++ runtime raise RuntimeError, the system OSError, and loading a
-# library ImportError
+# torch's CPU allocator, CUDA's libraries and the C++ runtime raise RuntimeError, the system
+# OSError, and loading a library ImportError
 _ERRORS = (RuntimeError, OSError, ImportError)
 _MESSAGES = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|_status_alloc_failed|std::bad_alloc"
-    # all that oneDNN reports; for an unsupported operation it cannot create a primitive *descriptor*
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory"
+    r"|_status_alloc_failed|std::bad_alloc"
+    # oneDNN's; for an unsupported operation it cannot create a primitive *descriptor*
     r"|could not create a primitive$|failed to map segment",
     re.IGNORECASE | re.MULTILINE,
 )
 _CGROUP = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_KEEPING = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
 _DEFAULTS = {_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 """The values that glibc adapts to once a program has freed large blocks."""
 _KEEP_BELOW = 0.4
-"""Peak share of its memory up to which a process keeps what it frees: kept heaps grew by up to 1.4 times."""
+"""Peak share of its memory up to which a process keeps what it frees: kept heaps grew by up to 1.4
+times."""
 
 
 def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
@@ -39,39 +43,61 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     if not is_out_of_memory(error):
         return None
     samples = len(batch.ids)
-    width = -(-batch.inputs["input_ids"].numel() // samples)  # tokens, on average if a row holds several texts
-    fewer, tokens = samples // 2, f"--max_tokens_per_batch {max(width, samples * width // 2)}"
+    width = -(-batch.inputs["input_ids"].numel() // samples)  # tokens, on average
+    fewer = samples // 2
+    tokens = f"--max_tokens_per_batch {max(width, samples * width // 2)}"
+    ways = []
     if recomputes is None:
         when = "an evaluation, with a batch"
-        ways = [f"--per_device_eval_batch_size {fewer} (toolkit predict: --per_device_batch_size {fewer})", tokens]
+        size = f"--per_device_eval_batch_size {fewer}"
+        smaller = [f"{size} (toolkit predict: --per_device_batch_size {fewer})", tokens]
     else:
         when = "a training step, with a micro-batch"
-        ways = [f"--per_device_batch_size {fewer}, or {tokens} (the global batch and the losses stay the same)"]
-    ways = ways if samples > 1 else []
-    ways += ["--gradient_checkpointing true"] * (recomputes is False)
+        same = "(the global batch and the losses stay the same)"
+        smaller = [f"--per_device_batch_size {fewer}, or {tokens} {same}"]
+    if samples > 1:
+        ways += smaller
+    if recomputes is False:
+        ways.append("--gradient_checkpointing true")
     ways.append(f"--max_length {width // 2}")
-    return f"out of memory in {when} of {samples} x {width} tokens: pass {', or '.join(ways)} [{_quoted(error)}]"
+    batch_size = f"{samples} x {width} tokens"
+    return f"out of memory in {when} of {batch_size}: pass {', or '.join(ways)} [{_quoted(error)}]"
 
 
 def explain_without_batch(error: Exception) -> str | None:
-    """As `explain`, while a model is prepared or an optimizer steps: a smaller batch does not help then."""
+    """As `explain`, while a model is prepared or an optimizer steps: a smaller batch does not
+    help."""
     if not is_out_of_memory(error):
         return None
     return (
-        f"out of memory: weights, gradients and the optimizer's state do not fit: launch with zero2, zero3 "
-        f"or fsdp2 (accelerate_configs/), or pass --optimizer lion, --lora_r 8 or --freeze_layers N [{_quoted(error)}]"
+        "out of memory: weights, gradients and the optimizer's state do not fit: launch with "
+        "zero2, zero3 or fsdp2 (accelerate_configs/), or pass --optimizer lion, --lora_r 8 or "
+        f"--freeze_layers N [{_quoted(error)}]"
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed, in Python, numpy, torch, a driver or the system."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, _ERRORS) and _MESSAGES.search(str(error)) is not None
+
+
 def _quoted(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if _MESSAGES.search(line)), first_line(error))[:200]
+    for line in str(error).splitlines():
+        if _MESSAGES.search(line):
+            return line.strip()[:200]
+    return first_line(error)[:200]
 
 
 def peak_resident_bytes() -> int:
-    """This process's largest resident size (proc(5)); if that is unknown, getrusage's, which on Linux begins at the
+    """This process's largest resident size (proc(5)), or getrusage's, which on Linux begins at the
     size of the process that started this one."""
     with contextlib.suppress(OSError):
-        if line := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8")):
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        line = re.search(r"VmHWM:\s+(\d+) kB", status)
+        if line:
             return 1024 * int(line[1])
     import resource
 
@@ -80,38 +106,30 @@ def peak_resident_bytes() -> int:
 
 
 def manage_freed_memory() -> None:
-    """Call it after each step or batch on a CPU: the process keeps freed memory until its peak is a large share of the
-    machine's memory; from then on glibc returns it as usual. Only with glibc that no variable configures.
+    """Call it after each step or batch on a CPU: the process keeps what it frees until its peak is
+    a large share of the machine's memory; from then on glibc returns it as usual. Only with glibc
+    that no variable configures.
 
-    By default glibc maps each tensor of more than 32 MiB anew, unless it fits into a hole of the heap, and the kernel
-    clears its pages: half the time of a training step at 512 tokens.
+    By default glibc maps each tensor of more than 32 MiB anew, unless it fits into a hole of the
+    heap, and the kernel clears its pages: half the time of a training step at 512 tokens.
     """
-    if _glibc() is None:
+    libc = _glibc()
+    if libc is None:
         return
-    if peak_resident_bytes() < _KEEP_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        _keep()
-    elif _keep.cache_info().currsize:
-        _return()
-
-
-@functools.cache  # once: after `_return` the process does not keep memory again
-def _keep() -> None:
-    _glibc().mallopt(_M_MMAP_MAX, 0)
-    _glibc().mallopt(_M_TRIM_THRESHOLD, -1)
-
-
-@functools.cache  # once: each trim makes the next step clear its pages again
-def _return() -> None:
-    for name, value in _DEFAULTS.items():
-        _glibc().mallopt(name, value)
-    _glibc().malloc_trim(0)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    keeps = peak_resident_bytes() < _KEEP_BELOW * machine_memory() / processes
+    for name, value in (_KEEPING if keeps else _DEFAULTS).items():
+        libc.mallopt(name, value)
 
 
 @functools.cache
 def _glibc() -> Any:
-    configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    libc = ctypes.CDLL(None) if sys.platform == "linux" and not configured else None
-    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+    if sys.platform != "linux":
+        return None
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "mallopt") else None
 
 
 @functools.cache
@@ -135,16 +153,10 @@ def read_cgroup(*names: str) -> str:
     return next((file.read_text(encoding="ascii").strip() for file in files if file.is_file()), "")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError) if torch else MemoryError):
-        return True
-    return isinstance(error, _ERRORS) and _MESSAGES.search(str(error)) is not None
-
-
 @contextlib.contextmanager
 def limit_memory(size: int) -> Iterator[None]:
-    """Limits what the process may allocate within the block to `size` bytes; beyond it MemoryError. On Linux only."""
+    """Limits what the process may allocate within the block to `size` bytes; beyond it MemoryError.
+    On Linux only."""
     if sys.platform != "linux":
         yield
         return

@@ -11,7 +11,8 @@ FIRST_SECONDS, LINE_SECONDS, SCREEN_SECONDS = 5.0, 15.0, 0.5
 
 
 class Progress:
-    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`, rewritten in a terminal, every 15 seconds in a file."""
+    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`, rewritten in a terminal, every 15
+    seconds in a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -21,16 +22,19 @@ class Progress:
 
     def update(self, done: int, part: float | None = None) -> None:
         """`part`: the share of the work that is done, if it is not that of the rows."""
-        now, part = time.monotonic(), done / max(1, self.total) if part is None else part
+        now = time.monotonic()
+        if part is None:
+            part = done / max(1, self.total)
         if now < self.due or not part:
             return
-        self.due, self.shown = now + (SCREEN_SECONDS if self.terminal else LINE_SECONDS), True
+        self.due = now + (SCREEN_SECONDS if self.terminal else LINE_SECONDS)
+        self.shown = True
         seconds = now - self.started
         remaining = tqdm.format_interval(seconds * (1 - part) / part)
-        line = f"{self.what}: {done} of {self.total} {self.unit}, {done / seconds:.0f} {self.unit}/s, {remaining} left"
-        print(
-            f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
-        )
+        rate = f"{done / seconds:.0f} {self.unit}/s"
+        line = f"{self.what}: {done} of {self.total} {self.unit}, {rate}, {remaining} left"
+        before, after = ("\r", "\x1b[K") if self.terminal else ("", "\n")
+        print(before + line + after, end="", file=sys.stderr, flush=True)
 
     def update_part(self, before: int, size: int, _: int, part: float) -> None:
         """`update` for a part of `size` rows, after `before` others."""

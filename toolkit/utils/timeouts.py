@@ -11,10 +11,11 @@ Result = TypeVar("Result")
 
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
-    """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left running.
+    """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left
+    running.
 
-    Where no thread can be started, as after an out-of-memory error, it waits for `work` without a timeout.
-    """
+    Where no thread can be started, as after an out-of-memory error, it waits for `work` without a
+    timeout."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -24,7 +25,8 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     try:
-        threading.Thread(target=run, daemon=True, name="call_with_timeout").start()  # an executor blocks the exit
+        # an executor would block the exit
+        threading.Thread(target=run, daemon=True, name="call_with_timeout").start()
     except RuntimeError:  # no memory is left for a thread
         return work()
     if not wait([future], seconds).done:

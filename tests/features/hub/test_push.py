@@ -145,7 +145,6 @@ def test_missing_rights(refuses: str, token: str, named: str, hub: Hub, tiny_job
 
 @pytest.mark.parametrize(("values", "named"), [
     ({"push_to_hub": True}, "--hub_model_id"), ({"hub_model_id": "me/x"}, "--push_to_hub"),
-    ({"hub_strategy": "end"}, "--push_to_hub"), ({"hub_token": "x"}, "HF_TOKEN"),
 ])  # fmt: skip
 def test_settings_that_contradict_each_other(values: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):

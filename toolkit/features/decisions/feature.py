@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -24,6 +24,8 @@ def _criterion(text: str | None) -> str | None:
 @section
 class DecisionSettings:
     """How probabilities become answers; tuned on the validation rows at the end and saved with the model."""
+
+    needs: ClassVar[Mapping[str, str]] = {"positive_class": "tune_thresholds"}
 
     tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
     """f1; for two classes or several labels also precision_at_recall=0.9, or cost=1:5 (false positive, negative)."""
@@ -44,10 +46,6 @@ class DecisionsFeature(Feature):
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"decisions": DecisionSettings} if issubclass(settings_class, TaskSettings) else {}
-
-    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
-        if values.get("positive_class") is not None and values.get("tune_thresholds") is None:
-            yield "--positive_class needs --tune_thresholds"
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         decisions = section_in(settings, DecisionSettings)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from toolkit.config.parse import has_section, section_in
-from toolkit.config.sections import DataSettings, section
+from toolkit.config.sections import DataSettings, Pairs, section
 from toolkit.utils.features import Feature
 
 
@@ -17,10 +17,26 @@ from toolkit.utils.features import Feature
 class FoldSettings:
     """Out-of-fold predictions, and corrected labels."""
 
+    alternatives: ClassVar[Pairs] = (
+        *((name, "folds", "each fold is evaluated on a part of the training rows")
+          for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
+        *((name, "folds", "they are tuned for one model, and folds train several")
+          for name in ("tune_thresholds", "calibrate", "abstain_below")),
+    )  # fmt: skip
+
     folds: int | None = Field(default=None, ge=2, le=100)
     """Cross-validation: N models, each trained without a part of the training rows, find wrong labels in that part."""
     label_corrections: str | None = None
     """JSONL, as saved by the page of `--folds`: corrected labels of training rows, and rows to leave out."""
+
+    @staticmethod
+    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+        if values.get("folds") is None:
+            return
+        if values.get("output_dir") is None:
+            yield "--folds needs --output_dir, where the same command continues with the next unfinished fold"
+        if str(values.get("overwrite_output_dir", False)).lower() == "true" or values.get("resume", "auto") != "auto":
+            yield "--folds always resumes: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
 
 class FoldsFeature(Feature):
@@ -28,23 +44,9 @@ class FoldsFeature(Feature):
 
     switches = ("folds", "label_corrections")
     paths = ("label_corrections",)
-    exclusive = (
-        *((name, "folds", "each fold is evaluated on a part of the training rows")
-          for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
-        *((name, "folds", "they are tuned for one model, and folds train several")
-          for name in ("tune_thresholds", "calibrate", "abstain_below")),
-    )  # fmt: skip
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"folds": FoldSettings} if has_section(settings_class, DataSettings) else {}
-
-    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
-        if values.get("folds") is None:
-            return
-        if values.get("output_dir") is None:
-            yield "--folds needs --output_dir, where the same command continues with the next unfinished fold"
-        if str(values.get("overwrite_output_dir", False)).lower() == "true" or values.get("resume", "auto") != "auto":
-            yield "--folds always resumes: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
         from toolkit.features.folds.split import data_facts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from toolkit import __version__
 from toolkit.config.parse import has_section, section_in
-from toolkit.config.sections import TrainingSettings, section
+from toolkit.config.sections import Pairs, TrainingSettings, section
 from toolkit.errors import UserError, first_line
 from toolkit.utils.features import Feature
 
@@ -19,6 +19,10 @@ from toolkit.utils.features import Feature
 class HubSettings:
     """Upload of the model to the hub, with the token of HF_TOKEN or of `hf auth login`."""
 
+    alternatives: ClassVar[Pairs] = (
+        ("push_to_hub", "folds", "folds train models to check labels, and none to publish"),
+    )
+
     push_to_hub: bool = False
     """Upload model/ when the run has ended."""
     hub_model_id: str | None = None
@@ -26,17 +30,8 @@ class HubSettings:
     hub_private_repo: bool | None = None
     """Make a new repository private; default: the owner's setting."""
 
-
-class HubFeature(Feature):
-    """Creates the repository when a run begins, and uploads the model when it has ended."""
-
-    switches = ("push_to_hub",)
-    exclusive = (("push_to_hub", "folds", "folds train models to check labels, and none to publish"),)
-
-    def sections(self, settings_class: type) -> Mapping[str, type]:
-        return {"hub": HubSettings} if has_section(settings_class, TrainingSettings) else {}
-
-    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
+    @staticmethod
+    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
         if str(values.get("push_to_hub", False)).lower() == "true":
             if not (values.get("hub_model_id") or values.get("output_dir")):
                 yield "--push_to_hub needs --hub_model_id NAME, or an --output_dir, whose name the repository takes"
@@ -44,6 +39,15 @@ class HubFeature(Feature):
             for name in ("hub_model_id", "hub_private_repo"):
                 if values.get(name) is not None:
                     yield f"--{name} has no effect without --push_to_hub true"
+
+
+class HubFeature(Feature):
+    """Creates the repository when a run begins, and uploads the model when it has ended."""
+
+    switches = ("push_to_hub",)
+
+    def sections(self, settings_class: type) -> Mapping[str, type]:
+        return {"hub": HubSettings} if has_section(settings_class, TrainingSettings) else {}
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         if accelerator.is_main_process:

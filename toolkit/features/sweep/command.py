@@ -24,7 +24,6 @@ from toolkit.report.comparison import LOSS_SETTINGS, as_text, compare
 from toolkit.report.files import Record, run_config
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.extras import require_extra
-from toolkit.utils.files import refuse_link_out
 
 _TRIALS = 20
 _POLL_SECONDS, _STOP_SECONDS = 1.0, 60.0
@@ -198,7 +197,6 @@ class Sweep:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         path, command = self.folder / "study.journal", command + self.files
-        refuse_link_out(path, self.folder)
         try:
             storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
             pruner = optuna.pruners.MedianPruner(n_startup_trials=4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,20 +18,11 @@ class TitlesFeature(Feature):
     pipeline_tags: ClassVar = {"title_generation": "summarization"}
     first_settings = ("title_column",)
 
-    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
-        if str(values.get("num_beams")) == "1" and values.get("length_penalty") is not None:
-            yield "--length_penalty has no effect with --num_beams 1: use more beams, or drop it"
-
     def targets(self, settings: Any) -> Any:
         require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # fail now, not at the first ROUGE
         from toolkit.features.titles.data import Titles
 
         return Titles
-
-    def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
-        from toolkit.features.titles.model import load_untrained_title_model
-
-        return load_untrained_title_model(settings)
 
     def answers(self, model: str, config: Any) -> Any:
         if config.model_type != KIND:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -39,6 +40,11 @@ class GenerationSettings:
     """No n-gram of this many tokens occurs twice in a title; 0: no limit."""
     rouge_segmenter: Segmenter = "auto"
     """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
+
+    @staticmethod
+    def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+        if str(values.get("num_beams")) == "1" and values.get("length_penalty") is not None:
+            yield "--length_penalty has no effect with --num_beams 1: use more beams, or drop it"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
