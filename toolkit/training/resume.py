@@ -27,7 +27,6 @@ from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, se
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, first_line
 from toolkit.launch.environment import attempt, launcher_start, place_of
-from toolkit.launch.nodes import set_global_ranks
 from toolkit.models.exported import export_format
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
@@ -54,7 +53,6 @@ def precision_of(settings: TrainingSettings) -> str:
     restarts = bool(settings.output_dir) and previous_attempt_in(checkpoints)
     starts_over = settings.overwrite_output_dir or not settings.output_dir
     resume = "auto" if restarts else "no" if settings.resume == "auto" and starts_over else settings.resume
-    set_global_ranks(os.environ)
     if settings.mixed_precision != "auto" or resume == "no" or place_of(os.environ).rank:
         return settings.mixed_precision
     with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from toolkit import config
 from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.relaunch import find_file, split_arguments
+from toolkit.launch.options import find_file, split_arguments
 from toolkit.report.comparison import LOSS_SETTINGS, as_text, compare
 from toolkit.report.files import Record, run_config
 from toolkit.utils.cache import digest_of_file

@@ -26,7 +26,7 @@ from toolkit.errors import UserError, last_error
 from toolkit.features.verify.feature import CONFIGS
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.relaunch import count_processes, find_file, read_config, split_arguments
+from toolkit.launch.options import count_processes, find_file, read_config, split_arguments
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 

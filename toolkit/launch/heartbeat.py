@@ -1,0 +1,164 @@
+"""Members of a run that watch each other through torch's store: the first failure ends all.
+
+Each member counts up its heartbeat in the store once a second. Whoever sees a failure first
+publishes it; the others read it with their next heartbeat. Nobody answers for a member whose count
+stands still, so the others publish that. A thread does all of this, because a call to the store of
+a process that is stopped never returns.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolkit.launch.exit_state import RESUME_HINT
+
+_BEAT_SECONDS = 1.0
+_READ_SECONDS = 5.0
+"""How long the member that serves the store waits for others that still have to read from it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run ends."""
+
+    line: str
+    code: int = 1
+    text: str = ""
+    """More than the line, for the terminal of the process that failed: a traceback."""
+    permanent: bool = False
+    """A restart would fail again."""
+    is_effect: bool = False
+    """Of another failure: a connection to another process was lost."""
+
+
+class Board:
+    """One member's view of the heartbeats, and of the first failure, of all members.
+
+    `names`: of the members, for the user. Member 0 serves the store. A member is lost if its
+    heartbeat stands still for `timeout` seconds. `on_failure` is called, in the thread, with the
+    failure of another member.
+    """
+
+    def __init__(
+        self, store: Any, names: Sequence[str], me: int, timeout: float,
+        on_failure: Callable[[Failure], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._store, self._names, self._me, self._timeout = store, names, me, timeout
+        self._on_failure = on_failure
+        self._others = [other for other in range(len(names)) if other != me]
+        self._beats = dict.fromkeys(self._others, "")
+        now = time.monotonic()
+        self._seen = dict.fromkeys(range(len(names)), now)
+        """When each heartbeat was last seen to move; one's own: when the store last answered."""
+        self._mine: Failure | None = None
+        self._failure: Failure | None = None
+        self._finished = False
+        self.all_finished = not self._others
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+        if self._others:
+            self._thread.start()
+
+    def failure(self) -> Failure | None:
+        """The run's first failure, as far as this member knows."""
+        return self._failure or self._lost()
+
+    def publish(self, failure: Failure) -> Failure:
+        """Publishes a failure; returns the run's first one, which may be another."""
+        self._mine = failure
+        self._wake.set()
+        if self._others:
+            self._thread.join(_READ_SECONDS)
+        return self._failure or failure
+
+    def finish(self) -> None:
+        """This member's work is done: its heartbeat may end."""
+        self._finished = True
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Waits until the others have read what this member's store holds; call it last."""
+        if self._others:
+            self._thread.join(_READ_SECONDS)
+
+    def _lost(self) -> Failure | None:
+        """The failure of a member that does not answer."""
+        now, timeout = time.monotonic(), self._timeout
+        silent = [other for other in self._others if now - self._seen[other] > timeout]
+        if self._me != 0 and now - self._seen[self._me] > timeout:
+            silent = [0]  # its store does not answer
+        if not silent or self.all_finished:
+            return None
+        who = self._names[silent[0]]
+        why = f"no answer for {timeout:.0f} s: it or the network is down"
+        return Failure(f"error: lost the connection to {who}: {why}{RESUME_HINT}", permanent=True)
+
+    def _run(self) -> None:
+        threading.Thread(target=self._watch_silence, daemon=True, name="silence").start()
+        number = 0
+        try:
+            while not self._exchange(number):
+                number += 1
+                self._wake.wait(_BEAT_SECONDS)
+                self._wake.clear()
+        except RuntimeError:  # the process that serves the store has ended
+            self.all_finished = self._finished
+            if not self._finished and self._failure is None:
+                why = "it was killed or has crashed; see the output there"
+                line = f"error: {self._names[0]} has left the run: {why}{RESUME_HINT}"
+                self._fail(Failure(line, permanent=True))
+
+    def _watch_silence(self) -> None:
+        while self._thread.is_alive():
+            time.sleep(_BEAT_SECONDS)
+            lost = self._lost()
+            if lost and self._failure is None:
+                self._failure = self.publish(lost)
+                self._on_failure(self._failure)
+                return
+
+    def _exchange(self, number: int) -> bool:
+        """One heartbeat; returns whether it was the last."""
+        state = "finished" if self._finished else str(number)
+        self._store.set(f"beat {self._me}", state)
+        for other in self._others:
+            beat = self._get(f"beat {other}")
+            if beat != self._beats[other] or beat in ("finished", "read"):
+                self._beats[other], self._seen[other] = beat, time.monotonic()
+        failure = self._first_failure()
+        self._seen[self._me] = time.monotonic()
+        self.all_finished = self._finished and not set(self._beats.values()) - {"finished", "read"}
+        if not failure and not self.all_finished:
+            return False
+        self._store.set(f"beat {self._me}", "read")
+        if self._me == 0:
+            self._wait_for_readers()
+        if failure:
+            self._fail(failure)
+        return True
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _first_failure(self) -> Failure | None:
+        if self._mine:
+            self._store.compare_set("failure", "", json.dumps(asdict(self._mine)))
+        text = self._get("failure")
+        return Failure(**json.loads(text)) if text else None
+
+    def _wait_for_readers(self) -> None:
+        deadline = time.monotonic() + _READ_SECONDS
+        while time.monotonic() < deadline:
+            if all(self._get(f"beat {other}") == "read" for other in self._others):
+                return
+            time.sleep(0.1)
+
+    def _fail(self, failure: Failure) -> None:
+        self._failure = failure
+        if failure != self._mine:
+            self._on_failure(failure)
