@@ -48,8 +48,6 @@ PAGES: dict[str, list[list[str]]] = {
     "micro_batches": [["micro_batches", "--write"]],
     "bigbird": [["bigbird", "--rounds", "2", "--repeats", "3", "--write"]],
     "padding_free": [["padding_free", "--rounds", "2", "--write"]],
-    "precision_trial": [["precision_trial", "--write"]],
-    "memory": [["memory", "--write"]],
     "ranks": [["ranks", "--ranks", "2", "4", "--write"]],
     "data": [["data", "--rows", "1000000", "10000000"]],
     "predict": [

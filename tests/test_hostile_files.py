@@ -228,7 +228,6 @@ COMMANDS: dict[str, list[str]] = {
     "export": ["toolkit", "export", ".", "OUT", "--to", "onnx", "--validation_file", "rows.csv", "--max_drop", "100"],
     "to-bigbird": ["toolkit", "to-bigbird", ".", "OUT"],
     "prepare": ["toolkit", "prepare", "cls", *SETTINGS],
-    "estimate": ["toolkit", "estimate", "."],
     "doctor": ["toolkit", "doctor"],
 }  # fmt: skip
 

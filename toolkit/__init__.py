@@ -19,7 +19,7 @@ _OFFERED = {
     "models.to_bigbird": ("long_model",),
     "objective": ("make_objective",),
     "objective.losses": ("Objective", "sample_losses", "token_losses"),
-    "pretrained": ("layer_of", "load_config", "whole_weights"),
+    "pretrained": ("load_config", "whole_weights"),
     "run": ("Run",),
     "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler", "parameter_groups"),
     "training.prepare": ("align_strategy", "prepare"),

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -57,21 +57,6 @@ def load_config(settings: PretrainedSettings) -> Any:
 def _parts(config: Any) -> list[Any]:
     """The config and its sub-configs (of an encoder-decoder)."""
     return [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
-
-
-def layer_of(settings: PretrainedSettings) -> Callable[[], tuple[int, int]]:
-    """For `launch.make_accelerator`: a function that reads the (hidden_size, intermediate_size) of the model's layers.
-    BERT-base's if the config lacks them or cannot be read (loading the model reports that)."""
-
-    def widths() -> tuple[int, int]:
-        config: dict[str, Any] = {}
-        with contextlib.suppress(UserError):
-            config = encoder_config(load_config(settings)).to_dict()
-        hidden = min(_size(config, "hidden_size", "dim", "d_model"), _MAX_WIDTH) or 768
-        inner = _size(config, "intermediate_size", "hidden_dim", "d_ff", "encoder_ffn_dim")
-        return hidden, min(inner, 4 * _MAX_WIDTH) or 4 * hidden
-
-    return widths
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

@@ -11,9 +11,11 @@ from tests.runs import start
     ("words", "named"),
     [
         (["predict", "./no-such", "--text", "x"], "error: ./no-such cannot be loaded"),
-        (["estimate", "./no-such"], "error: ./no-such cannot be loaded"),
         (["to-bigbird", "./no-such", "out"], "error: ./no-such cannot be loaded"),
-        (["estimate", "cls", "--model_name_or_path", "./no-such"], "error: --model_name_or_path ./no-such cannot"),
+        (
+            ["prepare", "--train_file", "x.csv", "--model_name_or_path", "./no-such"],
+            "error: --model_name_or_path ./no-such cannot",
+        ),
     ],
 )
 def test_missing_model(words: Sequence[str], named: str) -> None:

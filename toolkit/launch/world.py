@@ -73,9 +73,7 @@ class World:
 current: World | None = None
 
 
-def make_accelerator(
-    mixed_precision: str | None = None, layer: object = None, **options: Any
-) -> Accelerator:
+def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before any data is read.
 
     `mixed_precision`: no, bf16, fp16, auto (see `toolkit.launch.precision`) or None (accelerate's

@@ -61,7 +61,6 @@ class RunFiles:
                 "distributed_type": accelerator.distributed_type.value,
                 "deepspeed": plugin.deepspeed_config if plugin else None,
                 "mixed_precision": accelerator.mixed_precision,
-                "precision_trial_ms": getattr(accelerator.state, "precision_trial", None),
                 "device": gpu or f"{device.type} ({platform.machine()})",
                 "host": platform.node(),
                 "pid": os.getpid(),

@@ -194,7 +194,7 @@ def fit_batch_size(
     if count == 0:
         raise UserError(
             f"--per_device_batch_size auto: not even one text of {longest} tokens fits into {size_text(usable)}: pass "
-            "--gradient_checkpointing true, a smaller --max_length, or another strategy (see `toolkit estimate`)"
+            "--gradient_checkpointing true, a smaller --max_length, or another strategy (docs/scaling.md)"
         )
     size = sizes[count - 1]
     line = f"--per_device_batch_size auto: {size} (texts of up to {longest} tokens, {size_text(usable)} usable)"

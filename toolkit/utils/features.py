@@ -105,10 +105,6 @@ class Feature:
         """The subclass of `toolkit.data.batches.Collator` (or a callable like it) for training and evaluation; its
         `prepare_model` adapts the model. None: batches are padded. The first feature that returns one is used."""
 
-    def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
-        """(the model before training, the tokens of a text in each of its inputs), if this feature trains another model
-        than a classifier."""
-
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         """The settings of a run that starts, changed or not. Raises UserError if they do not fit the data."""
         return settings

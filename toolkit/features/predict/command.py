@@ -35,7 +35,7 @@ from toolkit.evaluation.saved_model import (
     training_run,
 )
 from toolkit.features.predict.parts import Parts
-from toolkit.pretrained import layer_of, model_digest
+from toolkit.pretrained import model_digest
 from toolkit.utils.log import logger
 from toolkit.utils.progress import Progress
 
@@ -59,7 +59,7 @@ def predict_file(options: Any) -> None:
     if options.text and (unused := [name for name in _OF_FILES if getattr(options, name) not in _FILE_DEFAULTS]):
         raise UserError(f"--{unused[0]} has no effect with --text, whose answers are printed: give a FILE, or drop it")
     saved = SavedModel(options.model)
-    accelerator = launch.make_accelerator(options.mixed_precision, layer_of(saved.settings))
+    accelerator = launch.make_accelerator(options.mixed_precision)
     if options.text:
         _print_answers(options, accelerator, saved)
         return

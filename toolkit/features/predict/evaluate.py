@@ -22,7 +22,7 @@ from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, empty_text_warning, training_run
 from toolkit.features.predict.command import read_settings, sibling
 from toolkit.objective.losses import sample_losses
-from toolkit.pretrained import layer_of, model_digest
+from toolkit.pretrained import model_digest
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.log import class_lines
@@ -42,7 +42,7 @@ def evaluate_file(options: Any) -> None:
     """
     out = _output_folder(options)
     saved = SavedModel(options.model)
-    accelerator = launch.make_accelerator(options.mixed_precision, layer_of(saved.settings))
+    accelerator = launch.make_accelerator(options.mixed_precision)
     if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{options.model} is no classifier: the recipe that trained it evaluates a --test_file")
     table = read_file(options.file, read_settings(options))

@@ -29,11 +29,6 @@ class TitlesFeature(Feature):
 
         return Titles
 
-    def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
-        from toolkit.features.titles.model import load_untrained_title_model
-
-        return load_untrained_title_model(settings)
-
     def answers(self, model: str, config: Any) -> Any:
         if config.model_type != KIND:
             return None

@@ -20,11 +20,9 @@ from transformers import (
 )
 
 from toolkit.config import PretrainedSettings
-from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
-from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
+from toolkit.features.titles.settings import KIND, GenerationSettings
 from toolkit.models.classifier import choose_attention, configure, from_pretrained, set_dropout
-from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import explain_load_errors, load_config, quiet_transformers, refuse_random, whole_weights
 
 
@@ -55,16 +53,6 @@ def load_title_model(
     _configure_generation(model, tokenizer, generation, max_target_length)
     configure(model, settings, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     return model
-
-
-def load_untrained_title_model(settings: TitleSettings) -> tuple[EncoderDecoderModel, dict[str, int]]:
-    """(the model before training, name of an input -> tokens of a sample in it)."""
-    long = long_model(settings.model, settings.data.max_length)
-    tokenizer, title_length = load_tokenizer(long), settings.data.max_target_length
-    length = choose_max_length(settings.data.max_length, tokenizer, load_config(long))
-    seed = settings.training.seed
-    model = load_title_model(settings.model, long, settings.generation, tokenizer, title_length, seed)
-    return model, {"input_ids": length, "decoder_input_ids": title_length}
 
 
 def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:

@@ -1,4 +1,4 @@
-"""toolkit/training/estimate.py and `toolkit estimate`: estimated memory, and the micro-batch size that fits."""
+"""toolkit/training/estimate.py: estimated memory, and the micro-batch size that fits."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,6 @@ from tests.runs import WAYS, lines_of, train
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.features.estimate.feature import FEATURE
 from toolkit.training import estimate
 from toolkit.training.estimate import STRATEGIES, Memory, count_activations, fit_batch_size, memory_of
 from toolkit.training.optimizer import make_optimizer
@@ -198,16 +197,3 @@ def test_a_run_with_auto(way: str, tiny_model: Path, reviews: Path, tmp_path: Pa
     assert json.loads((run / "config.json").read_text())["data"]["micro_batch_size"] == size
     lines = lines_of(run / "metrics.jsonl")
     assert all(0 <= line["padding"] < 1 and "mfu" not in line for line in lines)
-
-
-@pytest.mark.parametrize("first", ["MODEL", "cls", "recipes/bigbird.py", "title"])
-def test_the_command(first: str, tiny_model: Path, capsys: Any) -> None:
-    words = [str(tiny_model)] if first == "MODEL" else [first, "--model_name_or_path", str(tiny_model)]
-    more = ["--num_processes", "4", "--max_length", "100", "--per_device_batch_size", "4", "--mixed_precision", "no"]
-    FEATURE.commands[0].run([*words, *more])
-    screen = capsys.readouterr().out
-    assert "the peak of each of 4 processes, with micro-batches of 4 texts of 100 tokens" in screen
-    rows = {line.split()[0]: line for line in screen.splitlines() if line}
-    assert set(STRATEGIES) < set(rows)
-    assert all(rows[name].endswith("yes") for name in STRATEGIES)
-    refusal(FEATURE.commands[0].run, [*words, "--num_processes", "0"], says=["--num_processes 0"])

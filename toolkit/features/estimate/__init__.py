@@ -1,1 +1,0 @@
-"""Estimates the memory of a job."""
