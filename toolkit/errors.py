@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 # errors of the disk, of permissions and of limits, not of the program
 _SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT, errno.ENOTDIR,
-    errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.EBUSY,
+    errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.EBUSY, errno.EPIPE,
 }  # fmt: skip
 
 

@@ -8,10 +8,13 @@ no address for the rendezvous. Our own launcher sets torch's names, and TOOLKIT_
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
+import shlex
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +28,6 @@ from toolkit.errors import UserError
 _VARIABLES = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "mpirun_rsh": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
-                   "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # SLURM_STEP_NUM_TASKS is set inside `srun` only, SLURM_NTASKS in any batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -79,9 +80,9 @@ def place_of(env: Mapping[str, str]) -> Place:
         return _place_by_torch(env)
     for launcher, (rank, world, local_rank, local_world) in _VARIABLES.items():
         if rank in env and world in env and local_rank in env:
-            local = _local_tasks(env, local_world) if local_world in env else _number(env, world)
+            local = env.get(local_world, env[world]).partition("(")[0]  # Slurm's: 2(x3)
             ranks = _number(env, rank), _number(env, world), _number(env, local_rank)
-            return Place(launcher, *ranks, local)
+            return Place(launcher, *ranks, parse_int(local_world, local.partition(",")[0]))
     tasks = env.get("PMI_SIZE") or "1"
     if tasks != "1":  # each process would train a separate model
         remedy = "set RANK, WORLD_SIZE and LOCAL_RANK"
@@ -100,12 +101,7 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         if env.get(name):
             return Place(launcher, rank, world, local_rank, _number(env, name))
-    # Azure ML sets LOCAL_RANK and NODE_RANK, and not how many processes a node has
-    by_azure = launcher == "environment" and "NODE_RANK" in env
-    if "LOCAL_RANK" in env and not by_azure:
-        return Place(launcher, rank, world, local_rank, world)
-    nodes = _number(env, "AZUREML_NODE_COUNT") if "AZUREML_NODE_COUNT" in env else world
-    return Place(launcher, rank, world, local_rank, world // nodes)
+    return Place(launcher, rank, world, local_rank, world if "LOCAL_RANK" in env else 1)
 
 
 def _launcher_with_torch_variables(env: Mapping[str, str]) -> str:
@@ -124,11 +120,12 @@ def _by_accelerate(env: Mapping[str, str]) -> bool:
 
 def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     """The arguments of `accelerate launch` in a process's command line; None for others."""
-    for end, word in enumerate(line[:4], 1):
-        by_accelerate = any("accelerate" in each for each in line[:end])
-        names = ("launch", "accelerate-launch", "launch.py")
-        if word == "accelerate.commands.launch" or (by_accelerate and Path(word).name in names):
-            return line[end:]
+    names = [Path(word).name for word in line[:4]]
+    for start in ("accelerate launch", "accelerate-launch", "accelerate.commands.launch"):
+        words = start.split()
+        for first in range(len(names)):
+            if names[first : first + len(words)] == words:
+                return line[first + len(words) :]
     return None
 
 
@@ -166,18 +163,6 @@ def user_threads(env: Mapping[str, str]) -> int | None:
     number = int(first[1]) if first else 0
     by_launcher = MARKER not in env and ("TORCHELASTIC_RUN_ID" in env or _by_accelerate(env))
     return None if number == 0 or (number == 1 and by_launcher) else number
-
-
-def _local_tasks(env: Mapping[str, str], name: str) -> int:
-    """Processes on this node, from a number or Slurm's list over its nodes (`2(x3),1`)."""
-    counts: list[int] = []
-    for part in env[name].split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not match:
-            raise UserError(f"the launcher's variable {name} is {env[name]!r}, not a number")
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = _number(env, "SLURM_NODEID") if len(counts) > 1 and "SLURM_NODEID" in env else 0
-    return counts[min(node, len(counts) - 1)]
 
 
 def set_torch_variables(env: MutableMapping[str, str]) -> Place:
@@ -273,3 +258,33 @@ def timeout_seconds(name: str) -> int:
     """The value of one of TIMEOUTS, from its option, or else its default."""
     variable, default = TIMEOUTS[name]
     return int(os.environ.get(variable) or default)
+
+
+# programs that start a script
+_STARTERS = ("python", "mpi", "orterun", "prterun", "srun", "uv", "pixi")
+
+
+def launch_info() -> dict[str, Any]:
+    """For config.json: the launcher's config file, and the command line to start the same run again
+    on this machine, in this folder."""
+    ours = launch_request()
+    words = ["python", *ours["argv"]] if ours else _command_words(tuple(sys.argv))
+    file, folder = ours.get("config_file"), str(Path.cwd())
+    return {"config_file": file, "command": shlex.join(words), "folder": folder}
+
+
+@functools.cache
+def _command_words(argv: tuple[str, ...]) -> list[str]:
+    """The command line of the outermost launcher of this script. Cached: Ctrl-C ends DeepSpeed's
+    launcher before the run's last step is done."""
+    words = ["python", *argv]
+    with contextlib.suppress(psutil.Error):
+        for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
+            line = process.cmdline()
+            starts = Path(line[0]).name.lower().startswith(_STARTERS)  # not `timeout 60 python ...`
+            if argv[0] in line[1:] and starts:
+                words = line
+    interpreter, script = Path(words[0]), Path(words[1])
+    if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
+        return [script.name, *words[2:]]
+    return [interpreter.name, *words[1:]]

@@ -43,7 +43,6 @@ _MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
         "in your optimizer's `step`, or launch with ddp"
     ),
 }
-_STDOUT_CLOSED = "standard output is closed (as by `| head`): redirect it to a file"
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
@@ -164,8 +163,6 @@ def _describe(error: Exception) -> Failure:
     explained = exit_state.explain and exit_state.explain(error)
     if explained:
         return _failure(explained)
-    if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-        return replace(_failure(_STDOUT_CLOSED), code=128 + signal.SIGPIPE)
     line = system_error_line(error)
     if line:
         return _failure(line)
@@ -198,15 +195,6 @@ def _is_connection_error(error: Exception) -> bool:
     """Whether torch lost another rank. A tracker or a hub raises an OSError instead."""
     several = isinstance(error, RuntimeError) and _place().world_size > 1
     return several and _CONNECTION_ERRORS.search(str(error)) is not None
-
-
-def _stdout_is_closed() -> bool:
-    try:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
 
 
 def _place() -> Place:
@@ -243,7 +231,8 @@ def _leave_for_launcher(failure: Failure) -> bool:
 def _print(failure: Failure) -> None:
     """Prints it unless another process does: local rank 0, if all fail alike, or the one that has
     caused this failure. Then the launcher ends this process while it waits."""
-    place, board = _place(), exit_state.board
+    place = _place()
+    board, exit_state.board = exit_state.board, None  # its watcher reports no more
     if place.world_size > 1 and (failure.is_effect or place.local_rank):
         close_resources()
         with contextlib.suppress(ValueError):  # not the main thread
@@ -281,9 +270,10 @@ def _exit_at_end() -> None:
     """
     if exit_state.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a launcher, when the first has exited
-    if exit_state.board:
-        exit_state.board.finish()
-        exit_state.board.leave()
+    board, exit_state.board = exit_state.board, None
+    if board:
+        board.finish()
+        board.leave()
     if exit_state.exit_code or _place().world_size > 1:
         _exit(exit_state.exit_code)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,16 +40,11 @@ class Board:
     """One member's view of the heartbeats, and of the first failure, of all members.
 
     `names`: of the members, for the user. Member 0 serves the store. A member is lost if its
-    heartbeat stands still for `timeout` seconds. `on_failure` is called, in the thread, with the
-    failure of another member.
+    heartbeat stands still for `timeout` seconds.
     """
 
-    def __init__(
-        self, store: Any, names: Sequence[str], me: int, timeout: float,
-        on_failure: Callable[[Failure], object] = lambda _: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, store: Any, names: Sequence[str], me: int, timeout: float) -> None:
         self._store, self._names, self._me, self._timeout = store, names, me, timeout
-        self._on_failure = on_failure
         self._others = [other for other in range(len(names)) if other != me]
         self._beats = dict.fromkeys(self._others, "")
         now = time.monotonic()
@@ -99,7 +94,6 @@ class Board:
         return Failure(f"error: lost the connection to {who}: {why}{RESUME_HINT}", permanent=True)
 
     def _run(self) -> None:
-        threading.Thread(target=self._watch_silence, daemon=True, name="silence").start()
         number = 0
         try:
             while not self._exchange(number):
@@ -111,16 +105,7 @@ class Board:
             if not self._finished and self._failure is None:
                 why = "it was killed or has crashed; see the output there"
                 line = f"error: {self._names[0]} has left the run: {why}{RESUME_HINT}"
-                self._fail(Failure(line, permanent=True))
-
-    def _watch_silence(self) -> None:
-        while self._thread.is_alive():
-            time.sleep(_BEAT_SECONDS)
-            lost = self._lost()
-            if lost and self._failure is None:
-                self._failure = self.publish(lost)
-                self._on_failure(self._failure)
-                return
+                self._failure = Failure(line, permanent=True)
 
     def _exchange(self, number: int) -> bool:
         """One heartbeat; returns whether it was the last."""
@@ -138,8 +123,7 @@ class Board:
         self._store.set(f"beat {self._me}", "read")
         if self._me == 0:
             self._wait_for_readers()
-        if failure:
-            self._fail(failure)
+        self._failure = failure
         return True
 
     def _get(self, key: str) -> str:
@@ -157,8 +141,3 @@ class Board:
             if all(self._get(f"beat {other}") == "read" for other in self._others):
                 return
             time.sleep(0.1)
-
-    def _fail(self, failure: Failure) -> None:
-        self._failure = failure
-        if failure != self._mine:
-            self._on_failure(failure)

@@ -94,11 +94,10 @@ class Launcher:
         """The store in which the launchers of several machines have met."""
         machines = self.request.machines
         if machines.count == 1:
-            network.choose_interface(os.environ, network.LOOPBACK, "")
+            network.choose_interface(os.environ, network.LOOPBACK)
             return None
-        facts = self._facts()
         logger.info(f"this is machine {machines.rank} ({self.host}) of {machines.count}: {machines.rank_source}")
-        met = meet_launchers(machines, facts, facts["device"], timeout_seconds("rendezvous_timeout"))
+        met = meet_launchers(machines, self._facts(), timeout_seconds("rendezvous_timeout"))
         self.address, self.hosts = met.address, met.hosts
         return met.store
 

@@ -153,19 +153,9 @@ def _first_address(
             raise UserError(f"{why}: make them equal, or pass --main_process_ip ADDRESS")
         return first_host(slurm_nodes)
     raise UserError(
-        f"{path}{_line_of('main_process_ip:', path)}: main_process_ip is still {address!r}: write "
-        "the first machine's address on that line, or pass --main_process_ip ADDRESS (on the "
-        "first machine, `hostname -I` shows it)"
+        f"{path}: main_process_ip is still {address!r}: write the first machine's address there, "
+        "or pass --main_process_ip ADDRESS (`hostname -I` on the first machine shows it)"
     )
-
-
-def _line_of(key: str, path: Path) -> str:
-    """`, line 12`; empty if there is no such line."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        if line.strip().startswith(key):
-            return f", line {number}"
-    return ""
 
 
 def _refuse_loopback(addresses: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ class Met:
 
 
 def meet_launchers(
-    machines: Machines, facts: Mapping[str, Any], device: str, seconds: float
+    machines: Machines, facts: Mapping[str, Any], seconds: float
 ) -> Met:
     """Waits for the other machines' launchers, and chooses the interface between them.
 
@@ -86,7 +86,7 @@ def meet_launchers(
     address = network.address_to_serve(first, False, machines.others()) if serves else first
     store = open_store(address, machines.port, serves, seconds, f"machine {me} ({socket.gethostname()})")
     source = address if serves else network.source_address_for(address) or ""
-    network.choose_interface(os.environ, source, device)
+    network.choose_interface(os.environ, source)
     doctor = doctor_command(first, *machines.others())
     remedies = {
         "missing": f"start the same command there, with --main_process_ip {first} there too; if it "
@@ -170,11 +170,7 @@ def _present(store: Store, missing: Sequence[int], count: int) -> list[Hello]:
 
 def _refuse_differences(hellos: Sequence[Hello]) -> None:
     """Raises RendezvousError if versions or settings differ."""
-    unclear = len({hello.host for hello in hellos}) < len({hello.node for hello in hellos})
-    facts = []
-    for hello in hellos:
-        host = printable(hello.host, 100)
-        facts.append((f"{host} ({hello.node})" if unclear else host, hello.facts))
+    facts = [(printable(hello.host, 100), hello.facts) for hello in hellos]
     differences = versions.describe_differences(facts)
     if not differences:
         return

@@ -90,8 +90,6 @@ def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    # a flag that many DeepSpeed scripts take
-    parser.add_argument("--deepspeed", action="store_true", default=None)
     return parser.parse_known_args(list(argv))
 
 
@@ -106,7 +104,6 @@ def take_options(argv: list[str], module: str | None) -> tuple[list[str], Reques
     present = [name for name in _LAUNCH if getattr(options, name) is not None]
     place = environment.place_of(os.environ)
     if not present:
-        _refuse_unused_deepspeed(options, place.launcher)
         if options.deepspeed_config:
             os.environ[DEEPSPEED_CONFIG] = options.deepspeed_config
         return [argv[0], *rest], None
@@ -126,14 +123,6 @@ def _set_timeouts(options: argparse.Namespace) -> None:
         if value is not None:
             environment.parse_int(f"--{name} (seconds)", value, minimum=1)
             os.environ[variable] = value
-
-
-def _refuse_unused_deepspeed(options: argparse.Namespace, launcher: str) -> None:
-    by_accelerate = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    used = options.deepspeed_config or launcher == "deepspeed" or by_accelerate
-    if options.deepspeed and not used:
-        remedy = "pass --deepspeed_config ds_configs/zero2.json"
-        raise UserError(f"--deepspeed has no effect under {launcher}: {remedy}")
 
 
 def _refuse_other_launch(place: environment.Place, script: str, request: Request) -> None:
@@ -203,12 +192,9 @@ def _deepspeed_options(
     if not isinstance(section, dict):
         remedy = f"write `deepspeed_config_file: {section}` indented below it"
         raise UserError(f"{path}: deepspeed_config is a section: {remedy}")
-    if config["distributed_type"] != "DEEPSPEED":
-        for name in ("deepspeed_config", "deepspeed"):
-            if getattr(options, name):
-                remedy = "use accelerate_configs/zero2.yaml, or leave it out"
-                why = f"{path} does not use DeepSpeed, so --{name} would have no effect"
-                raise UserError(f"{why}: {remedy}")
+    if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
+        why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
+        raise UserError(f"{why}: use accelerate_configs/zero2.yaml, or leave it out")
     file = options.deepspeed_config or section.get("deepspeed_config_file")
     if not file:
         return []
@@ -294,7 +280,6 @@ def accelerate_environment(request: Request) -> dict[str, str]:
     Raises UserError if it cannot read the file.
     """
     from accelerate.commands import launch
-    from accelerate.utils import check_cuda_p2p_ib_support
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,
         prepare_multi_gpu_env,
@@ -324,6 +309,4 @@ def accelerate_environment(request: Request) -> dict[str, str]:
         env.pop(name, None)
     if request.use_cpu:
         env["ACCELERATE_USE_CPU"] = "true"  # it does so for a single process only
-    if not check_cuda_p2p_ib_support():  # RTX 4000
-        env["NCCL_P2P_DISABLE"] = env["NCCL_IB_DISABLE"] = "1"
     return {name: value for name, value in env.items() if os.environ.get(name) != value}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, first_line, printable
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
-from toolkit.launch.launcher import meet_launchers
 from toolkit.launch.machines import Machines
+from toolkit.launch.meet import meet_launchers
 from toolkit.utils.timeouts import call_with_timeout
 from toolkit.utils.versions import comparable_versions
 
@@ -29,7 +29,7 @@ _SLOW = 125.0  # MB/s: 1 Gbit/s
 def check(machines: Machines, timeout: float, uses_nccl: bool) -> Iterator[Finding]:
     facts = {**comparable_versions(), "device": "cuda" if uses_nccl else "cpu"}
     try:
-        met = meet_launchers(machines, facts, "cpu", timeout)
+        met = meet_launchers(machines, facts, timeout)
     except UserError as error:
         yield Finding("machines", "fail", str(error))
         yield from _why_missing(machines)
