@@ -159,7 +159,9 @@ class Launcher:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 # a terminal's Ctrl-C reaches the launcher alone
-                process = subprocess.Popen(request.command(), env=env, start_new_session=True)
+                process = subprocess.Popen(
+                    request.command(), env=env, stdin=subprocess.DEVNULL, start_new_session=True
+                )
                 self.ranks.append(process)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -51,9 +51,6 @@ class Machines:
         return f"machine {rank}"
 
 
-ONE_MACHINE = Machines(1, 0, "", ("127.0.0.1",), 0)
-
-
 def name_machine(host: str, ranks: Sequence[int]) -> str:
     """`hostA (ranks 0, 1)`."""
     return f"{host} (rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)})"
@@ -86,7 +83,7 @@ def find_machines(
     count = parse_int("num_machines", config.get("num_machines") or 1, path)
     if count == 1:
         _refuse_options_of_several(options, config, path)
-        return ONE_MACHINE
+        return Machines(1, 0, "", ("127.0.0.1",), _port(options, config, path))
     addresses = _listed(options.get("machines"), config.get("machines"), count, path)
     first = options.get("main_process_ip") or next(iter(addresses), None)
     if not first:

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class World:
 
     machines: list[tuple[str, list[int]]]
     """(host, its ranks), in order."""
-    stores: tuple[Any, ...] = ()
+    stores: Sequence[Any] = ()
     """Kept alive: this process may serve one."""
     barriers: int = 0
     """How often `wait_for_all` was called."""
@@ -96,8 +97,10 @@ def _meet(place: Place, device: str) -> World:
         machines.append((printable(members[0].host, 100), ranks))
     if len(machines) > 1:
         _watch(_prefixed(store, "heartbeats"), machines, place.rank)
-    own = _serve_again(store, place, address) if by_launcher and environment.attempt() else None
-    return World(machines, (server, own))
+    servers: list[Any] = [server]
+    if by_launcher and environment.attempt():
+        servers.append(_serve_again(store, place, address))
+    return World(machines, servers)
 
 
 def _prefixed(store: Store, prefix: str) -> Store:
@@ -109,13 +112,13 @@ def _prefixed(store: Store, prefix: str) -> Store:
 def _serve_again(store: Store, place: Place, address: str) -> Store | None:
     """After a restart torch would read addresses of dead processes from the launcher's store
     (pytorch#167288): rank 0 serves another one."""
-    own = None
+    server = None
     if place.rank == 0:
-        own = network.serve_store(network.address_to_serve(address, place.is_local), 0)
-        store.set("port", str(own.port))
+        server = network.serve_store(network.address_to_serve(address, place.is_local), 0)
+        store.set("port", str(server.port))
     os.environ["MASTER_PORT"] = store.get("port").decode()
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    return own
+    return server
 
 
 def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> None:
