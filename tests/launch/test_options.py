@@ -50,9 +50,10 @@ def _network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deepspeed_file_of(request: Request) -> str | None:
-    if "--deepspeed_config_file" not in request.accelerate:
+    file = request.config["deepspeed_config"].get("deepspeed_config_file")
+    if file is None:
         return None
-    path = Path(request.accelerate[request.accelerate.index("--deepspeed_config_file") + 1]).resolve()
+    path = Path(file).resolve()
     assert path in DEEPSPEED_FILES
     return path.name
 
@@ -213,11 +214,11 @@ def test_what_accelerate_would_misread(config_file: Callable[..., Path]) -> None
     path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
     request = take_options([SCRIPT, "--config_file", str(path)], None)[1]
     assert request is not None
-    assert (request.processes, request.accelerate[-3:]) == (2, ("--num_processes", "2", "--multi_gpu"))
+    assert (request.processes, request.config["distributed_type"]) == (2, "MULTI_GPU")
     assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
     refusal(planned, config_file("distributed_type: NO\nnum_processes: 2\n"), match="runs one process, not 2")
     path = config_file("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: [0, 2]\nmixed_precision: no\n")
-    assert planned(path).accelerate[-4:] == ("--gpu_ids", "0,2", "--mixed_precision", "no")
+    assert (planned(path).config["gpu_ids"], planned(path).config["mixed_precision"]) == ("0,2", "no")
     listed = config_file(distributed_type="MULTI_GPU", num_machines=2, machines=[FIRST, SECOND], machine_rank=0)
     assert accelerate_environment(planned(listed))["ACCELERATE_MIXED_PRECISION"] == "no"  # it knows no list
 

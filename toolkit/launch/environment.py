@@ -37,6 +37,7 @@ MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # set by `toolkit verify`: added to every seed except those of the sample order and initial weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
+_ACCELERATE_LAUNCH = re.compile(r"accelerate(-| |\.commands\.|/commands/)launch(\.py)?$")
 FIRST_PORT, PORTS = 20000, 12000  # below the ephemeral ports
 # timeout setting -> the variable that passes it to the processes, and its default in seconds
 TIMEOUTS = {
@@ -120,12 +121,9 @@ def _by_accelerate(env: Mapping[str, str]) -> bool:
 
 def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     """The arguments of `accelerate launch` in a process's command line; None for others."""
-    names = [Path(word).name for word in line[:4]]
-    for start in ("accelerate launch", "accelerate-launch", "accelerate.commands.launch"):
-        words = start.split()
-        for first in range(len(names)):
-            if names[first : first + len(words)] == words:
-                return line[first + len(words) :]
+    for end in range(1, 5):
+        if _ACCELERATE_LAUNCH.search(" ".join(line[:end])):
+            return line[end:]
     return None
 
 

@@ -22,7 +22,7 @@ from toolkit.errors import UserError, system_error_line
 from toolkit.launch.environment import Place, place_of, timeout_seconds
 from toolkit.launch.exit_state import ERROR_FILE, close_resources, exit_state
 from toolkit.launch.heartbeat import Failure
-from toolkit.launch.options import Request, take_options
+from toolkit.launch.options import take_options
 from toolkit.launch.signals import INTERRUPTED
 from toolkit.utils import collector
 from toolkit.utils.log import logger
@@ -103,13 +103,9 @@ def _launch_if_requested(module: str | None) -> None:
     if request is None:
         sys.argv = argv
     else:
-        _exit(_launch(request))
+        from toolkit.launch.launcher import launch
 
-
-def _launch(request: Request) -> int:
-    from toolkit.launch.launcher import launch
-
-    return launch(request)
+        _exit(launch(request))
 
 
 def _call(main: Callable[[], None]) -> None:
@@ -184,10 +180,10 @@ def _describe(error: Exception) -> Failure:
 
 
 def _position(error: Exception) -> str:
-    """`cls.py:31`: the script's innermost line."""
+    """`cls.py:31`: the innermost line of this package or the script."""
     calls = traceback.extract_tb(error.__traceback__)
-    script = [call for call in calls if Path(call.filename).name == Path(sys.argv[0]).name]
-    call = (script or calls)[-1]
+    ours = [call for call in calls if "-packages" not in call.filename]
+    call = (ours or calls)[-1]
     return f"{Path(call.filename).name}:{call.lineno}"
 
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.launch import environment, network, signals
 from toolkit.launch.environment import timeout_seconds
@@ -29,9 +29,6 @@ from toolkit.launch.meet import meet_launchers
 from toolkit.launch.options import Request, accelerate_environment, clean_environment
 from toolkit.utils import versions
 from toolkit.utils.log import logger
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 _POLL_SECONDS = 0.1
 # Time to end by themselves after SIGTERM, when the run has failed, or after a second Ctrl-C.
@@ -55,8 +52,6 @@ class Launcher:
         self.here = request.processes // request.machines.count  # processes on this machine
         self.first_rank = request.machines.rank * self.here
         self.host = socket.gethostname()
-        self.hosts = [self.host]
-        self.address = network.LOOPBACK  # of machine 0
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.signal = 0
         """The first stop signal that came."""
@@ -70,11 +65,12 @@ class Launcher:
 
     def run(self) -> int:
         variables = accelerate_environment(self.request)
-        store = self._meet()
+        seconds = timeout_seconds("rendezvous_timeout")
+        self.met = meet_launchers(self.request.machines, self._facts(), seconds)
         restarts = self.request.max_restarts
         for attempt in range(restarts + 1):
-            board = self._make_board(store, attempt)
-            self._start(variables, attempt, self._serve_ranks(store, attempt))
+            board = self._make_board(attempt)
+            self._start(variables, attempt, self._serve_ranks(attempt))
             failure = self._watch(board)
             self._stop()
             final = failure is None or failure.permanent or self.signal or attempt == restarts
@@ -90,22 +86,12 @@ class Launcher:
 
     # --- before the start
 
-    def _meet(self) -> Store | None:
-        """The store in which the launchers of several machines have met."""
-        machines = self.request.machines
-        if machines.count == 1:
-            network.choose_interface(os.environ, network.LOOPBACK)
-            return None
-        logger.info(f"this is machine {machines.rank} ({self.host}) of {machines.count}: {machines.rank_source}")
-        met = meet_launchers(machines, self._facts(), timeout_seconds("rendezvous_timeout"))
-        self.address, self.hosts = met.address, met.hosts
-        return met.store
-
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all machines."""
         import torch
 
-        device = None if self.request.use_cpu else torch.accelerator.current_accelerator()
+        use_cpu = self.request.config.get("use_cpu")
+        device = None if use_cpu else torch.accelerator.current_accelerator()
         return {
             **versions.comparable_versions(self.request.script[0]),
             "device": device.type if device else "cpu",
@@ -113,36 +99,34 @@ class Launcher:
             "max_restarts": self.request.max_restarts,
         }
 
-    def _make_board(self, store: Store | None, attempt: int) -> Board:
+    def _make_board(self, attempt: int) -> Board:
         from torch.distributed import PrefixStore
 
-        names = [name_machine(host, self._ranks_of(rank)) for rank, host in enumerate(self.hosts)]
-        if store is None:
-            return Board(None, names, 0, 0.0)
-        prefixed = PrefixStore(f"attempt {attempt}", store)
-        return Board(prefixed, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
+        names = []
+        for machine, host in enumerate(self.met.hosts):
+            first = machine * self.here
+            names.append(name_machine(host, range(first, first + self.here)))
+        store = self.met.store and PrefixStore(f"attempt {attempt}", self.met.store)
+        return Board(store, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
 
-    def _ranks_of(self, machine: int) -> range:
-        return range(machine * self.here, (machine + 1) * self.here)
-
-    def _serve_ranks(self, store: Store | None, attempt: int) -> tuple[str, int]:
+    def _serve_ranks(self, attempt: int) -> tuple[str, int]:
         """(address, port) of a new store for the processes: the last attempt's holds addresses of
         processes that are gone."""
-        key = f"ranks of attempt {attempt}"
+        store, key = self.met.store, f"ranks of attempt {attempt}"
         if store is not None and self.request.machines.rank:
             address, port = json.loads(store.get(key))
             return str(address), int(port)
-        self.store_of_ranks = network.serve_store(self.address, 0)  # it ends with this object
-        port = self.store_of_ranks.port
+        self.store_of_ranks = network.serve_store(self.met.address, 0)  # it ends with this object
+        place = self.met.address, self.store_of_ranks.port
         if store is not None:
-            store.set(key, json.dumps([self.address, port]))
-        return self.address, port
+            store.set(key, json.dumps(place))
+        return place
 
     # --- the processes of this machine
 
     def _start(self, variables: dict[str, str], attempt: int, place: tuple[str, int]) -> None:
         request, self.ranks = self.request, []
-        marker = {**request.marker(), "hosts": self.hosts}
+        marker = {**request.marker(), "hosts": self.met.hosts}
         common = {
             **clean_environment(os.environ), **variables,
             environment.MARKER: json.dumps(marker),
@@ -231,9 +215,8 @@ class Launcher:
             return Failure(**json.loads(self._error_file(local).read_text(encoding="utf-8")))
         if code > 0:
             return Failure(f"error: {who} exited with code {code}", code)
-        if -code == self.signal:
-            line = f"error: stopped by {signal.Signals(-code).name}"
-            return Failure(line, 128 - code, permanent=True)
+        if -code == self.signal or time.monotonic() > self.deadline:
+            return Failure(_stop_line(self.signal), 128 + self.signal, permanent=True)
         name, hint = signal.Signals(-code).name, ""
         if -code == signal.SIGKILL:
             hint = ", by a user, a scheduler or a memory guard"
@@ -271,14 +254,18 @@ class Launcher:
     def _forward(self, number: int, _: Any) -> None:
         """Ranks stop after their step, with a checkpoint; at once after a second Ctrl-C."""
         if not self.ranks:
-            interrupted = number == signal.SIGINT
-            name = signal.Signals(number).name
-            os.write(2, b"interrupted\n" if interrupted else f"error: stopped by {name}\n".encode())
+            os.write(2, f"{_stop_line(number)}\n".encode())
             raise SystemExit(128 + number)
         if self.signal and number == signal.SIGINT:
             self.deadline = time.monotonic() + _STOP_SECONDS
         self.signal = self.signal or number
         self._send(number)
+
+
+def _stop_line(number: int) -> str:
+    if number == signal.SIGINT:
+        return "interrupted"
+    return f"error: stopped by {signal.Signals(number).name}"
 
 
 def _count_oom_kills() -> int:

@@ -65,26 +65,29 @@ def open_store(address: str, port: int, serves: bool, seconds: float, who: str) 
 
 @dataclass(frozen=True)
 class Met:
-    """What the launchers of several machines know after they have met."""
+    """What a launcher knows of the others after they have met."""
 
-    store: Store
+    store: Store | None
+    """None for one machine."""
     address: str
     """Of machine 0, which serves the store."""
     hosts: list[str]
     """Host names of the machines, in order."""
 
 
-def meet_launchers(
-    machines: Machines, facts: Mapping[str, Any], seconds: float
-) -> Met:
+def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float) -> Met:
     """Waits for the other machines' launchers, and chooses the interface between them.
 
     Raises RendezvousError, in all, if one is missing, is there twice or differs in `facts`.
     """
-    me, first = machines.rank, machines.first
+    me, first, host = machines.rank, machines.first, socket.gethostname()
+    if machines.count == 1:
+        network.choose_interface(os.environ, network.LOOPBACK)
+        return Met(None, network.LOOPBACK, [host])
+    logger.info(f"this is machine {me} ({host}) of {machines.count}: {machines.rank_source}")
     serves = me == 0 and network.is_this_machine(first)
     address = network.address_to_serve(first, False, machines.others()) if serves else first
-    store = open_store(address, machines.port, serves, seconds, f"machine {me} ({socket.gethostname()})")
+    store = open_store(address, machines.port, serves, seconds, f"machine {me} ({host})")
     source = address if serves else network.source_address_for(address) or ""
     network.choose_interface(os.environ, source)
     doctor = doctor_command(first, *machines.others())

@@ -64,9 +64,8 @@ class Request:
     """Over all machines."""
     machines: Machines
     max_restarts: int
-    use_cpu: bool
-    accelerate: tuple[str, ...]
-    """Options of `accelerate launch` that stand over the config file."""
+    config: Mapping[str, Any]
+    """The config file's values, with those that replace them."""
 
     def command(self) -> list[str]:
         """The command line of each process."""
@@ -163,31 +162,29 @@ def plan_launch(
     machines = find_machines(vars(options), config, path, env)
     processes = count_processes(options, config, path, machines.count)
     restarts = environment.parse_int("--max_restarts", options.max_restarts or 0, minimum=0)
-    words = ["--num_processes", str(processes)]
-    words += _options_for_accelerate(config, processes)
-    words += _deepspeed_options(options, config, path, script[0])
+    config["deepspeed_config"] = _deepspeed_section(options, config, path, script[0])
+    config["num_processes"] = processes
     return Request(
-        path, tuple(script), module, tuple(argv), processes, machines, restarts,
-        bool(config.get("use_cpu")), tuple(words),
-    )  # fmt: skip
+        path, tuple(script), module, tuple(argv), processes, machines, restarts, _corrected(config)
+    )
 
 
-def _options_for_accelerate(config: Mapping[str, Any], processes: int) -> list[str]:
-    """What accelerate misreads in the file."""
-    words = []
+def _corrected(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what accelerate misreads."""
+    config.pop("machines", None)  # it rejects our list
     ids = config.get("gpu_ids")
-    if ids not in (None, "all"):  # YAML may read a number or a list, accelerate wants a text
-        words += ["--gpu_ids", ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)]
+    if ids is not None:  # YAML may read a number or a list, accelerate wants a text
+        config["gpu_ids"] = ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)
     if config.get("mixed_precision") is False:  # `no` without quotes
-        words += ["--mixed_precision", "no"]
-    if config["distributed_type"] == "MULTI_CPU" and processes > 1:
-        words.append("--multi_gpu")  # otherwise it silently starts one process
-    return words
+        config["mixed_precision"] = "no"
+    if config["distributed_type"] == "MULTI_CPU" and config["num_processes"] > 1:
+        config["distributed_type"] = "MULTI_GPU"  # otherwise it silently starts one process
+    return config
 
 
-def _deepspeed_options(
+def _deepspeed_section(
     options: argparse.Namespace, config: Mapping[str, Any], path: Path, script: str
-) -> list[str]:
+) -> dict[str, Any]:
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
         remedy = f"write `deepspeed_config_file: {section}` indented below it"
@@ -196,9 +193,10 @@ def _deepspeed_options(
         why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
         raise UserError(f"{why}: use accelerate_configs/zero2.yaml, or leave it out")
     file = options.deepspeed_config or section.get("deepspeed_config_file")
-    if not file:
-        return []
-    return ["--deepspeed_config_file", str(find_file(str(file), script, "ds_configs"))]
+    if file:
+        file = str(find_file(str(file), script, "ds_configs"))
+        section = {**section, "deepspeed_config_file": file}
+    return section
 
 
 def count_processes(
@@ -265,15 +263,6 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return clean
 
 
-def _copy_for_accelerate(path: Path, folder: Path) -> Path:
-    """A copy of the config file without our list of machines, which accelerate rejects."""
-    config = read_config(path)
-    config.pop("machines", None)
-    copy = folder / path.name
-    copy.write_text(yaml.safe_dump(config), encoding="utf-8")
-    return copy
-
-
 def accelerate_environment(request: Request) -> dict[str, str]:
     """The variables by which accelerate tells its processes what the config file asks for.
 
@@ -289,8 +278,9 @@ def accelerate_environment(request: Request) -> dict[str, str]:
     validate = require(launch, "_validate_launch_command", "accelerate")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            file = ["--config_file", str(_copy_for_accelerate(request.config_file, Path(folder)))]
-            words = [*file, *request.accelerate, "--num_cpu_threads_per_process", "1", "script"]
+            file = Path(folder) / request.config_file.name
+            file.write_text(yaml.safe_dump(request.config), encoding="utf-8")
+            words = ["--config_file", str(file), "--num_cpu_threads_per_process", "1", "script"]
             options = launch.launch_command_parser().parse_args(words)
             options, config, has_precision = validate(options)
         options.num_machines, options.main_process_port = 1, 0  # the launcher's work, not its
@@ -307,6 +297,6 @@ def accelerate_environment(request: Request) -> dict[str, str]:
         raise UserError(f"accelerate cannot start this: {reason}") from error
     for name in (environment.THREADS, "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    if request.use_cpu:
+    if request.config.get("use_cpu"):
         env["ACCELERATE_USE_CPU"] = "true"  # it does so for a single process only
     return {name: value for name, value in env.items() if os.environ.get(name) != value}

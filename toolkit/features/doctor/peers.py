@@ -61,7 +61,7 @@ def _why_missing(machines: Machines) -> Iterator[Finding]:
                 yield Finding(f"machine {rank}", "note", f"{address} answers", remedy)
 
 
-def _measure(store: Store, machines: Machines, backend: str) -> tuple[float, float]:
+def _measure(store: Store | None, machines: Machines, backend: str) -> tuple[float, float]:
     """(seconds for one number, MB/s). The rate is the bus bandwidth of a ring as nccl-tests define
     it: 2 (n - 1) / n bytes sent per byte."""
     import torch
