@@ -6,6 +6,7 @@ All write a hello to torch's store, which the first of them serves, and read tho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -113,8 +114,9 @@ def meet(
         hellos = _wait_for_all(store, me, names, seconds, remedies)
         _refuse_differences(hellos)
     except RendezvousError as error:
-        store.set("fault", str(error))
-        time.sleep(_READ_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the first machine has read it, and has ended
+            store.set("fault", str(error))
+            time.sleep(_READ_SECONDS)
         raise
     except RuntimeError as error:
         raise RendezvousError(f"{names[0]} was reached, and has ended since") from error

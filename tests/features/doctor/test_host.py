@@ -83,24 +83,6 @@ def test_the_chosen_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert """it'"'"'s; reboot'""" in hostile.remedy
 
 
-@pytest.mark.parametrize(("requirement", "text"), [
-    ("numpy<1; extra == 'absent'", None),
-    ("numpy>=1", None),
-    ("numpy<1.5; python_version > '3'", "numpy<1.5, but you have "),
-    ("absent-library", "absent-library, but you have none"),
-])  # fmt: skip
-def test_a_requirement(requirement: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metadata = f"Metadata-Version: 2.1\nName: peft\nVersion: 0.21\nRequires-Dist: {requirement}\n"
-    (tmp_path / "peft-0.21.dist-info").mkdir()
-    (tmp_path / "peft-0.21.dist-info" / "METADATA").write_text(metadata)
-    monkeypatch.syspath_prepend(tmp_path)
-    failures = [finding for finding in host.check_versions() if finding.level == "fail"]
-    assert len(failures) == (text is not None)
-    for failure in failures:
-        assert f"peft needs {text}" in failure.text
-        assert failure.remedy == f"pip install '{requirement.partition(';')[0]}'"
-
-
 def test_this_environment_has_compatible_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.cpp_extension import get_default_build_root
 

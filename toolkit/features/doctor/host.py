@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.errors import printable, size_text
+from toolkit.errors import UserError, printable, size_text
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.machines import Machines
 from toolkit.launch.options import clean_environment
-from toolkit.utils.versions import ALL_PACKAGES, OURS, requirements, versions
+from toolkit.utils.versions import ALL_PACKAGES, OURS, check_requirements, requirements, versions
 
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
 # launcher variables that belong to a job, or do no harm
@@ -32,17 +32,17 @@ def install_command(name: str) -> str:
 
 
 def check_versions() -> Iterator[Finding]:
-    """The requirements of this package and of the libraries that it uses; other packages are ignored."""
     python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
     yield Finding("python", "ok", python)
-    installed = {name: version for name, version in versions(ALL_PACKAGES).items() if name in ALL_PACKAGES and version}
-    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in installed.items()))
-    for package in (OURS, *installed):
-        for needed in requirements(package):
-            version = versions([needed.name])[needed.name]
-            if version is None or not needed.specifier.contains(version, prereleases=True):
-                text = f"{package} needs {needed.name}{needed.specifier}, but you have {version or 'none'}"
-                yield Finding(needed.name, "fail", text, f"pip install '{needed.name}{needed.specifier}'")
+    installed = [f"{name} {version}" for name, version in versions(ALL_PACKAGES).items() if version]
+    yield Finding("libraries", "ok", ", ".join(installed))
+    try:
+        newer = check_requirements()
+    except UserError as error:
+        yield Finding("requirements", "fail", str(error))
+    else:
+        if newer:
+            yield Finding("requirements", "note", f"newer than tested: {', '.join(newer)}")
 
 
 def check_disk(output: Path) -> Iterator[Finding]:
