@@ -91,7 +91,8 @@ def place_of(env: Mapping[str, str]) -> Place:
     if "LOCAL_RANK" in env:  # accelerate would wait for a group
         remedy = "set RANK and WORLD_SIZE too, or `unset LOCAL_RANK`"
         raise UserError(f"LOCAL_RANK is set and RANK is not: {remedy}")
-    return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
+    launcher = _launcher_with_torch_variables(env)
+    return Place("python" if launcher in ("environment", "torchrun") else launcher, 0, 1, 0, 1)
 
 
 def _place_by_torch(env: Mapping[str, str]) -> Place:

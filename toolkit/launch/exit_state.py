@@ -64,8 +64,8 @@ def close_resources() -> None:
                 call_with_timeout(_CLOSE_SECONDS, close)
 
 
-def stop_with_parent() -> None:
-    """Makes Linux send SIGTERM to this process when its parent ends, also after `exec`.
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Makes Linux send a signal to this process when its parent ends, also after `exec`.
 
     The kernel watches the thread that forked, so that thread must not end.
     """
@@ -73,6 +73,6 @@ def stop_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(set_parent_death_signal, number)
     if os.getppid() != parent:  # it has ended meanwhile
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
 import time
 import warnings
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, first_line
 from toolkit.launch import environment, precision, ranks, strategy
-from toolkit.launch.environment import MARKER, Place, timeout_seconds
+from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.precision import AUTO
 from toolkit.launch.strategy import is_set
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, whether or not CUDA works
 _LOG_SECONDS = 60.0
+_STARTERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
 
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
@@ -63,8 +65,10 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
 
 def _stop_with_launcher(place: Place) -> None:
     """Otherwise this process would train on when its launcher is killed."""
-    if MARKER in os.environ or place.launcher not in ("python", "environment"):
+    if place.launcher == "toolkit" or (place.launcher in _STARTERS and place.is_local):
         stop_with_parent()
+    elif place.launcher in _STARTERS and place.local_rank:
+        stop_with_parent(signal.SIGKILL)  # local rank 0 says which launcher it was (`ranks`)
 
 
 def _set_threads(place: Place) -> None:
