@@ -89,10 +89,7 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
         ({}, {}, {}, FIRST, 0, FIRST), ({}, {}, {}, SECOND, 1, FIRST), ({}, {}, {}, ELSEWHERE, 1, FIRST),
         ({"machine_rank": "0"}, {"NODE_RANK": "1"}, {}, SECOND, 0, "--machine_rank"),
         ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, {}, SECOND, 1, "NODE_RANK"),
-        ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "SLURM_NODEID"),
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "GROUP_RANK"),
-        # one machine's launcher: no rank among nodes
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, {}, SECOND, 1, FIRST),
+        ({}, {"SLURM_NODEID": "0"}, {}, SECOND, 0, "SLURM_NODEID"),
         # the first machine's address comes before the rank in the file
         ({}, {}, {"machine_rank": 1}, FIRST, 0, FIRST), ({}, {}, {"machine_rank": 0}, SECOND, 0, "config file"),
     ],
@@ -135,16 +132,6 @@ def test_placeholder_names_the_file(find: Find, tmp_path: Path) -> None:
 )
 def test_source_of_the_first_address(find: Find, options: dict[str, str], config: dict[str, Any], first: str) -> None:
     assert find(options, SLURM, **config).first == first
-
-
-@pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
-def test_loopback_address_needs_a_machine_rank(find: Find, address: str) -> None:
-    """With a rank it is allowed, for several launchers on one machine."""
-    for options, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
-                          ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
-        refusal(find, options, **config, says=[f"{address} is a loopback address", "hostname -I"])
-    machines = find({"main_process_ip": address, "machine_rank": "1"})
-    assert (machines.first, machines.rank) == (address, 1)
 
 
 @pytest.mark.parametrize("listed", [[FIRST], [FIRST, SECOND, THIRD], [FIRST, FIRST]])

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 ERROR_FILE = "TOOLKIT_ERROR_FILE"
 """Set by our launcher: the file in which a process leaves its failure for it to print."""
-RESUME_HINT = (
-    "; the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
-)
+RESUME_HINT = "; the same command resumes from the newest checkpoint (--checkpoint_every)"
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
 _closing = threading.Lock()
 

@@ -144,14 +144,20 @@ class Launcher:
             try:
                 # a terminal's Ctrl-C reaches the launcher alone
                 process = subprocess.Popen(
-                    request.command(), env=env, stdin=subprocess.DEVNULL, start_new_session=True
+                    request.command(),
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
                 self.ranks.append(process)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _torch_variables(
-        self, local: int, place: tuple[str, int], env: dict[str, str]
+        self,
+        local: int,
+        place: tuple[str, int],
+        env: dict[str, str],
     ) -> dict[str, str]:
         """None for a single process of no strategy, which needs no group."""
         sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()

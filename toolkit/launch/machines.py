@@ -10,12 +10,7 @@ from typing import Any
 
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import first_host, parse_int
-from toolkit.launch.network import (
-    external_addresses,
-    is_loopback,
-    is_this_machine,
-    resolve_addresses,
-)
+from toolkit.launch.network import external_addresses, is_this_machine, resolve_addresses
 
 TWO_NODE_FILES = "accelerate_configs/2node.yaml (or 2node_zero2, 2node_zero3, 2node_fsdp2)"
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
@@ -101,7 +96,9 @@ def find_machines(
 
 
 def _refuse_options_of_several(
-    options: Mapping[str, str | None], config: Mapping[str, Any], path: Path
+    options: Mapping[str, str | None],
+    config: Mapping[str, Any],
+    path: Path,
 ) -> None:
     """They would be ignored silently, and each machine would train on its own."""
     names = ("machines", "machine_rank", "main_process_ip")
@@ -137,7 +134,10 @@ def _listed(option: str | None, in_file: object, count: int, path: Path) -> list
 
 
 def _first_address(
-    config: Mapping[str, Any], count: int, path: Path, env: Mapping[str, str]
+    config: Mapping[str, Any],
+    count: int,
+    path: Path,
+    env: Mapping[str, str],
 ) -> str:
     """The first machine's address, from the file or from Slurm."""
     address = config.get("main_process_ip")
@@ -155,18 +155,6 @@ def _first_address(
     )
 
 
-def _refuse_loopback(addresses: Sequence[str]) -> None:
-    """Every machine would take a loopback address for its own.
-
-    127.0.1.1 is allowed: Debian's /etc/hosts gives it to a machine's own name, there only.
-    """
-    for name in addresses:
-        resolved = set(resolve_addresses(name)) - {"127.0.1.1"}
-        if resolved and all(map(is_loopback, resolved)):
-            remedy = "give one that the other machines can reach (`hostname -I` there shows it)"
-            raise UserError(f"{name} is a loopback address ({min(resolved)}): {remedy}")
-
-
 def _rank(
     sources: Mapping[str, str | None],
     config: Mapping[str, Any],
@@ -175,14 +163,10 @@ def _rank(
     path: Path,
 ) -> tuple[int | None, str]:
     """(this machine's rank, its source). `sources`: options and variables."""
-    names = ["--machine_rank", "NODE_RANK", "SLURM_NODEID"]
-    if parse_int("GROUP_WORLD_SIZE", sources.get("GROUP_WORLD_SIZE", "1")) > 1:
-        names.append("GROUP_RANK")  # of an outer launcher that spans machines
-    for name in names:
+    for name in ("--machine_rank", "NODE_RANK", "SLURM_NODEID"):
         value = sources.get(name)
         if value is not None:
             return parse_int(name.lstrip("-"), value), name
-    _refuse_loopback(addresses)
     for rank, name in enumerate(addresses):
         if is_this_machine(name):
             return rank, f"{name} is an address of this machine"

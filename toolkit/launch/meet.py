@@ -103,7 +103,11 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
 
 
 def meet(
-    store: Store, me: Hello, names: Sequence[str], seconds: float, remedies: Mapping[str, str]
+    store: Store,
+    me: Hello,
+    names: Sequence[str],
+    seconds: float,
+    remedies: Mapping[str, str],
 ) -> list[Hello]:
     """Waits for all; returns their hellos in order.
 

@@ -45,7 +45,8 @@ _SET_BY_LAUNCHERS = re.compile(
 )
 # options of `accelerate launch` that a config file after the script replaces
 _REPLACED = re.compile(
-    r"(--(?:num.processes|mixed.precision|main.process.ip|cpu|use[-_][\w-]+))(?:=.*)?"
+    r"(--(?:num.processes|mixed.precision|main.process.ip|cpu"
+    r"|use[-_][\w-]+))(?:=.*)?"
 )
 
 
@@ -165,7 +166,14 @@ def plan_launch(
     config["deepspeed_config"] = _deepspeed_section(options, config, path, script[0])
     config["num_processes"] = processes
     return Request(
-        path, tuple(script), module, tuple(argv), processes, machines, restarts, _corrected(config)
+        path,
+        tuple(script),
+        module,
+        tuple(argv),
+        processes,
+        machines,
+        restarts,
+        _corrected(config),
     )
 
 
@@ -200,7 +208,10 @@ def _deepspeed_section(
 
 
 def count_processes(
-    options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int
+    options: argparse.Namespace,
+    config: Mapping[str, Any],
+    path: Path,
+    machines: int,
 ) -> int:
     """Processes over all machines; by default one for each of this one's devices on each."""
     kind = config["distributed_type"]

@@ -229,7 +229,10 @@ def _choose_precision(setting: str | None, place: Place, device: str) -> tuple[s
 
 
 def _create(
-    mixed_precision: str | None, device: str, uses_deepspeed: bool, options: Mapping[str, Any]
+    mixed_precision: str | None,
+    device: str,
+    uses_deepspeed: bool,
+    options: Mapping[str, Any],
 ) -> Accelerator:
     import torch
     from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -238,7 +241,10 @@ def _create(
     handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     try:
         accelerator = Accelerator(
-            mixed_precision=mixed_precision, cpu=on_cpu, kwargs_handlers=handlers, **options
+            mixed_precision=mixed_precision,
+            cpu=on_cpu,
+            kwargs_handlers=handlers,
+            **options,
         )
     except ValueError as error:  # accelerate's, of its settings
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -306,7 +312,10 @@ def wait_for_all(what: str) -> None:
 
 
 def require_equal(
-    accelerator: Accelerator, what: str, values: Mapping[str, Any], remedy: str = ""
+    accelerator: Accelerator,
+    what: str,
+    values: Mapping[str, Any],
+    remedy: str = "",
 ) -> None:
     """Raises UserError on every rank if a value differs between ranks, with the values and their
     hosts."""

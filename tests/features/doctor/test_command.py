@@ -67,7 +67,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("words", "says"), [
     ("--timeout 0", "--timeout 0: give seconds from 1 to 600"), ("--seed 3", "no settings of a recipe: --seed"),
-    ("--peer 10.0.0.1", "did you mean peers?"), ("--peers 127.0.0.1,10.0.0.2", "127.0.0.1 is a loopback address"),
+    ("--peer 10.0.0.1", "did you mean peers?"), ("--peers 10.0.0.1,10.0.0.1", "name each machine once"),
 ])  # fmt: skip
 def test_a_wrong_command_line_is_one_line(words: str, says: str) -> None:
     done = doctor(*words.split(), env={"RANK": "3", "WORLD_SIZE": "8"})
