@@ -268,7 +268,6 @@ def _exit_at_end() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a launcher, when the first has exited
     board, exit_state.board = exit_state.board, None
     if board:
-        board.finish()
         board.leave()
     if exit_state.exit_code or _place().world_size > 1:
         _exit(exit_state.exit_code)

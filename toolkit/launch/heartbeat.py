@@ -20,6 +20,8 @@ from toolkit.launch.exit_state import RESUME_HINT
 _BEAT_SECONDS = 1.0
 _READ_SECONDS = 5.0
 """How long the member that serves the store waits for others that still have to read from it."""
+_FINISH_SECONDS = 600.0
+"""How long it waits for the work of others."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,14 @@ class Board:
         self._wake.set()
 
     def leave(self) -> None:
-        """Waits until the others have read what this member's store holds; call it last."""
-        if self._others:
-            self._thread.join(_READ_SECONDS)
+        """Finishes. Member 0, whose store they read, waits for the others; call it last."""
+        self.finish()
+        waits = self._me == 0 and self._failure is None
+        deadline = time.monotonic() + (_FINISH_SECONDS if waits else _READ_SECONDS)
+        while self._thread.is_alive() and self._lost() is None:
+            self._thread.join(0.1)
+            if time.monotonic() > deadline:
+                return
 
     def _lost(self) -> Failure | None:
         """The failure of a member that does not answer."""

@@ -128,7 +128,7 @@ def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> No
         return
     names, me = [name_machine(*machine) for machine in machines], firsts.index(rank)
     board = exit_state.board = Board(store, names, me, timeout_seconds("peer_timeout"))
-    atexit.register(board.finish)
+    atexit.register(board.leave)
     threading.Thread(target=_exit_on_failure, args=(board, names[me]), daemon=True).start()
 
 
