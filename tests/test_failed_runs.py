@@ -1,4 +1,4 @@
-"""However a run ends, its trackers have every logged step."""
+"""Promise: however a run ends, its trackers have every logged step."""
 
 import time
 from pathlib import Path
