@@ -1,4 +1,4 @@
-"""Promises: every way to start a run starts the requested world, with the same losses; Ctrl-C at any time is one line."""
+"""Promises: every way to start a run starts the requested world, with the same losses; Ctrl-C is one line."""
 
 import json
 import os

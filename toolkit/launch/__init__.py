@@ -18,8 +18,9 @@ Who starts, meets, watches and stops whom, for `--config_file` after the script:
   (`strategy`, `precision`), and compares the world with the one that was asked for. It watches
   nobody: when it fails, it writes why into a file, and exits (`failure`). Its launcher sees that it
   has ended, and how.
-- `heartbeat`: launchers count up in the first store. The first failure is published there, a machine
-  that no longer counts is one, and each launcher then stops its ranks and prints the same line.
+- `heartbeat`: launchers count up in the first store. The first failure is published there, a
+  machine that no longer counts is one, and each launcher then stops its ranks and prints the same
+  line.
 - Signals go to the launcher, which passes them on; ranks stop after their step (`signals`). If a
   launcher is killed, Linux stops its ranks, and the other launchers miss its heartbeat.
 

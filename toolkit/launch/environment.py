@@ -237,7 +237,12 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return parse_int(f"the launcher's variable {name}", env.get(name))
 
 
-def parse_int(name: str, value: object, path: Path | None = None, minimum: int | None = None) -> int:
+def parse_int(
+    name: str,
+    value: object,
+    path: Path | None = None,
+    minimum: int | None = None,
+) -> int:
     """Raises UserError, naming `path` and `name`, unless `value` is a whole number of at least
     `minimum`."""
     where = f"{path}: " if path else ""

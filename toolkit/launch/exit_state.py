@@ -38,7 +38,7 @@ class ExitState:
     unfinished: str = ""
     """A warning for when `main` returns."""
     free: Callable[[], object] | None = None
-    """Frees what a strategy keeps of a model when `main` has returned, before it is called again."""
+    """Frees what a strategy keeps of a model when `main` has returned, before the next call."""
     board: Board | None = None
     """Where this process reports its failure to other machines, under a launcher that does not."""
 

@@ -31,8 +31,8 @@ from toolkit.utils.versions import check_requirements
 # A rank whose failure others report or have caused waits this long for its launcher to end it.
 _REPORT_SECONDS = 6.0
 _CONNECTION_ERRORS = re.compile(
-    "(?i)connection (closed|reset|refused)|broken pipe|remote process exited|likely closed|timed out"
-    "|no route to host|network is unreachable|clients joined|failed to recv"
+    "(?i)connection (closed|reset|refused)|broken pipe|remote process exited|likely closed"
+    "|timed out|no route to host|network is unreachable|clients joined|failed to recv"
 )
 _MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
     "'DistributedDataParallel' object has no attribute|Missing key.s. in state_dict: \"module\\.": (
@@ -243,7 +243,7 @@ def _print(failure: Failure) -> None:
 
 
 def exit_with(failure: Failure) -> NoReturn:
-    """Prints another process's failure, and exits; for a thread, whatever the main one waits for."""
+    """Prints another process's failure, and exits, whatever the main thread waits for."""
     with contextlib.suppress(OSError):
         logger.error(failure.line)
     close_resources()

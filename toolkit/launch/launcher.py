@@ -205,8 +205,9 @@ class Launcher:
         """The first cause among this machine's failed processes."""
         failures = []
         for local, rank in enumerate(self.ranks):
-            code = rank.poll()
-            if code and (code - 128 not in signals.STOP_SIGNALS or self._error_file(local).exists()):
+            code = rank.poll() or 0
+            stopped = code - 128 in signals.STOP_SIGNALS and not self._error_file(local).exists()
+            if code and not stopped:
                 failures.append(self._describe(local, code))
         failures.sort(key=lambda failure: failure.is_effect)
         if failures and failures[0].is_effect:

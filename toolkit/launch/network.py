@@ -1,4 +1,5 @@
-"""This machine's addresses, interfaces and ports, as the kernel reports them; why another machine cannot be reached."""
+"""This machine's addresses, interfaces and ports, as the kernel reports them; why another machine
+cannot be reached."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.1
 
 
 class UnreachableError(OSError):
-    """No connection to `address`:`port`; `kind` is one of name, refused, silent, no_route, local."""
+    """No connection to `address`:`port`; `kind`: name, refused, silent, no_route or local."""
 
     def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
         super().__init__(f"{address}:{port}: {detail}")
@@ -38,14 +39,14 @@ def _remedy(kind: str, address: str, port: int) -> str:
     """What to check, with the commands."""
     here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
     return {
-        "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
+        "name": f"give its IP address (`hostname -I` there), or add `{name}` to /etc/hosts",
         "refused": "start the other machine too, or use another address of it (`hostname -I` there)",
-        "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
-        f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
-        f"between the machines, {port} among them)",
+        "silent": "is that machine on, and is this its address (`hostname -I` there)? If so, a "
+        f"firewall drops the packets: on {name}, `sudo ufw allow from {here}` (or the security "
+        f"group of your cloud: all TCP ports between the machines, {port} among them)",
         "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
-        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
-        "address right (`hostname -I` on that machine)?",
+        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br "
+        "address`), and the address right (`hostname -I` there)?",
     }[kind]
 
 
@@ -60,7 +61,7 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
 def _classify(error: OSError) -> tuple[str, str]:
     """(kind, detail) of an UnreachableError."""
     if isinstance(error, socket.gaierror):
-        return "name", "this name cannot be resolved here (an address is written without port and brackets)"
+        return "name", "this name cannot be resolved here (write an address without port)"
     if isinstance(error, ConnectionRefusedError):
         return "refused", "the machine answers, but nothing listens on this port"
     if isinstance(error, TimeoutError):
@@ -121,7 +122,8 @@ def free_port() -> int:
 def source_address_for(address: str) -> str | None:
     """This machine's source address for packets to `address`, from the routing table."""
     for target in resolve_addresses(address)[:1]:
-        with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
+        probe = socket.socket(_family(target), socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError), probe:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
     return None
@@ -152,7 +154,7 @@ def _prefer_ipv4(addresses: Iterable[str]) -> list[str]:
 
 
 def resolve_addresses(name: str) -> list[str]:
-    """The addresses of a host name, IPv6 only if there is no IPv4; empty if it cannot be resolved."""
+    """The addresses of a host name, IPv6 only if there is no IPv4; empty if it is unknown."""
     try:
         return sorted(_prefer_ipv4({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
     except OSError:
@@ -178,8 +180,8 @@ def address_to_serve(name: str, is_local: bool, others: Iterable[str] = ()) -> s
 
 def is_this_machine(name: str) -> bool:
     """Whether a host name or an address is this machine's."""
-    addresses = local_addresses()
-    return any(address in addresses or address == "127.0.1.1" for address in resolve_addresses(name))
+    here = {*local_addresses(), "127.0.1.1"}
+    return any(address in here for address in resolve_addresses(name))
 
 
 def is_loopback(address: str) -> bool:

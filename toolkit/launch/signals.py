@@ -14,7 +14,7 @@ from typing import Any
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code after Ctrl-C."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# torchrun forwards a terminal's Ctrl-C to ranks that already got it: within this time it is the same
+# torchrun forwards a terminal's Ctrl-C to ranks that already got it: in this time it is the same
 _REPEAT_SECONDS = 3.0
 
 # A global: a process has one handler per signal, and an evaluation during training stops on the

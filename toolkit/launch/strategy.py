@@ -62,8 +62,8 @@ def check_config(place: Place) -> None:
         size = os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1")
         if size != "1" and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
             key = f"parallelism_config_{kind}_size {size}"
-            why = "each process takes texts of its own"
-            raise UserError(f"{key} in the accelerate config: {why}: remove it, and use ZeRO-3 or FSDP2")
+            why = "each process takes texts of its own: use ZeRO-3 or FSDP2"
+            raise UserError(f"{key} in the accelerate config: {why}")
     if is_set("ACCELERATE_USE_FSDP"):
         _check_fsdp(place)
 
