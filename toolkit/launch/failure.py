@@ -233,10 +233,10 @@ def _print(failure: Failure) -> None:
         close_resources()
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        several = failure.is_effect and not place.is_local
-        time.sleep(_REPORT_SECONDS + (timeout_seconds("peer_timeout") if several else 0.0))
-    first = board.publish(replace(failure, text="")) if board else failure
-    shown = failure if first.line == failure.line else first
+        if failure.is_effect and not place.is_local:
+            time.sleep(timeout_seconds("peer_timeout"))
+        time.sleep(_REPORT_SECONDS)
+    shown = board.publish(failure) if board else failure
     if failure.code != INTERRUPTED or place.rank == 0:  # Ctrl-C reaches all of a terminal
         with contextlib.suppress(OSError):  # the output is closed
             logger.error(shown.text or shown.line)

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.launch.exit_state import RESUME_HINT
@@ -66,12 +66,14 @@ class Board:
         return self._failure or self._lost()
 
     def publish(self, failure: Failure) -> Failure:
-        """Publishes a failure; returns the run's first one, which may be another."""
-        self._mine = failure
+        """Publishes a failure, without its text; returns the run's first one: this or another."""
+        self._mine = replace(failure, text="")
         self._wake.set()
         if self._others:
             self._thread.join(_READ_SECONDS)
-        return self._failure or failure
+        if self._failure in (None, self._mine):
+            return failure
+        return self._failure
 
     def finish(self) -> None:
         """This member's work is done: its heartbeat may end."""

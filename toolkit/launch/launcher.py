@@ -90,11 +90,11 @@ class Launcher:
         """What must be the same on all machines."""
         import torch
 
-        use_cpu = self.request.config.get("use_cpu")
-        device = None if use_cpu else torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
         return {
             **versions.comparable_versions(self.request.script[0]),
-            "device": device.type if device else "cpu",
+            "device": device.type,
+            "use_cpu": self.request.config.get("use_cpu"),
             "num_processes": self.request.processes,
             "max_restarts": self.request.max_restarts,
         }
@@ -187,8 +187,7 @@ class Launcher:
                 if now - effect_since < self._cause_seconds():
                     failure = None
             if failure:
-                first = board.publish(replace(failure, text=""))
-                return failure if first.line == failure.line else first
+                return board.publish(failure)
             if all(rank.poll() is not None for rank in self.ranks) and not effect_since:
                 board.finish()
                 if board.all_finished:

@@ -57,9 +57,9 @@ def wrong_first_machine(address: str) -> str:
     return f"MASTER_ADDR is {address}, and rank 0 runs here, which has {here}: give one of these"
 
 
-def doctor_command(first: str, *others: str) -> str:
+def doctor_command(first: str, *others: str | None) -> str:
     """What to run when machines do not find each other."""
-    names = list(dict.fromkeys([first, *others]))
+    names = list(dict.fromkeys([first, *filter(None, others)]))
     if len(names) == 1:
         names.append("ADDRESS_OF_THE_OTHER")
     return f"`toolkit doctor --peers {shlex.quote(','.join(names))}` on each machine shows more"

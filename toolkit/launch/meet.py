@@ -58,8 +58,7 @@ def open_store(address: str, port: int, serves: bool, seconds: float, who: str) 
     try:
         return network.connect_store(address, port, seconds)
     except network.UnreachableError as error:
-        source = network.source_address_for(address)
-        doctor = doctor_command(address, *([source] if source else []))
+        doctor = doctor_command(address, network.source_address_for(address))
         fault = f"{who} could not reach the first machine in {seconds:.0f} s: {error}"
         raise RendezvousError(f"{fault}. To do: {error.remedy}. {doctor}") from error
 
@@ -86,10 +85,11 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
         network.choose_interface(os.environ, network.LOOPBACK)
         return Met(None, network.LOOPBACK, [host])
     logger.info(f"this is machine {me} ({host}) of {machines.count}: {machines.rank_source}")
-    serves = me == 0 and network.is_this_machine(first)
-    address = network.address_to_serve(first, False, machines.others()) if serves else first
+    serves, address = me == 0 and network.is_this_machine(first), first
+    if serves:
+        address = network.address_to_serve(first, False, machines.others())
     store = open_store(address, machines.port, serves, seconds, f"machine {me} ({host})")
-    source = address if serves else network.source_address_for(address) or ""
+    source = network.source_address_for(address) or ""  # of an own address: itself
     network.choose_interface(os.environ, source)
     doctor = doctor_command(first, *machines.others())
     remedies = {

@@ -257,8 +257,8 @@ def find_file(name: str, script: str, folder: str) -> Path:
         if (root / name).is_file():
             return (root / name).resolve()
     known = set()
-    for near in (Path.cwd() / folder, *(root / folder for root in roots)):
-        known |= {file.name for file in near.iterdir()} if near.is_dir() else set()
+    for root in (Path.cwd(), *roots):
+        known |= {file.name for file in (root / folder).glob("*")}
     hint = f" (looked in {Path.cwd()} and {roots[0]})"
     if known:
         hint = f"; {folder}/ holds {', '.join(sorted(known))}"

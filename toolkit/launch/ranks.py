@@ -59,8 +59,9 @@ def join(place: Place, device: str) -> None:
 
 def list_machines() -> list[str]:
     """`hostA (ranks 0, 1)` for each machine; empty if there is one."""
-    machines = current.machines if current else []
-    return [name_machine(*machine) for machine in machines] if len(machines) > 1 else []
+    if current is None or len(current.machines) == 1:
+        return []
+    return [name_machine(*machine) for machine in current.machines]
 
 
 def _meet(place: Place, device: str) -> World:
