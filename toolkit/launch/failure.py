@@ -134,10 +134,12 @@ def _exit_on_failure(work: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         fail(Failure("interrupted", INTERRUPTED, permanent=True))
     except SystemExit as error:
-        if not error.code:
-            _exit_at_end()
         if isinstance(error.code, str):
             fail(_failure(error.code.removeprefix("error: ")))
+        if not error.code:
+            _exit_at_end()
+        elif _place().world_size > 1:
+            _exit(error.code)
         raise
     except UserError as error:
         fail(replace(_failure(str(error)), permanent=True))
@@ -226,18 +228,19 @@ def _leave_for_launcher(failure: Failure) -> bool:
 
 def _print(failure: Failure) -> None:
     """Prints it unless another process does: local rank 0, if all fail alike, or the one that has
-    caused this failure. Then the launcher ends this process while it waits."""
-    place = _place()
-    board, exit_state.board = exit_state.board, None  # its watcher reports no more
-    if place.world_size > 1 and (failure.is_effect or place.local_rank):
+    caused this failure. Then the launcher, or the watcher of other machines, ends this process
+    while it waits."""
+    place, interrupted = _place(), failure.code == INTERRUPTED
+    if failure.is_effect or (place.local_rank and not interrupted):
         close_resources()
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if failure.is_effect and not place.is_local:
             time.sleep(timeout_seconds("peer_timeout"))
         time.sleep(_REPORT_SECONDS)
+    board, exit_state.board = exit_state.board, None  # its watcher ends this process no more
     shown = board.publish(failure) if board else failure
-    if failure.code != INTERRUPTED or place.rank == 0:  # Ctrl-C reaches all of a terminal
+    if not interrupted or place.rank == 0:  # Ctrl-C reaches all of a terminal
         with contextlib.suppress(OSError):  # the output is closed
             logger.error(shown.text or shown.line)
 
