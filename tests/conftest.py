@@ -102,7 +102,7 @@ def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment in which nothing was launched, restored afterwards, whatever the test sets."""
-    from toolkit.launch.relaunch import clean_environment
+    from toolkit.launch.options import clean_environment
 
     kept = clean_environment(os.environ)
     for name in set(os.environ) - set(kept):

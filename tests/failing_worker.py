@@ -7,7 +7,6 @@ python tests/failing_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
@@ -27,11 +26,6 @@ def interrupt_twice() -> None:
     signal.raise_signal(signal.SIGINT)
     time.sleep(3.1)
     signal.raise_signal(signal.SIGINT)
-
-
-def hang_when_stopped() -> None:
-    signal.raise_signal(signal.SIGTERM)
-    threading.Event().wait()
 
 
 class LateTracker:
@@ -58,7 +52,6 @@ WAYS: dict[str, Callable[[], object]] = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exits": lambda: os._exit(0),
     "is interrupted twice": interrupt_twice,
-    "hangs when it is stopped": hang_when_stopped,
     "stands still": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 

@@ -5,21 +5,8 @@ python tests/hosts_worker.py [--launch options]
 
 import os
 import socket
-import time
-from typing import Any
 
 from toolkit import launch
-from toolkit.launch.rendezvous import Rendezvous
-
-if seconds := os.environ.get("CLAIMS_LATE"):  # a second rank 0 may claim the store first
-    opened = Rendezvous._open_store
-
-    def open_slowly(joining: Any) -> Any:
-        store = opened(joining)
-        time.sleep(float(seconds))
-        return store
-
-    Rendezvous._open_store = open_slowly  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from tests.launch.test_nodes import pretend_network
+from tests.launch.test_machines import pretend_network
 from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.launch.environment import set_torch_variables
-from toolkit.launch.relaunch import plan_launch, split_arguments
+from toolkit.launch.options import plan_launch, split_arguments
 
 FOLDER = ROOT / "docs" / "cluster"
 BATCH_FILES = ["slurm-accelerate.sbatch", "slurm-srun.sbatch"]
@@ -158,8 +158,8 @@ def test_each_node_of_a_slurm_job_starts_its_part(rank: int, tmp_path: Path, mon
     script, *words = started_by("slurm-accelerate.sbatch", tmp_path)
     options, rest = split_arguments(words)
     env = {"SLURM_NODEID": str(rank), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]"}
-    nodes = plan_launch(options, [script, *rest], env)[1]["nodes"]
-    assert (nodes["rank"], nodes["count"], nodes["addresses"]) == (rank, 2, ("gpu03",))
+    machines = plan_launch(options, [script, *rest], env).machines
+    assert (machines.rank, machines.count, machines.addresses) == (rank, 2, ("gpu03",))
     assert "--checkpoint_every" in rest
 
 
@@ -228,6 +228,5 @@ def starts_rank_one_of_sixteen(
     script, *words = log.read_text(encoding="utf-8").splitlines()
     pretend_network(monkeypatch, ["10.0.0.9"])
     options, rest = split_arguments(words)
-    requested = plan_launch(options, [script, *rest], {})[1]
-    nodes = requested["nodes"]
-    assert (nodes["rank"], nodes["addresses"][0], requested["num_processes"]) == (1, "reviews-0", 16)
+    request = plan_launch(options, [script, *rest], {})
+    assert (request.machines.rank, request.machines.first, request.processes) == (1, "reviews-0", 16)

@@ -18,7 +18,6 @@ from toolkit.data.prepare import Prepared, add_collator, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import COLUMNS, SavedModel, empty_text_warning, training_run
-from toolkit.launch import failure_detector
 from toolkit.pretrained import load_config
 from toolkit.training.checks import TOKENS, refuse_early_prepare
 from toolkit.training.resume import precision_of
@@ -153,5 +152,4 @@ def load_data(
 
 def wait_for_all() -> None:
     """A barrier over all processes: call it last in the function that `notebook_launcher` runs."""
-    if failure_detector.current is not None:
-        failure_detector.current.wait_for_all()
+    launch.wait_for_all("the end of the notebook's function")

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 _SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT,
     errno.ENOTDIR, errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.ESTALE, errno.EBUSY,
+    errno.ESTALE, errno.EBUSY, errno.EPIPE,
 }  # fmt: skip
 
 

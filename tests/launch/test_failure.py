@@ -1,11 +1,7 @@
-"""toolkit/launch/failure.py, signals.py: messages and exit codes of failures and stop signals."""
+"""Promises: a failure is one line and an exit code that says how it ended; only an unexpected error is a traceback."""
 
 import errno
-import signal
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,10 +9,9 @@ from tests.runs import Finished, start
 from toolkit import launch
 from toolkit.launch import exit_state, failure
 from toolkit.launch.environment import Place
-from toolkit.launch.interrupted import EXIT_CODE_FILE, LAUNCHER_PID
 
 _MAIN = """
-import ctypes, os, signal, sys, threading, time
+import os, signal, sys
 from toolkit import launch
 from toolkit.launch.signals import StopSignals
 def main():
@@ -38,7 +33,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return size
 
 
-def described(error: Exception) -> str:
+def described(error: Exception) -> failure.Failure:
     try:
         raise error
     except Exception as raised:
@@ -47,105 +42,33 @@ def described(error: Exception) -> str:
 
 def test_lost_connection_is_torchs_and_needs_another_rank(world: dict[str, int]) -> None:
     from_tracker, from_torch = (kind("Connection reset by peer") for kind in (ConnectionResetError, RuntimeError))
-    assert "lost the connection" not in described(from_torch)
+    assert not described(from_torch).is_effect
     world["size"] = 2
-    assert "lost the connection" not in described(from_tracker)
-    text = described(from_torch)
-    assert "lost the connection to another process" in text.splitlines()[-1]
-    assert text.startswith("Traceback")
-    assert "lost the connection" in described(RuntimeError("NCCL error: Connection closed by remote peer hostB<4711>"))
+    assert not described(from_tracker).is_effect
+    for error in (from_torch, RuntimeError("NCCL error: Connection closed by remote peer hostB<4711>")):
+        assert described(error).is_effect
+        assert "error: lost the connection to another process" in described(error).line
 
 
-def test_explanation_ends_with_the_step(world: dict[str, int]) -> None:
+def test_an_explained_failure_is_one_line_and_others_are_tracebacks(world: dict[str, int]) -> None:
     launch.explain_failures(lambda error: "the batch is too large")
-    assert described(OSError(errno.ENOMEM, "Cannot allocate memory")) == "error: the batch is too large"
+    assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).line == "error: the batch is too large"
+    assert not described(OSError()).text
     launch.explain_failures()
-    assert described(OSError(errno.ENOMEM, "Cannot allocate memory")).startswith("Traceback")
+    unexplained = described(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert unexplained.text.startswith("Traceback")
+    assert unexplained.text.endswith(unexplained.line)
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "message"),
-    [("reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader); print('x', flush=True)", 141,
-      "standard output is closed (as by `| head`): redirect it to a file"),
-     ("open('/no/such.json')", 1, "/no/such.json: No such file or directory")],
-    ids=["closed stdout", "missing file"],
+    ("body", "code", "line"),
+    [("open('/no/such.json')", 1, "error: /no/such.json: No such file or directory\n"),
+     ("raise KeyboardInterrupt", 130, "interrupted\n"), ("sys.exit('error: no')", 1, "error: no\n"),
+     ("launch.set_exit_signal(15)", 143, ""), ("sys.exit(3)", 3, "")],
 )  # fmt: skip
-def test_one_line_and_exit_code(body: str, code: int, message: str) -> None:
+def test_one_line_and_exit_code(body: str, code: int, line: str) -> None:
     done = run(body)
-    assert (done.code, done.err) == (code, f"error: {message}\n")
-
-
-def test_other_broken_pipes_are_tracebacks() -> None:
-    done = run("raise BrokenPipeError(32, 'Broken pipe')")
-    assert done.code == 1
-    assert "Traceback" in done.err
-    assert "head" not in done.err
-
-
-def test_a_file_of_another_rank_is_no_stuck_step(tmp_path: Path) -> None:
-    """This rank waits in training/checkpoints.py while another one writes."""
-    file = tmp_path / "toolkit" / "training" / "checkpoints.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("import time\ndef wait():\n    time.sleep(3)\n")
-    stop = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    load = f"exec(compile(open({str(file)!r}).read(), {str(file)!r}, 'exec'), globals())"
-    done = run(load, "with StopSignals(True):", f"    {stop}", "    wait()", TOOLKIT_STOP_TIMEOUT="1")
-    assert "stuck at" not in done.err
-
-
-def test_a_rank_that_waits_for_rank_0_is_not_stuck() -> None:
-    stop = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    done = run("from types import SimpleNamespace", "from toolkit.launch import failure_detector",
-               "current = SimpleNamespace(position_of_main=lambda: str(time.monotonic()))",
-               "failure_detector.current = current", "with StopSignals(True):", f"    {stop}", "    time.sleep(3)",
-               "failure_detector.current = None", TOOLKIT_STOP_TIMEOUT="1")  # fmt: skip
-    assert "stuck at" not in done.err
-
-
-@pytest.mark.parametrize(
-    ("hang", "place"),
-    [("threading.Event().wait()", "threading.py:"),
-     # in C, as in a collective: Python calls no handler
-     ("lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_char * 64)(); lock(mutex), lock(mutex)",
-      "<string>:")],
-    ids=["Python", "C"],
-)  # fmt: skip
-def test_stuck_step_after_a_stop_signal(hang: str, place: str) -> None:
-    stop = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    done = run("with StopSignals(True):", f"    {stop}", f"    {hang}", TOOLKIT_STOP_TIMEOUT="1")
-    assert done.code == 143
-    assert done.err.count("SIGTERM: stopping after this step, with a checkpoint\n") == 1
-    line = done.err.splitlines()[-1]
-    assert f"SIGTERM: stuck at {place}" in line
-    assert "--stop_timeout SECONDS" in line
-
-
-@pytest.mark.parametrize(
-    ("launcher", "parent", "line", "stops"),
-    [("1", 1, "", True), ("77", 1, "", False), ("77", 900, "/usr/bin/python torchrun", False),
-     ("", 900, "/usr/bin/python3.11 /usr/bin/torchrun", True), ("", 900, "/lib/systemd/systemd --user", False)],
-)  # fmt: skip
-def test_only_a_launcher_is_stopped(
-    launcher: str, parent: int, line: str, stops: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not what adopts the ranks of a killed one; in a container a launcher may be process 1."""
-    signals: list[Any] = []
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    monkeypatch.delenv(LAUNCHER_PID, raising=False)
-    if launcher:
-        monkeypatch.setenv(LAUNCHER_PID, launcher)
-    monkeypatch.delenv(EXIT_CODE_FILE, raising=False)
-    monkeypatch.setattr(exit_state.os, "getppid", lambda: parent)
-    monkeypatch.setattr(exit_state.os, "kill", lambda *words: signals.append(words))
-    monkeypatch.setattr(exit_state.psutil, "Process", lambda _: SimpleNamespace(cmdline=line.split))
-    exit_state.stop_launcher(1)
-    assert signals == ([(parent, signal.SIGTERM)] if stops else [])
-
-
-def test_slow_step_after_a_stop_signal_may_finish() -> None:
-    busy = ("with StopSignals(False) as signals:", "    time.sleep(2); signals.requested",
-            "    os.kill(os.getpid(), signal.SIGUSR1)", "    threading.Event().wait(2.5)")  # fmt: skip
-    assert run(*busy, TOOLKIT_STOP_TIMEOUT="1").code == 0
+    assert (done.code, done.err) == (code, line)
 
 
 @pytest.mark.parametrize(("handler", "requested"), [("SIG_DFL", 1), ("SIG_IGN", 0)])

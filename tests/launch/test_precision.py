@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.faults import refusal
-from tests.launch.ranks import run_group
+from tests.runs import Finished, fork
 from toolkit.errors import UserError
 from toolkit.launch import precision
+from toolkit.launch.network import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -146,22 +147,35 @@ def test_tf32_follows_the_final_precision(device: str, setting: str, matmul: str
 
 
 UNLIKE = """
+import os, sys
+from toolkit import launch
 from toolkit.launch import precision
+from toolkit.launch.network import free_port
+
 precision._of_cpu = lambda: ("bf16" if os.environ["RANK"] == "0" else "no", "it says so")
 precision.emulated = lambda each: f"CPU {os.environ['RANK']} emulates bf16"
-accelerator = launch.make_accelerator(SETTING)
-print(accelerator.mixed_precision)
+launch.run(lambda: print(launch.make_accelerator(sys.argv[1]).mixed_precision))
 """
 
 
 @pytest.mark.multiprocess
-def test_machines_whose_cpus_choose_differently() -> None:
+def test_cpus_that_choose_differently(tmp_path: Path) -> None:
     """No rank computes in another precision than the others; that of a checkpoint on rank 0's disk
     holds for all."""
-    ended = run_group(*(f"SETTING = 'auto'{UNLIKE}" for _ in range(2)), hosts=["A", "B"])
+    (tmp_path / "script.py").write_text(UNLIKE)
+
+    def ranks(*settings: str) -> list[Finished]:
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        started = []
+        for rank, setting in enumerate(settings):
+            env = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(fork([tmp_path / "script.py", setting], env))
+        return [process.finish() for process in started]
+
+    ended = ranks("auto", "auto")
     assert [one.code for one in ended] == [1, 1]
-    assert "bf16 on A and no on B" in "".join(one.err for one in ended)
-    assert "--mixed_precision no" in "".join(one.err for one in ended)
-    ended = run_group(*(f"SETTING = {first!r}{UNLIKE}" for first in ("bf16", "auto")), hosts=["A", "B"])
+    assert "bf16 on rank 0 and no on rank 1" in ended[0].err
+    assert "--mixed_precision no" in ended[0].err
+    ended = ranks("bf16", "auto")
     assert [one.out for one in ended] == ["bf16\n"] * 2
     assert ended[0].err.startswith("CPU 0 emulates bf16\nCPU 1 emulates bf16\n")

@@ -16,7 +16,8 @@ from toolkit.utils.compat import TESTED, require
 # module (not imported) -> names that its source must contain
 NAMES = {
     "torch.distributed.distributed_c10d": (
-        "pg_map", "_device_types", "_get_backend", "default_pg_timeout", "default_pg_nccl_timeout"),
+        "default_pg_timeout", "default_pg_nccl_timeout", "_get_default_store"),
+    "accelerate.commands.launch": ("_validate_launch_command",),
     "torch.nn.modules.module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
     "torch._functorch.config": ("force_non_lazy_backward_lowering", "donated_buffer"),
@@ -31,7 +32,7 @@ NAMES = {
     "torch.distributed._tools.mem_tracker": ("MemTracker", "track_external", "get_tracker_snapshot",
                                                 "_param_to_grad_hook_handles"),
     "torch._subclasses.fake_tensor": ("FakeTensorMode",),
-    "deepspeed.comm.torch": ("build_shm_op",),
+    "deepspeed.ops": ("__compatible_ops__",),
     "deepspeed.runtime.zero.stage_1_and_2": (
         "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "real_dp_process_group", "update_lp_params"),
@@ -66,8 +67,7 @@ def test_installed_packages_have_the_private_names(module: str) -> None:
 
 
 def test_torch_has_the_compiled_private_names() -> None:
-    for owner, name in ((torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"),
-                        (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
+    for owner, name in ((torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
                         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")):  # fmt: skip
         assert require(owner, name, "torch") is not None
 

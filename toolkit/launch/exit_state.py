@@ -1,4 +1,4 @@
-"""How this process exits: what it closes first, how it reports a failure, its exit code, its launcher."""
+"""What this process closes before it exits, and what its launcher does to it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import psutil
-
-from toolkit.launch.environment import attempt, max_restarts
-from toolkit.launch.interrupted import LAUNCHER_PID, write_exit_code
 from toolkit.utils.timeouts import call_with_timeout
 
-RESUME_HINT = "; the same command resumes from the newest checkpoint, if there is one (--checkpoint_every)"
+if TYPE_CHECKING:
+    from toolkit.launch.heartbeat import Board
+
+ERROR_FILE = "TOOLKIT_ERROR_FILE"
+"""Set by our launcher: the file in which a process leaves its failure for it to print."""
+RESUME_HINT = "; the same command resumes from the newest checkpoint (--checkpoint_every)"
 _CLOSE_SECONDS = 10.0  # a tracker's server may not answer
 _closing = threading.Lock()
 
@@ -36,21 +38,23 @@ class ExitState:
     unfinished: str = ""
     """A warning for when `main` returns."""
     free: Callable[[], object] | None = None
-    """Frees what a strategy keeps of a model when `main` has returned, before it is called again."""
+    """Frees what a strategy keeps of a model when `main` has returned, before the next call."""
+    board: Board | None = None
+    """Where this process reports its failure to other machines, under a launcher that does not."""
 
 
-# A global: the main thread, the failure detector's threads and signal handlers can each exit the process.
+# A global: the main thread, the heartbeat's thread and signal handlers can each exit the process.
 exit_state = ExitState()
 
 
 def close_on_failure(close: Callable[[], object] | None = None) -> None:
-    """Registers `close`, to be called (10 s at most) before the process exits on a failure, a peer's death or a second
-    stop signal; None unregisters it."""
+    """Registers `close`, to be called (10 s at most) before the process exits on a failure;
+    None unregisters it."""
     exit_state.close = close
 
 
 def close_resources() -> None:
-    """Calls the registered `close` once; a second thread that is about to exit waits for the first."""
+    """Calls the registered `close` once; a second thread that exits waits for the first."""
     with _closing:
         close, exit_state.close = exit_state.close, None
         if close is not None:
@@ -58,33 +62,15 @@ def close_resources() -> None:
                 call_with_timeout(_CLOSE_SECONDS, close)
 
 
-def stop_with_parent(parent: int | None = None) -> None:
-    """Makes the kernel send SIGTERM to this process when its parent ends, also after `exec`.
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Makes Linux send a signal to this process when its parent ends, also after `exec`.
 
-    No effect if `parent` is not its parent. The kernel watches the thread that forked, so that thread must not end.
+    The kernel watches the thread that forked, so that thread must not end.
     """
-    parent = parent or os.getppid()
-    if sys.platform == "linux" and os.getppid() == parent:
+    parent = os.getppid()
+    if sys.platform == "linux":
         set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != parent:  # it has ended meanwhile
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def stop_launcher(code: int) -> None:
-    """Stops the launcher (ours exits with `code`) instead of a restart: the run was stopped, or would fail again."""
-    parent = os.getppid()
-    if attempt() < max_restarts() and _is_launcher(parent):
-        write_exit_code(code)
-        os.kill(parent, signal.SIGTERM)
-
-
-def _is_launcher(pid: int) -> bool:
-    """False for a process that adopts the ranks of a killed launcher: process 1 (in a container that may be our
-    launcher), `systemd --user`, slurmstepd."""
-    if LAUNCHER_PID in os.environ:
-        return os.environ[LAUNCHER_PID] == str(pid)
-    with contextlib.suppress(psutil.Error):
-        return pid != 1 and "python" in "".join(psutil.Process(pid).cmdline()[:1])
-    return False
+            ctypes.CDLL(None).prctl(set_parent_death_signal, number)
+    if os.getppid() != parent:  # it has ended meanwhile
+        os.kill(os.getpid(), number)

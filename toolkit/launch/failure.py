@@ -1,9 +1,10 @@
-"""Runs a recipe's `main` and turns a failure into one message from one process, whichever process meets it first."""
+"""Runs a recipe's `main`; a failure becomes one message from one process, and an exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import re
@@ -13,38 +14,40 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import NoReturn
 
 from toolkit.errors import UserError, system_error_line
-from toolkit.launch import collectives, failure_detector, interrupted
-from toolkit.launch.environment import Place, place_of
-from toolkit.launch.exit_state import exit_state, stop_launcher
-from toolkit.launch.interrupted import INTERRUPTED, write_exit_code
-from toolkit.launch.nodes import set_global_ranks
-from toolkit.launch.relaunch import relaunch_if_requested
-from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
+from toolkit.launch.environment import Place, place_of, timeout_seconds
+from toolkit.launch.exit_state import ERROR_FILE, close_resources, exit_state
+from toolkit.launch.heartbeat import Failure
+from toolkit.launch.options import take_options
+from toolkit.launch.signals import INTERRUPTED
 from toolkit.utils import collector
 from toolkit.utils.log import logger
 from toolkit.utils.versions import check_requirements
 
-# Without a failure detector a rank whose failure others report or have caused waits this long for its launcher's end.
-_PEER_REPORT_SECONDS = 20.0
+# A rank whose failure others report or have caused waits this long for its launcher to end it.
+_REPORT_SECONDS = 6.0
 _CONNECTION_ERRORS = re.compile(
-    "(?i)connection (closed|reset) by (remote )?peer|broken pipe|remote process exited|connection was likely closed"
-    "|timed out waiting"
+    "(?i)connection (closed|reset|refused)|broken pipe|remote process exited|likely closed"
+    "|timed out|no route to host|network is unreachable|clients joined|failed to recv"
 )
 _MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
-    "'DistributedDataParallel' object has no attribute|Missing key.s. in state_dict: \"module\\.": "use "
-    "`toolkit.unwrapped(model)`",
-    "mixed torch.Tensor and DTensor": "FSDP2 has shards: call the model that `prepare` returned, and change weights or "
-    "gradients in your optimizer's `step`, or launch with ddp",
+    "'DistributedDataParallel' object has no attribute|Missing key.s. in state_dict: \"module\\.": (
+        "use `toolkit.unwrapped(model)`"
+    ),
+    "mixed torch.Tensor and DTensor": (
+        "FSDP2 has shards: call the model that `prepare` returned, and change weights or gradients "
+        "in your optimizer's `step`, or launch with ddp"
+    ),
 }
-_STDOUT_CLOSED = "error: standard output is closed (as by `| head`): redirect it to a file"
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
-    """Registers a function that returns the message for an exception, or None for a traceback; None unregisters it."""
+    """Registers a function that returns the message for an exception, or None for a traceback;
+    None unregisters it."""
     exit_state.explain = explain
 
 
@@ -54,19 +57,63 @@ def set_exit_signal(number: int) -> None:
 
 
 def request_rerun() -> None:
-    """Makes `run` call `main` again when it returns, in the same processes: for the next of several models."""
+    """Makes `run` call `main` again when it returns, in the same processes: for the next of several
+    models."""
     exit_state.rerun = True
 
 
+def start(name: str) -> None:
+    """Call it first in a script, with its `__name__`: before the heavy imports it checks their
+    versions and becomes the launcher for `--config_file`; `run` does so after them."""
+    if name == "__main__":
+        collector.before_imports()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # an import may swallow KeyboardInterrupt, and leave a half-initialised library behind
+            signal.signal(signal.SIGINT, _exit_on_interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        _exit_on_failure(check_requirements)
+        if any(re.match("--config[_-]file", word) for word in sys.argv):
+            _exit_on_failure(lambda: _launch_if_requested(None))
+
+
+def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
+    """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
+
+    Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. `module` is the package when started
+    by `-m`; without `relaunches` the launch options are left to `main`.
+    """
+
+    def work() -> None:
+        if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if relaunches:
+            _launch_if_requested(module)
+        _call(main)
+        if exit_state.unfinished and _place().rank == 0:
+            logger.warning(exit_state.unfinished)
+        _exit_at_end()
+
+    _exit_on_failure(work)
+
+
+def _launch_if_requested(module: str | None) -> None:
+    """Becomes the launcher, and exits with its code, if the arguments ask for it."""
+    argv, request = take_options(sys.argv, module)
+    if request is None:
+        sys.argv = argv
+    else:
+        from toolkit.launch.launcher import launch
+
+        _exit(launch(request))
+
+
 def _call(main: Callable[[], None]) -> None:
-    """Calls `main`, and again after `request_rerun`; of accelerate's state only the process group stays."""
+    """Calls `main`, and again after `request_rerun`; of accelerate's state only the process group
+    stays."""
     while True:
         exit_state.rerun = False
-        try:
-            main()
-        except BaseException:
-            _stop_deferring_sigterm()
-            raise
+        main()
         if not exit_state.rerun:
             return
         from accelerate.state import AcceleratorState, GradientState
@@ -80,140 +127,72 @@ def _call(main: Callable[[], None]) -> None:
         GradientState._reset_state()
 
 
-def start(name: str) -> None:
-    """Call it first in a script, with its `__name__`: before the heavy imports it checks their versions and handles
-    `--config_file`; `run` handles it after them."""
-    if name == "__main__":
-        collector.before_imports()
-        interrupted.exit_on_sigint()
-        _exit_on_failure(check_requirements)
-        if any(re.match("--config[_-]file", word) for word in sys.argv):
-            _exit_on_failure(lambda: relaunch_if_requested(sys.argv))
-
-
-def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
-    """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
-
-    Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. `module` is the package when started by `-m`; without
-    `relaunches` the launch options are left to `main`.
-    """
-
-    def work() -> None:
-        interrupted.restore_sigint()
-        set_global_ranks(os.environ)
-        if relaunches:
-            sys.argv, options = relaunch_if_requested(sys.argv, module)
-            if options.deepspeed_config:
-                os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
-        _call(main)
-        if exit_state.unfinished and place_of(os.environ).rank == 0:
-            logger.warning(exit_state.unfinished)
-        _exit_with_others()
-
-    _exit_on_failure(work)
-
-
 def _exit_on_failure(work: Callable[[], object]) -> None:
     """Ends the process with one clear message if `work` fails."""
     try:
         work()
     except KeyboardInterrupt:
-        exit_process("interrupted", INTERRUPTED)
+        fail(Failure("interrupted", INTERRUPTED, permanent=True))
     except SystemExit as error:
+        if isinstance(error.code, str):
+            fail(_failure(error.code.removeprefix("error: ")))
         if not error.code:
-            _exit_with_others()
-        elif failure_detector.current is not None:  # the other ranks would wait for this one
-            code = error.code if isinstance(error.code, int) else 1
-            text = str(error.code) if code is not error.code else f"error: sys.exit({code}) was called"
-            exit_process(text, code, text.removeprefix("error: "))
+            _exit_at_end()
+        elif _place().world_size > 1:
+            _exit(error.code)
         raise
     except UserError as error:
-        early = not isinstance(error, RendezvousError)
-        exit_process(f"error: {error}", 1, str(error), permanent=True, early=early)
+        fail(replace(_failure(str(error)), permanent=True))
     except Exception as error:
-        if _is_connection_error(error):
-            if failure_detector.current is not None:
-                failure_detector.current.wait_for_failure(error)
-            else:  # its launcher ends this process, if the other one was of this node
-                time.sleep(_PEER_REPORT_SECONDS)
-        message = _describe(error)
-        short = message.removeprefix("error: ").strip().split("\n")[-1]
-        exit_process(message, 141 if message == _STDOUT_CLOSED else 1, short, early=True)
+        fail(_describe(error))
 
 
-def _describe(error: Exception) -> str:
-    """One line if a message explains the error; otherwise a traceback."""
-    if explained := exit_state.explain and exit_state.explain(error):
-        return f"error: {explained}"
-    if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-        return _STDOUT_CLOSED
-    if line := system_error_line(error):
-        return f"error: {line}"
+def _failure(message: str, trace: str = "") -> Failure:
+    """`message`: one line, or more if it ends in a colon. `trace`: for this process's terminal."""
+    place, who = _place(), ""
+    if place.world_size > 1:
+        who = f"[rank {place.rank} on {socket.gethostname()}] "
+    line = f"{who}error: {message}"
+    return Failure(line, text=f"{who}{trace.rstrip()}\n{line}" if trace else "")
+
+
+def _describe(error: Exception) -> Failure:
+    """One line if a message explains the error; otherwise a traceback, too."""
+    explained = exit_state.explain and exit_state.explain(error)
+    if explained:
+        return _failure(explained)
+    line = system_error_line(error)
+    if line:
+        return _failure(line)
+    first = " ".join(str(error).split())[:200]
     for pattern, remedy in _MISUSES.items():
         if re.search(pattern, str(error)):
-            where = collectives.position_of(error)
-            return f"error: {' '.join(str(error).split())[:200]} (at {where}): {remedy}"
+            return _failure(f"{first} (at {_position(error)}): {remedy}")
     if isinstance(error, ImportError | AttributeError):
         try:
             check_requirements()
         except UserError as unsupported:
-            return f"error: {unsupported}"
-    first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
+            return _failure(str(unsupported))
     if _is_connection_error(error):
-        if failure_detector.current is not None and (others := failure_detector.current.describe_others()):
-            where = f"a collective failed at {collectives.position_of(error)}, and no rank has exited ({others})"
-            return f"error: {where}: perhaps {failure_detector.MISMATCH} ({first[:200]})"
-        return f"{trace}\nerror: lost the connection to another process, which exited or was killed ({first[:200]})"
-    return trace
+        where = f"at {_position(error)}: {first}"
+        lost = "lost the connection to another process, which exited, was killed or does not come"
+        return replace(_failure(f"{lost} ({where}); docs/stuck.md"), is_effect=True)
+    trace = "".join(traceback.format_exception(error))
+    return _failure(f"{type(error).__name__}: {first}", trace)
+
+
+def _position(error: Exception) -> str:
+    """`cls.py:31`: the innermost line of this package or the script."""
+    calls = traceback.extract_tb(error.__traceback__)
+    ours = [call for call in calls if "-packages" not in call.filename]
+    call = (ours or calls)[-1]
+    return f"{Path(call.filename).name}:{call.lineno}"
 
 
 def _is_connection_error(error: Exception) -> bool:
-    """Whether torch lost a connection to another rank. A tracker or a hub raises an OSError instead."""
+    """Whether torch lost another rank. A tracker or a hub raises an OSError instead."""
     several = isinstance(error, RuntimeError) and _place().world_size > 1
     return several and _CONNECTION_ERRORS.search(str(error)) is not None
-
-
-def _stdout_is_closed() -> bool:
-    try:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
-
-
-def exit_process(message: str, code: int, short: str = "", permanent: bool = False, early: bool = False) -> NoReturn:
-    """Reports a failure and exits with `code`.
-
-    `short` is what other nodes report; `permanent`: a restart would fail again; `early`: the rendezvous may not have
-    begun, so that the other nodes have no report yet.
-    """
-    _stop_deferring_sigterm()
-    with contextlib.suppress(ValueError):  # not the main thread
-        # launchers forward a SIGINT that this process already got
-        signal.signal(signal.SIGINT, signal.SIG_IGN if code == INTERRUPTED else signal.SIG_DFL)
-    detector, place = failure_detector.current, _place()
-    if detector is not None:
-        detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], permanent)
-    elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
-        # usually all fail alike, and local rank 0 reports it, to other nodes too, which takes up to 35 s
-        time.sleep(_PEER_REPORT_SECONDS * (1 if place.is_local else 2))
-    prints = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
-    who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
-    failure_detector.exit_now(
-        code,
-        f"{who}{message}" if prints else "",
-        permanent or (prints and code == INTERRUPTED),
-        partial(announce_early_failure, place, short) if prints and early else None,
-    )
-
-
-def _stop_deferring_sigterm() -> None:
-    """No step is left to finish: SIGTERM ends this process, or is ignored until it has closed its resources and other
-    ranks know why it ends: a launcher sends SIGTERM when the first of them has exited."""
-    reports = exit_state.close is not None or failure_detector.current is not None
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if reports else signal.SIG_DFL)
 
 
 def _place() -> Place:
@@ -223,20 +202,83 @@ def _place() -> Place:
         return Place("python", 0, 1, 0, 1)
 
 
-def _exit_with_others() -> None:
-    """Exits when all ranks are done.
+# --- the ends of a process
 
-    The process group is not destroyed: the interpreter ends DeepSpeed's and gloo's threads in an order that sometimes
-    aborts the process (`terminate called without an active exception`), and the launcher would report a failure.
+
+def fail(failure: Failure) -> NoReturn:
+    """Reports a failure, to our launcher, which prints it, or else here; and exits."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # of a launcher, when the first rank has exited
+    if not _leave_for_launcher(failure):
+        _print(failure)
+    close_resources()
+    _exit(failure.code)
+
+
+def _leave_for_launcher(failure: Failure) -> bool:
+    """Returns False if no launcher of ours waits for it."""
+    file = os.environ.get(ERROR_FILE)
+    if not file:
+        return False
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    return True
+
+
+def _print(failure: Failure) -> None:
+    """Prints it unless another process does: local rank 0, if all fail alike, or the one that has
+    caused this failure. Then the launcher, or the watcher of other machines, ends this process
+    while it waits."""
+    place, interrupted = _place(), failure.code == INTERRUPTED
+    if failure.is_effect or (place.local_rank and not interrupted):
+        close_resources()
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if failure.is_effect and not place.is_local:
+            time.sleep(timeout_seconds("peer_timeout"))
+        time.sleep(_REPORT_SECONDS)
+    board, exit_state.board = exit_state.board, None  # its watcher ends this process no more
+    shown = board.publish(failure) if board else failure
+    if not interrupted or place.rank == 0:  # Ctrl-C reaches all of a terminal
+        with contextlib.suppress(OSError):  # the output is closed
+            logger.error(shown.text or shown.line)
+
+
+def exit_with(failure: Failure) -> NoReturn:
+    """Prints another process's failure, and exits, whatever the main thread waits for."""
+    with contextlib.suppress(OSError):
+        logger.error(failure.line)
+    close_resources()
+    _exit(failure.code)
+
+
+def _exit_on_interrupt(*_: object) -> None:
+    """The handler of Ctrl-C while libraries are imported."""
+    failure = Failure("interrupted", INTERRUPTED, permanent=True)
+    if not _leave_for_launcher(failure) and _place().rank == 0:
+        os.write(2, b"interrupted\n")  # a signal handler must not wait for a stream's lock
+    os._exit(INTERRUPTED)
+
+
+def _exit_at_end() -> None:
+    """Exits when the work is done.
+
+    The process group is not destroyed: the interpreter ends DeepSpeed's and gloo's threads in an
+    order that sometimes aborts the process, and unloads what was imported for seconds.
     """
-    if failure_detector.current is not None:
-        failure_detector.current.wait_for_all()
     if exit_state.exit_code:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has exited
-        write_exit_code(exit_state.exit_code)
-        stop_launcher(exit_state.exit_code)
-    if collectives.backends() or exit_state.exit_code:  # Python takes seconds to unload what was imported
-        logging.shutdown()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a launcher, when the first has exited
+    board, exit_state.board = exit_state.board, None
+    if board:
+        board.leave()
+    if exit_state.exit_code or _place().world_size > 1:
+        _exit(exit_state.exit_code)
+
+
+def _exit(code: int) -> NoReturn:
+    logging.shutdown()
+    with contextlib.suppress(OSError, ValueError):  # the output is closed
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_state.exit_code)
+    os._exit(code)

@@ -1,213 +1,293 @@
-"""Our launcher: `accelerate launch`, without its own traceback below a rank's error line."""
+"""Starts this machine's processes and watches them; the launchers of several machines watch each
+other.
+
+The launcher of machine 0 serves two stores: one in which the launchers meet and count their
+heartbeats, and for each attempt one in which the processes form their group.
+"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import logging
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Sequence
+import time
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from typing import Any
 
-import psutil
-import torch
-import yaml
-from accelerate.commands.launch import launch_command, launch_command_parser
-from torch.distributed import run as elastic
-from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-from toolkit.launch import network
-from toolkit.launch.environment import accelerate_launch_words
-from toolkit.launch.exit_state import RESUME_HINT
-from toolkit.launch.interrupted import EXIT_CODE_FILE, INTERRUPTED, LAUNCHER_PID, report_interrupt, restore_sigint
-from toolkit.launch.nodes import requested_nodes
-from toolkit.utils.compat import require
-from toolkit.utils.files import read_yaml
+from toolkit.launch import environment, network, signals
+from toolkit.launch.environment import timeout_seconds
+from toolkit.launch.exit_state import ERROR_FILE, RESUME_HINT, stop_with_parent
+from toolkit.launch.heartbeat import Board, Failure
+from toolkit.launch.machines import name_machine
+from toolkit.launch.meet import meet_launchers
+from toolkit.launch.options import Request, accelerate_environment, clean_environment
+from toolkit.utils import versions
 from toolkit.utils.log import logger
 
-# Time for a checkpoint after a stop signal.
-_SHUTDOWN_SECONDS = 600
+_POLL_SECONDS = 0.1
+# Time to end by themselves after SIGTERM, when the run has failed, or after a second Ctrl-C.
+_STOP_SECONDS = 10.0
+# A lost connection is the effect of another failure: wait this long for that one.
+_CAUSE_SECONDS = 3.0
 
 
-def launch(words: Sequence[str]) -> NoReturn:
-    """Runs `accelerate launch` with these arguments and exits with its exit code."""
-    restore_sigint()  # to wait for the ranks after Ctrl-C
-    arguments = launch_command_parser().parse_args(list(words))
-    run = require(elastic, "run", "torch")
-    python_path = os.environ.get("PYTHONPATH", "")
-
-    def run_here(options: argparse.Namespace) -> None:
-        os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, needed for DeepSpeed only
-        # Start this node only; its ranks find the other nodes (`nodes.set_global_ranks`). Launchers of several
-        # nodes would wait for each other and ignore signals meanwhile.
-        options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
-        options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: torch would handle it all the same
-            options.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
-        run(options)
-
-    elastic.run = run_here
-    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
-    if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would detect, without its warning
-    # the failed rank has reported: which ranks torch stops then is noise
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
-    signal.signal(signal.SIGUSR1, _forward_signal)  # a scheduler's warning, which would end the launcher alone
-    SubprocessHandler.close = _close  # type: ignore[assignment, method-assign]
-    with tempfile.TemporaryDirectory() as folder:
-        exit_code_file = Path(folder) / "exit_code"
-        os.environ |= {EXIT_CODE_FILE: str(exit_code_file), LAUNCHER_PID: str(os.getpid())}
-        arguments.config_file = str(_drop_machines(Path(arguments.config_file), Path(folder)))
-        signal.signal(signal.SIGTERM, _raise_signal)  # as torch does while it runs
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, _raise_signal)
-        code = _launch(arguments, exit_code_file, _count_oom_kills())
+def launch(request: Request) -> int:
+    """Runs what was requested; returns the exit code. Raises UserError if it cannot start."""
+    with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
+        launcher = Launcher(request, Path(folder))
+        code = launcher.run()
     _end_accelerate_launch(code)
-    sys.stdout.flush()
-    os._exit(code)  # unloading the imports takes a second
+    return code
 
 
-class _OneNode(StaticTCPRendezvous):
-    """One launcher's rendezvous, with a store on the loopback address and a port that is bound from the start. torch's
-    own stores listen on all addresses, and c10d unpickles what is written there."""
+class Launcher:
+    def __init__(self, request: Request, folder: Path) -> None:
+        self.request, self.folder = request, folder
+        self.here = request.processes // request.machines.count  # processes on this machine
+        self.first_rank = request.machines.rank * self.here
+        self.host = socket.gethostname()
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.signal = 0
+        """The first stop signal that came."""
+        self.deadline = float("inf")
+        """When processes are killed."""
+        self.oom_kills = _count_oom_kills()
+        if "TORCHELASTIC_RUN_ID" in os.environ or environment.accelerate_launch_words() is not None:
+            stop_with_parent()  # `accelerate launch` forwards no stop signal
+        signals.install_handler(self._forward)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for addresses without a host name
 
-    NAME = "one_node"
+    def run(self) -> int:
+        variables = accelerate_environment(self.request)
+        seconds = timeout_seconds("rendezvous_timeout")
+        self.met = meet_launchers(self.request.machines, self._facts(), seconds)
+        restarts = self.request.max_restarts
+        for attempt in range(restarts + 1):
+            board = self._make_board(attempt)
+            self._start(variables, attempt, self._serve_ranks(attempt))
+            failure = self._watch(board)
+            self._stop()
+            final = failure is None or failure.permanent or self.signal or attempt == restarts
+            if failure and not final:
+                logger.error(f"{failure.text or failure.line}: restart {attempt + 1} of {restarts}")
+            board.leave()
+            if final:
+                break
+        if failure is None:
+            return max(rank.returncode for rank in self.ranks)
+        logger.error(failure.text or failure.line)
+        return failure.code
 
-    def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
-        super().__init__(network.LOOPBACK, 0, 0, 1, parameters.run_id, _SHUTDOWN_SECONDS)
+    # --- before the start
 
-    def get_backend(self) -> str:
-        return self.NAME
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all machines."""
+        import torch
 
-    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        """A new store for each attempt: the last one holds that attempt's addresses. Its exit code is removed."""
-        Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
-        store = network.serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
-        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        return {
+            **versions.comparable_versions(self.request.script[0]),
+            "device": device.type,
+            "use_cpu": self.request.config.get("use_cpu"),
+            "num_processes": self.request.processes,
+            "max_restarts": self.request.max_restarts,
+        }
+
+    def _make_board(self, attempt: int) -> Board:
+        from torch.distributed import PrefixStore
+
+        names = []
+        for machine, host in enumerate(self.met.hosts):
+            first = machine * self.here
+            names.append(name_machine(host, range(first, first + self.here)))
+        store = self.met.store and PrefixStore(f"attempt {attempt}", self.met.store)
+        return Board(store, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
+
+    def _serve_ranks(self, attempt: int) -> tuple[str, int]:
+        """(address, port) of a new store for the processes: the last attempt's holds addresses of
+        processes that are gone."""
+        store, key = self.met.store, f"ranks of attempt {attempt}"
+        if store is not None and self.request.machines.rank:
+            address, port = json.loads(store.get(key))
+            return str(address), int(port)
+        self.store_of_ranks = network.serve_store(self.met.address, 0)  # it ends with this object
+        place = self.met.address, self.store_of_ranks.port
+        if store is not None:
+            store.set(key, json.dumps(place))
+        return place
+
+    # --- the processes of this machine
+
+    def _start(self, variables: dict[str, str], attempt: int, place: tuple[str, int]) -> None:
+        request, self.ranks = self.request, []
+        marker = {**request.marker(), "hosts": self.met.hosts}
+        common = {
+            **clean_environment(os.environ), **variables,
+            environment.MARKER: json.dumps(marker),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(request.max_restarts),
+        }  # fmt: skip
+        if request.module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
+            common["PYTHONSAFEPATH"] = "1"  # `-m` would import from this folder, unlike now
+        for local in range(self.here):
+            file = self._error_file(local)
+            file.unlink(missing_ok=True)
+            env = {**common, ERROR_FILE: str(file), **self._torch_variables(local, place, common)}
+            # its handler unblocks SIGINT: until then Python would print a traceback
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                # a terminal's Ctrl-C reaches the launcher alone
+                process = subprocess.Popen(
+                    request.command(),
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                self.ranks.append(process)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _torch_variables(
+        self,
+        local: int,
+        place: tuple[str, int],
+        env: dict[str, str],
+    ) -> dict[str, str]:
+        """None for a single process of no strategy, which needs no group."""
+        sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()
+        if self.request.processes == 1 and not sharded:
+            return {}
+        return {
+            "RANK": str(self.first_rank + local),
+            "WORLD_SIZE": str(self.request.processes),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.here),
+            "MASTER_ADDR": place[0],
+            "MASTER_PORT": str(place[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks are clients of this launcher's store
+        }
+
+    def _error_file(self, local: int) -> Path:
+        return self.folder / f"rank-{local}.json"
+
+    def _watch(self, board: Board) -> Failure | None:
+        """The run's first failure on any machine; None when all have ended well."""
+        effect_since = 0.0
+        while True:
+            failure = board.failure() or self._own_failure()
+            now = time.monotonic()
+            if failure and failure.is_effect:
+                effect_since = effect_since or now
+                if now - effect_since < self._cause_seconds():
+                    failure = None
+            if failure:
+                return board.publish(failure)
+            if all(rank.poll() is not None for rank in self.ranks) and not effect_since:
+                board.finish()
+                if board.all_finished:
+                    return None
+            if now > self.deadline:
+                self._send(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _cause_seconds(self) -> float:
+        several = self.request.machines.count > 1
+        return _CAUSE_SECONDS + (timeout_seconds("peer_timeout") if several else 0.0)
+
+    def _own_failure(self) -> Failure | None:
+        """The first cause among this machine's failed processes."""
+        failures = []
+        for local, rank in enumerate(self.ranks):
+            code = rank.poll() or 0
+            stopped = code - 128 in signals.STOP_SIGNALS and not self._error_file(local).exists()
+            if code and not stopped:
+                failures.append(self._describe(local, code))
+        failures.sort(key=lambda failure: failure.is_effect)
+        if failures and failures[0].is_effect:
+            return replace(failures[0], line=failures[0].line + self._without_error())
+        return failures[0] if failures else None
+
+    def _describe(self, local: int, code: int) -> Failure:
+        who = f"rank {self.first_rank + local} on {self.host}"
+        if self.request.processes == 1:
+            who = f"the process on {self.host}"
+        with contextlib.suppress(OSError, ValueError):
+            return Failure(**json.loads(self._error_file(local).read_text(encoding="utf-8")))
+        if code > 0:
+            return Failure(f"error: {who} exited with code {code}", code)
+        if -code == self.signal or time.monotonic() > self.deadline:
+            return Failure(_stop_line(self.signal), 128 + self.signal, permanent=True)
+        name, hint = signal.Signals(-code).name, ""
+        if -code == signal.SIGKILL:
+            hint = ", by a user, a scheduler or a memory guard"
+            if _count_oom_kills() > self.oom_kills:
+                hint = ", probably by the kernel: out of memory (`dmesg | tail`)"
+        line = f"error: {who} was killed by {name}{hint}{RESUME_HINT}"
+        return Failure(line, is_effect=-code == signal.SIGABRT)  # NCCL's watchdog
+
+    def _without_error(self) -> str:
+        """Which processes have left without an error, or stand still, while others lost them."""
+        left = []
+        for local, rank in enumerate(self.ranks):
+            who = f"rank {self.first_rank + local}"
+            if rank.poll() is None:
+                left.append(f"{who} (process {rank.pid}) still runs")
+            elif rank.poll() == 0:
+                left.append(f"{who} has ended, by `sys.exit()` or `os._exit(0)`")
+        return f" ({'; '.join(left)})" if left else ""
+
+    def _stop(self) -> None:
+        self._send(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_SECONDS
+        for rank in self.ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, deadline - time.monotonic()))
+        self._send(signal.SIGKILL)
+        for rank in self.ranks:
+            rank.wait()
+
+    def _send(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    def _forward(self, number: int, _: Any) -> None:
+        """Ranks stop after their step, with a checkpoint; at once after a second Ctrl-C."""
+        if not self.ranks:
+            os.write(2, f"{_stop_line(number)}\n".encode())
+            raise SystemExit(128 + number)
+        if self.signal and number == signal.SIGINT:
+            self.deadline = time.monotonic() + _STOP_SECONDS
+        self.signal = self.signal or number
+        self._send(number)
 
 
-def _drop_machines(path: Path, folder: Path) -> Path:
-    """A copy of the config file without the list of machines, which accelerate rejects."""
-    config = read_yaml(path)
-    if "machines" not in config:
-        return path
-    copy = folder / path.name
-    copy.write_text(yaml.safe_dump({name: config[name] for name in config if name != "machines"}), encoding="utf-8")
-    return copy
-
-
-_close_process, _stopped = SubprocessHandler.close, dict[int, set[int]]()
-
-
-def _close(process: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
-    """Stops a rank, as torch does after another rank's failure; `_stopped` gets its PID and the exit codes that this
-    explains. The rank may be dead for another reason already: a GPU's memory takes time to be freed."""
-    if death_sig == signal.SIGINT:  # a second Ctrl-C ends the ranks at once
-        signal.signal(signal.SIGINT, _forward_signal)
-    _stopped.setdefault(process.proc.pid, {-signal.SIGABRT}).add(-(death_sig or signal.SIGTERM))
-    _close_process(process, death_sig)
-
-
-def _launch(arguments: argparse.Namespace, exit_code_file: Path, oom_kills: int) -> int:
-    """Returns the exit code: the one in `exit_code_file` if a rank has stopped the launcher."""
-    try:
-        launch_command(arguments)
-    except ChildFailedError as error:
-        code, line = _read_report(exit_code_file)
-        if code is not None and not line:  # a rank has reported
-            return code
-        failed = [item for item in error.failures.items() if item[1].exitcode not in _stopped.get(item[1].pid, ())]
-        rank, failure = min(failed, key=_order_of_failure) if failed else error.get_first_failure()
-        if nodes := requested_nodes():  # torchrun counts within this node
-            rank += nodes.rank * (arguments.num_processes // nodes.count)
-        return _report_exit(failure.exitcode, f"rank {rank}", oom_kills, line)
-    except subprocess.CalledProcessError as error:
-        return _report_exit(error.returncode, "the process", oom_kills)
-    except (SignalException, KeyboardInterrupt) as error:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # more come: from each rank (`stop_launcher`), from the kernel
-        if isinstance(error, SignalException):  # torch's launcher loses the ranks that it was just starting
-            signal.signal(signal.SIGINT, _forward_signal)  # a terminal's reaches the launcher alone
-            _forward_signal(signal.SIGTERM, None)  # unlike SIGINT it prints nothing while Python starts
-        psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # accelerate waits for none
-        if (code := _read_report(exit_code_file)[0]) is not None:
-            return code
-        if isinstance(error, KeyboardInterrupt) or error.sigval == signal.SIGINT:
-            report_interrupt()
-            return INTERRUPTED
-        logger.error(f"error: stopped by {signal.Signals(error.sigval).name}")
-        return 128 + int(error.sigval)
-    except (ValueError, AssertionError, FileNotFoundError, RuntimeError) as error:
-        logger.error(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
-        return 1
-    return 0
-
-
-def _order_of_failure(item: tuple[int, ProcessFailure]) -> tuple[bool, ...]:
-    """torch records whole seconds: a kill comes before the failures that it causes, NCCL's aborts among them."""
-    return item[1].exitcode > 0, item[1].exitcode == -signal.SIGABRT, item[1].pid in _stopped
-
-
-def _raise_signal(number: int, _: FrameType | None) -> None:
-    raise SignalException(f"signal {number}", signal.Signals(number))
-
-
-def _forward_signal(number: int, _: FrameType | None) -> None:
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            child.send_signal(number)
+def _stop_line(number: int) -> str:
+    if number == signal.SIGINT:
+        return "interrupted"
+    return f"error: stopped by {signal.Signals(number).name}"
 
 
 def _count_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory since boot; 0 if it does not count them."""
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    """Processes that the kernel has killed for lack of memory since boot; 0 if it counts none."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return 0
 
 
-def _read_report(file: Path) -> tuple[int | None, str]:
-    """What a rank has written for this launcher: its exit code, and a line if no rank has reported."""
-    with contextlib.suppress(FileNotFoundError, ValueError):  # half a report, of a rank that was killed
-        code, _, line = file.read_text(encoding="utf-8").partition(" ")
-        return int(code), line
-    return None, ""
-
-
-def _report_exit(exit_code: int, who: str, oom_kills: int, line: str = "") -> int:
-    """Returns the launcher's exit code, and reports a kill: the killed process could not. `oom_kills`: as counted when
-    the run began. `line`: another rank's of a process that was not killed (`os._exit`)."""
-    if line and exit_code >= 0:
-        logger.error(line)
-    if exit_code < 0:
-        name, hint = signal.Signals(-exit_code).name, ""
-        if exit_code == -signal.SIGKILL:
-            hint = ", by a user, a scheduler or a memory guard (not by the kernel for lack of memory)"
-            if _count_oom_kills() > oom_kills:
-                hint = ", probably by the kernel: out of memory (`dmesg | tail`)"
-        logger.error(f"error: {who} on {socket.gethostname()} was killed by {name}{hint}{RESUME_HINT}")
-    return exit_code if exit_code > 0 else 1
-
-
 def _end_accelerate_launch(code: int) -> None:
-    """After a stop signal, sends it to the parent `accelerate launch` too, so that a scheduler sees which. On any exit
-    code of its script that launcher would print a traceback and exit with 1, which cannot be changed."""
-    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and accelerate_launch_words() is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # set by `stop_with_parent`
+    """After a stop signal, sends it to the parent `accelerate launch` too, so that a scheduler sees
+    which. On any exit code of its script that launcher prints a traceback and exits with 1."""
+    stopped = code - 128 in (signal.SIGTERM, signal.SIGUSR1)
+    if stopped and environment.accelerate_launch_words() is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `stop_with_parent`
         with contextlib.suppress(OSError):
             os.kill(os.getppid(), code - 128)

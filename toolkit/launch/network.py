@@ -1,4 +1,5 @@
-"""This machine's addresses, interfaces and ports, as the kernel reports them; why another machine cannot be reached."""
+"""This machine's addresses, interfaces and ports, as the kernel reports them; why another machine
+cannot be reached."""
 
 from __future__ import annotations
 
@@ -6,26 +7,28 @@ import contextlib
 import errno
 import hashlib
 import ipaddress
-import os
 import shlex
 import socket
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
+_TEST_NET = "192.0.2.1"  # reserved for documentation: packets to it would take the default route
+_CONNECT_SECONDS, _POLL_SECONDS = 5.0, 0.1
 
 
 class UnreachableError(OSError):
-    """No connection to `address`:`port`; `kind` is one of name, refused, silent, no_route, local."""
+    """No connection to `address`:`port`; `kind`: name, refused, silent, no_route or local."""
 
     def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
         super().__init__(f"{address}:{port}: {detail}")
@@ -36,14 +39,14 @@ def _remedy(kind: str, address: str, port: int) -> str:
     """What to check, with the commands."""
     here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
     return {
-        "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
+        "name": f"give its IP address (`hostname -I` there), or add `{name}` to /etc/hosts",
         "refused": "start the other machine too, or use another address of it (`hostname -I` there)",
-        "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
-        f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
-        f"between the machines, {port} among them)",
+        "silent": "is that machine on, and is this its address (`hostname -I` there)? If so, a "
+        f"firewall drops the packets: on {name}, `sudo ufw allow from {here}` (or the security "
+        f"group of your cloud: all TCP ports between the machines, {port} among them)",
         "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
-        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
-        "address right (`hostname -I` on that machine)?",
+        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br "
+        "address`), and the address right (`hostname -I` there)?",
     }[kind]
 
 
@@ -58,7 +61,7 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
 def _classify(error: OSError) -> tuple[str, str]:
     """(kind, detail) of an UnreachableError."""
     if isinstance(error, socket.gaierror):
-        return "name", "this name cannot be resolved here (an address is written without port and brackets)"
+        return "name", "this name cannot be resolved here (write an address without port)"
     if isinstance(error, ConnectionRefusedError):
         return "refused", "the machine answers, but nothing listens on this port"
     if isinstance(error, TimeoutError):
@@ -70,47 +73,57 @@ def _classify(error: OSError) -> tuple[str, str]:
     return "no_route", f"there is no route to it from here ({error.strerror or error})"
 
 
-def listen(port: int, address: str = "") -> socket.socket:
-    """Listens on one address of this machine, or on all (`""`). Raises OSError if the port is taken."""
-    dual = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else _family(address)
-    return socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=dual)
+def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """Serves torch's store on one address of this machine, and nowhere else; port 0: any.
 
-
-def serve_store(address: str, server: socket.socket, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Serves torch's store on a listening socket, which `address` leads to; by default it listens on all addresses."""
+    torch itself would listen on all addresses. Raises UserError if the port is taken.
+    """
     from torch.distributed import TCPStore
 
-    port, descriptor = server.getsockname()[1], server.detach()  # the store closes it
+    try:
+        server = socket.create_server((address, port), family=_family(address), backlog=256)
+    except OSError as error:
+        raise UserError(
+            f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror}): "
+            f"`ss -ltnp 'sport = :{port}'` shows what holds it; another one: --main_process_port "
+            "(on every machine), --master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
+        ) from error
+    port = server.getsockname()[1]
+    # the store closes the descriptor; env:// in this process finds the server again (multi_tenant)
     return TCPStore(
-        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
-    )
+        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=server.detach(),
+    )  # fmt: skip
 
 
-def keep_alive(connection: socket.socket, seconds: int) -> None:
-    """Makes the kernel close the connection when the other machine has not answered for `seconds`."""
-    count, interval = 3, max(1, seconds // 5)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", max(1, seconds - count * interval)),
-        ("TCP_KEEPINTVL", interval),
-        ("TCP_KEEPCNT", count),
-        ("TCP_USER_TIMEOUT", seconds * 1000),
-    ):
-        if hasattr(socket, name):  # Linux has all of them
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def connect_store(address: str, port: int, seconds: float) -> TCPStore:
+    """A client of the store at an address. Raises UnreachableError after `seconds`."""
+    from torch.distributed import TCPStore
+
+    deadline = time.monotonic() + seconds
+    while True:
+        remaining = deadline - time.monotonic()
+        try:
+            connect(address, port, max(1.0, min(_CONNECT_SECONDS, remaining))).close()
+            break
+        except UnreachableError:
+            if remaining < 0:
+                raise
+        time.sleep(_POLL_SECONDS)
+    return TCPStore(address, port, None, False, timedelta(minutes=5))
 
 
 def free_port() -> int:
     """A free port on the loopback address."""
-    with listen(0, LOOPBACK) as probe:
+    with socket.create_server((LOOPBACK, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def source_address_for(address: str) -> str | None:
     """This machine's source address for packets to `address`, from the routing table."""
     for target in resolve_addresses(address)[:1]:
-        with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
+        probe = socket.socket(_family(target), socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError), probe:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
     return None
@@ -141,25 +154,34 @@ def _prefer_ipv4(addresses: Iterable[str]) -> list[str]:
 
 
 def resolve_addresses(name: str) -> list[str]:
-    """The addresses of a host name, IPv6 only if there is no IPv4; empty if it cannot be resolved."""
+    """The addresses of a host name, IPv6 only if there is no IPv4; empty if it is unknown."""
     try:
         return sorted(_prefer_ipv4({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
     except OSError:
         return []
 
 
-def address_to_bind(name: str, local: bool) -> str:
-    """The address to listen on for peers that connect to `name`; `""` (all) if `name` is no single address of this
-    machine. In Debian's /etc/hosts a machine's own name is a loopback address, which only `local` peers can reach."""
-    candidates = resolve_addresses(name)
-    is_certain = len(candidates) == 1 and (local if is_loopback(candidates[0]) else candidates[0] in local_addresses())
-    return candidates[0] if is_certain else ""
+def address_to_serve(name: str, is_local: bool, others: Iterable[str] = ()) -> str:
+    """The address of this machine that peers reach as `name`; `is_local`: peers on this machine.
+
+    In Debian's /etc/hosts a machine's own name is a loopback address, which other machines cannot
+    reach: then the address on the way to `others`, or to the default route. Raises UserError.
+    """
+    candidates = resolve_addresses(name) or [name]
+    if is_local or not is_loopback(candidates[0]):
+        return candidates[0]
+    here = external_addresses()
+    routes = [source_address_for(other) for other in (*others, _TEST_NET)]
+    usable = [route for route in routes if route and not is_loopback(route)]
+    if usable or len(here) == 1:
+        return (usable or here)[0]
+    raise UserError(f"{name} is {candidates[0]} here: give one of {', '.join(here)} in its place")
 
 
 def is_this_machine(name: str) -> bool:
     """Whether a host name or an address is this machine's."""
-    addresses = local_addresses()
-    return any(address in addresses or address == "127.0.1.1" for address in resolve_addresses(name))
+    here = {*local_addresses(), "127.0.1.1"}
+    return any(address in here for address in resolve_addresses(name))
 
 
 def is_loopback(address: str) -> bool:
@@ -168,20 +190,16 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def choose_interface(local_address: str, device: str) -> None:
-    """Makes gloo and NCCL use only the interface with this address, unless the user has set one. Raises UserError if
-    this machine has no such interface and needs one.
+def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
+    """Makes gloo and NCCL use only the interface with this address, unless the user has set one.
 
-    Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the other node; NCCL uses
-    the loopback only if it is named.
+    Otherwise gloo resolves its own host name, on Debian to 127.0.1.1, and waits there for the
+    other node; NCCL uses the loopback only if it is named.
     """
-    interfaces = local_addresses()
-    if interface := interfaces.get(local_address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
-    setting, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), {*interfaces.values(), *psutil.net_if_addrs()}
-    if device == "cpu" and setting and not here.issuperset(setting.split(",")):
-        raise UserError(f"GLOO_SOCKET_IFNAME={setting}: {socket.gethostname()} has {listing(sorted(here))}: name one")
+    interface = local_addresses().get(local_address)
+    if interface:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
 
 
 def node_id() -> str:
@@ -191,13 +209,3 @@ def node_id() -> str:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
         parts.append(str(Path("/proc/self/ns/net").readlink()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-def process_listening_on(port: int) -> tuple[int, str] | None:
-    """(pid, `process 4711 (python train.py)`) of the process that listens on a local TCP port; None if it is hidden."""
-    try:
-        listeners = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        pid = next((each.pid for each in listeners if each.laddr and each.laddr.port == port and each.pid), None)
-        return (pid, f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})") if pid else None
-    except psutil.Error:
-        return None

@@ -21,7 +21,6 @@ from toolkit.config import DataSettings, ObjectiveSettings, TrainingSettings, se
 from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import attempt, launcher_start, place_of
-from toolkit.launch.nodes import set_global_ranks
 from toolkit.training.average import average_as_weights, remove_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.extra_state import load_registered, set_random_states
@@ -55,7 +54,6 @@ def precision_of(settings: TrainingSettings) -> str:
     whose disk decides: `make_accelerator` gives it to the others."""
     checkpoints = Path(settings.output_dir or ".") / "checkpoints"
     resume = _resume_setting(settings, checkpoints)
-    set_global_ranks(os.environ)
     if settings.mixed_precision != "auto" or resume == "no" or place_of(os.environ).rank:
         return settings.mixed_precision
     with contextlib.suppress(UserError, OSError):  # `choose_origin` raises them again

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.errors import printable, size_text
+from toolkit.errors import first_line, printable, size_text
 from toolkit.features.doctor.finding import Finding
+from toolkit.features.doctor.host import install_command
 from toolkit.launch.precision import missing_kernels
 
 _MAX_BYTES_IN_USE = 1 << 30
@@ -23,6 +24,8 @@ class Devices:
     """Rows of nvidia-smi: index, name, MiB of memory, MiB in use, driver version."""
     driver_fault: str = ""
     """The error of nvidia-smi; "" if it works or is not installed."""
+    import_error: str = ""
+    """Why torch cannot be imported."""
     torch: str = ""
     cuda: str | None = None
     accelerator: str = "cpu"
@@ -38,12 +41,14 @@ class Devices:
 
 
 def query_devices() -> Devices:
-    """Raises any error of importing torch."""
+    """What torch and nvidia-smi say. A torch that cannot be imported is a fault, too."""
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        import torch
-        from torch.utils import collect_env
-
+        try:
+            import torch
+            from torch.utils import collect_env
+        except (ImportError, OSError) as error:
+            return Devices(import_error=f"{type(error).__name__}: {printable(first_line(error))}")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         status, out, err = collect_env.run([collect_env.get_nvidia_smi(), *_QUERY])
@@ -51,7 +56,7 @@ def query_devices() -> Devices:
         status, out, err = 0, "", ""
     rows = [] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
     distributed = torch.distributed.is_available()
-    has_nccl = count and torch.version.cuda and distributed
+    faults = [missing_kernels(index) for index in range(count)]
     return Devices(
         gpus=[row for row in rows if len(row) == 5],  # not its messages
         driver_fault=printable((out or err or f"exit status {status}").splitlines()[0]) if status else "",
@@ -59,16 +64,19 @@ def query_devices() -> Devices:
         cuda=torch.version.cuda,
         accelerator=str(torch.accelerator.current_accelerator() or "cpu"),
         names=[torch.cuda.get_device_name(index) for index in range(count)],
-        faults=[fault for index in range(count) if (fault := missing_kernels(index))],
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",
+        faults=[fault for fault in faults if fault],
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if count and torch.version.cuda and distributed else "",
         gloo=distributed and torch.distributed.is_gloo_available(),
         warnings=[str(record.message)[:500] for record in records if "CUDA" in str(record.message)],
         environment=collect_env.get_env_info()._asdict(),
     )
 
 
-def check(devices: Devices, env: Mapping[str, str], install: str) -> Iterator[Finding]:
-    """`install`: the command that installs the torch version of this package."""
+def check(devices: Devices, env: Mapping[str, str]) -> Iterator[Finding]:
+    install = install_command("torch")
+    if devices.import_error:
+        yield Finding("torch", "fail", f"torch cannot be imported: {devices.import_error}", install)
+        return
     if fault := devices.driver_fault:
         remedy = "sudo reboot" if "mismatch" in fault else "`sudo dmesg | grep -iE 'nvrm|xid'` shows why"
         yield Finding("driver", "fail", f"nvidia-smi fails: {fault}", remedy)

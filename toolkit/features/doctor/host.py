@@ -1,8 +1,7 @@
-"""Checks of a machine: files, versions, disk space, locks of killed builds, environment variables, network."""
+"""Checks of a machine: versions, disk space, locks of killed builds, environment variables, network."""
 
 from __future__ import annotations
 
-import glob
 import os
 import platform
 import shlex
@@ -13,34 +12,17 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.errors import printable, size_text
+from toolkit.errors import UserError, printable, size_text
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
-from toolkit.launch.nodes import Nodes
-from toolkit.launch.relaunch import clean_environment
-from toolkit.utils.versions import ALL_PACKAGES, OURS, requirements, versions
+from toolkit.launch.machines import Machines
+from toolkit.launch.options import clean_environment
+from toolkit.utils.versions import ALL_PACKAGES, OURS, check_requirements, requirements, versions
 
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
 # launcher variables that belong to a job, or do no harm
 _IGNORED_VARIABLES = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "CUDA_VISIBLE_DEVICES")
-_TEST_NET = "192.0.2.1"
-"""An address reserved for documentation: packets to it would take the default route."""
-
-
-def check_files(files: Mapping[str, Path]) -> Iterator[Finding]:
-    """`files`: setting -> path."""
-    for setting, name in files.items():
-        path = next(map(Path, glob.glob(str(name))), name) if not name.exists() else name  # noqa: PTH207
-        quoted = shlex.quote(printable(path))
-        if not path.exists():
-            text = f"there is no {printable(path)} (looked in {Path.cwd()})"
-            yield Finding(setting, "fail", text, f"copy {quoted} to this machine, or start in its folder")
-        elif not os.access(path, os.R_OK):
-            yield Finding(setting, "fail", f"{printable(path)} cannot be read by this user", f"ls -la {quoted}")
-        else:
-            size = "" if path.is_dir() else f": {size_text(path.stat().st_size)}"
-            yield Finding(setting, "ok", f"{printable(path)}{size}")
 
 
 def install_command(name: str) -> str:
@@ -50,17 +32,17 @@ def install_command(name: str) -> str:
 
 
 def check_versions() -> Iterator[Finding]:
-    """The requirements of this package and of the libraries that it uses; other packages are ignored."""
     python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
     yield Finding("python", "ok", python)
-    installed = {name: version for name, version in versions(ALL_PACKAGES).items() if name in ALL_PACKAGES and version}
-    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in installed.items()))
-    for package in (OURS, *installed):
-        for needed in requirements(package):
-            version = versions([needed.name])[needed.name]
-            if version is None or not needed.specifier.contains(version, prereleases=True):
-                text = f"{package} needs {needed.name}{needed.specifier}, but you have {version or 'none'}"
-                yield Finding(needed.name, "fail", text, f"pip install '{needed.name}{needed.specifier}'")
+    installed = [f"{name} {version}" for name, version in versions(ALL_PACKAGES).items() if version]
+    yield Finding("libraries", "ok", ", ".join(installed))
+    try:
+        newer = check_requirements()
+    except UserError as error:
+        yield Finding("requirements", "fail", str(error))
+    else:
+        if newer:
+            yield Finding("requirements", "note", f"newer than tested: {', '.join(newer)}")
 
 
 def check_disk(output: Path) -> Iterator[Finding]:
@@ -113,24 +95,22 @@ def check_shell(env: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("variables", "note", printable(", ".join(variables)))
 
 
-def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
+def check_interfaces(machines: Machines) -> Iterator[Finding]:
     """Lists the interfaces, and the one that traffic between machines will use."""
     interfaces, states = network.local_addresses(), psutil.net_if_stats()
-    listed = ", ".join(
-        f"{name} {address} ({'' if states[name].isup else 'down, '}MTU {states[name].mtu})"
-        for address, name in interfaces.items()
-        if name in states and not network.is_loopback(address)
-    )
-    yield Finding("interfaces", "ok", listed or "this machine has only its loopback interface")
-    target = _TEST_NET if nodes.count == 1 else next(iter(nodes.others()), nodes.first)
-    address = network.source_address_for(target)
+    texts = []
+    for address, name in interfaces.items():
+        if name in states and not network.is_loopback(address):
+            state = "" if states[name].isup else "down, "
+            texts.append(f"{name} {address} ({state}MTU {states[name].mtu})")
+    yield Finding("interfaces", "ok", ", ".join(texts) or "this machine has only its loopback interface")
+    if machines.count == 1:
+        return
+    target = next(iter(machines.others()), machines.first)
+    address = network.source_address_for(target) or ""
     if address in interfaces:
-        route = "the default route" if target == _TEST_NET else f"the route to {target}"
-        yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by {route}")
-    elif target == _TEST_NET:
-        yield Finding("chosen", "note", "no default route: this machine can only run alone")
+        yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by the route to {target}")
     else:
         remedy = f"`ip route get {shlex.quote(target)}`, `ip -br link`"
         yield Finding("chosen", "fail", f"no interface leads to {target}", remedy)
-    if nodes.count > 1:
-        yield Finding("this one", "ok", f"machine {nodes.rank} of {nodes.count} ({nodes.rank_source})")
+    yield Finding("this one", "ok", f"machine {machines.rank} of {machines.count} ({machines.rank_source})")

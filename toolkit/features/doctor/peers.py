@@ -1,143 +1,99 @@
-"""Checks between machines: the rendezvous of a run, and an all-reduce with its bandwidth and latency."""
+"""Checks between machines: they meet as the launchers of a run do, and sum numbers."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from toolkit.errors import first_line, printable
-from toolkit.features.doctor.finding import Areas, Finding
-from toolkit.features.doctor.job import Job
+from toolkit.errors import UserError, first_line, printable
+from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
-from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.nodes import Nodes
-from toolkit.launch.rendezvous import Rendezvous, RendezvousError, join_ranks
+from toolkit.launch.machines import Machines
+from toolkit.launch.meet import meet_launchers
 from toolkit.utils.timeouts import call_with_timeout
+from toolkit.utils.versions import comparable_versions
 
 _CONNECT_SECONDS = 4.0  # ARP for an unused address fails after 3 s
-_EXCHANGE_SECONDS, _REDUCE_SECONDS = 25.0, 20.0  # the first on a GPU includes the start of CUDA and of NCCL
-_LATENCY_REPEATS, _BANDWIDTH_REPEATS, _BANDWIDTH_BYTES = 10, 3, 16 << 20
-_SLOW = 125.0  # MB/s: 1 Gbit/s
-_SOMEWHERE = "THAT_MACHINE"
+_REDUCE_SECONDS = 20.0  # the first on a GPU includes the start of CUDA and of NCCL
+_REPEATS, _BYTES = 4, 16 << 20
 
 
-AllReduce = dict[str, list[dict[str, Any]]]
-"""Backend -> {ok, latency_ms, mbytes_per_second} or {ok, error} of each machine."""
-
-
-def check(job: Job, uses_nccl: bool) -> tuple[Areas, AllReduce]:
-    """The findings are the same on all machines. A remedy never contains text that another machine sent."""
-    nodes = job.nodes
-    os.environ.update({"RANK": str(nodes.rank), "WORLD_SIZE": str(nodes.count), "LOCAL_RANK": "0",
-                       "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": nodes.first, "MASTER_PORT": str(nodes.port),
-                       MARKER: json.dumps({"nodes": asdict(nodes)})})  # fmt: skip
+def check(machines: Machines, timeout: float, uses_nccl: bool) -> Iterator[Finding]:
+    facts = {**comparable_versions(), "device": "cuda" if uses_nccl else "cpu"}
     try:
-        place = Place("doctor", nodes.rank, nodes.count, 0, 1)
-        rendezvous = join_ranks(place, str(job.script or ""), job.options.timeout)
-        assert rendezvous is not None  # several ranks
-        hosts = [printable(peer.host, 100) for peer in rendezvous.peers]
-        text = f"{', '.join(hosts)} found each other, with the same Python, libraries and code"
-        results = _all_reduce(rendezvous, uses_nccl)
-        findings = [_check_backend(backend, results[backend], hosts, nodes) for backend in results]
-        rendezvous.exchange("done", _EXCHANGE_SECONDS)
-        time.sleep(0.5 * (nodes.rank == 0))  # rank 0 hosts the store, from which the others read the last reply
-        return {"machines": [Finding("rendezvous", "ok", text)], "all-reduce": findings}, results
-    except RendezvousError as error:
-        remedy = "type the same command on all machines, with the machines in the same order"
-        findings = [_explain_missing(error, rank, job) for rank in error.missing]
-        return {"machines": findings or [Finding("rendezvous", "fail", str(error), remedy)]}, {}
-    except (RuntimeError, LookupError, TypeError, ValueError) as error:
-        why = printable(first_line(error))
-        text = f"the connection was lost, or a machine runs another version of this toolkit: {why}"
-        return {"machines": [Finding("rendezvous", "fail", text)]}, {}
-
-
-def _explain_missing(error: RendezvousError, rank: int, job: Job) -> Finding:
-    """Why a machine is missing: a rank can tell whether the port of rank 0 drops or refuses packets, rank 0 only
-    whether a machine answers at all."""
-    nodes, obstacle = job.nodes, error.unreachable
-    address = nodes.address_of(rank)
-    if rank and address:
+        met = meet_launchers(machines, facts, timeout)
+    except UserError as error:
+        yield Finding("machines", "fail", str(error))
+        yield from _why_missing(machines)
+        return
+    hosts = ", ".join(printable(host, 100) for host in met.hosts)
+    yield Finding("machines", "ok", f"{hosts} found each other, with the same Python, libraries and code")
+    for backend in ("gloo", "nccl") if uses_nccl else ("gloo",):
+        measure = functools.partial(_measure, met.store, machines, backend)
         try:
-            network.connect(address, nodes.port, _CONNECT_SECONDS).close()
-        except network.UnreachableError as unreachable:
-            obstacle = unreachable
-    text = f"{nodes.name_of(rank)} did not connect within {job.options.timeout:.0f} s"
-    remedy = f"on it type: {job.command_for(rank)}"
-    if rank and (obstacle is None or obstacle.kind == "refused"):  # only rank 0 listens
-        text += "; the machine answers" if address else ""
-        remedy += f"; if it runs there, a firewall here may block it: sudo ufw allow from {_SOMEWHERE}"
-    elif obstacle is not None:
-        text, remedy = f"{text}: {obstacle}", f"{remedy}; {obstacle.remedy}"
-    else:
-        text = str(error)
-    return Finding(f"machine {rank}", "fail", text, remedy)
+            yield _judge(backend, machines.count, call_with_timeout(_REDUCE_SECONDS + 5, measure))
+        except Exception as error:
+            why = printable(first_line(error), 300)
+            yield Finding(backend, "fail", f"the sum failed: {why}", _remedy(backend, machines))
+            return
 
 
-def _all_reduce(rendezvous: Rendezvous, uses_nccl: bool) -> AllReduce:
-    """Runs an all-reduce with gloo, then with NCCL if gloo worked and every machine has GPUs."""
-    results: AllReduce = {}
-    with_nccl = all(rendezvous.exchange(uses_nccl, _EXCHANGE_SECONDS))
-    for backend in ("gloo", "nccl") if with_nccl else ("gloo",):
-        if all(result["ok"] for of_backend in results.values() for result in of_backend):
-            try:
-                result = call_with_timeout(_REDUCE_SECONDS + 1, functools.partial(_measure, rendezvous, backend))
-            except Exception as error:
-                result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
-            results[backend] = rendezvous.exchange(result, _EXCHANGE_SECONDS)
-    return results
+def _why_missing(machines: Machines) -> Iterator[Finding]:
+    """Machine 0 cannot be reached, or an address does not answer."""
+    for rank, address in enumerate(machines.addresses):
+        if rank == machines.rank:
+            continue
+        try:
+            network.connect(address, machines.port, _CONNECT_SECONDS).close()
+        except network.UnreachableError as error:
+            if rank == 0 or error.kind != "refused":  # only machine 0 listens
+                yield Finding(f"machine {rank}", "fail", str(error), error.remedy)
+            else:
+                remedy = f"a firewall here may block it: sudo ufw allow from {shlex.quote(address)}"
+                yield Finding(f"machine {rank}", "note", f"{address} answers", remedy)
 
 
-def _measure(rendezvous: Rendezvous, backend: str) -> dict[str, Any]:
-    """Latency, and the bus bandwidth of a ring as nccl-tests define it: 2 (n - 1) / n bytes sent per byte."""
+def _measure(store: Any, machines: Machines, backend: str) -> float:
+    """Gbit/s. The bus bandwidth of a ring as nccl-tests define it: 2 (n - 1) / n bytes sent per byte."""
     import torch
     from torch import distributed
 
-    world, timeout = rendezvous.me.world_size, timedelta(seconds=_REDUCE_SECONDS)
+    world, timeout = machines.count, timedelta(seconds=_REDUCE_SECONDS)
     if not distributed.is_initialized():
-        store = distributed.PrefixStore("group", rendezvous.store)
-        distributed.init_process_group("gloo", store=store, rank=rendezvous.me.rank, world_size=world, timeout=timeout)
-    group = distributed.new_group(backend=backend, timeout=timeout)
-    device = "cuda:0" if backend == "nccl" else "cpu"
-
-    def fastest(numel: int, repeats: int) -> float:
-        durations = []
-        for _ in range(1 + repeats):  # the first one sets up connections
-            numbers = torch.full((numel,), float(rendezvous.me.rank + 1), device=device)
-            float(numbers[0])  # synchronises the device
-            started = time.perf_counter()
-            distributed.all_reduce(numbers, group=group)
-            total = float(numbers[-1])
-            durations.append(time.perf_counter() - started)
-            if total != world * (world + 1) / 2:
-                raise ArithmeticError(f"the sum over {world} machines is {total}, not {world * (world + 1) / 2}")
-        return min(durations[1:])
-
-    latency, duration = fastest(1, _LATENCY_REPEATS), fastest(_BANDWIDTH_BYTES // 4, _BANDWIDTH_REPEATS)
-    rate = 2 * (world - 1) / world * _BANDWIDTH_BYTES / duration / 1e6
-    return {"ok": True, "latency_ms": latency * 1000, "mbytes_per_second": rate}
+        group_store = distributed.PrefixStore("group", store)
+        distributed.init_process_group("gloo", store=group_store, rank=machines.rank, world_size=world, timeout=timeout)
+    group: Any = distributed.new_group(backend=backend, timeout=timeout)
+    device, expected, durations = "cuda:0" if backend == "nccl" else "cpu", world * (world + 1) / 2, []
+    for _ in range(_REPEATS):  # the first one sets up connections
+        numbers = torch.full((_BYTES // 4,), float(machines.rank + 1), device=device)
+        float(numbers[0])  # synchronises the device
+        started = time.perf_counter()
+        distributed.all_reduce(numbers, group=group)
+        total = float(numbers[-1])
+        durations.append(time.perf_counter() - started)
+        if total != expected:
+            raise ArithmeticError(f"the sum over {world} machines is {total}, not {expected}")
+    distributed.barrier(group=group)
+    return 8 * 2 * (world - 1) / world * _BYTES / min(durations) / 1e9
 
 
-def _check_backend(backend: str, results: Sequence[Mapping[str, Any]], hosts: Sequence[str], nodes: Nodes) -> Finding:
-    faults = [f"{host}: {printable(result.get('error', ''), 300)}"
-              for host, result in zip(hosts, results, strict=True) if not result["ok"]]  # fmt: skip
-    if faults:  # all ports must be open, the right interface chosen, and its MTU small enough
-        other = shlex.quote(next(iter(nodes.others()), _SOMEWHERE))
-        remedy = f"on each machine: sudo ufw allow from {_SOMEWHERE}; export {backend.upper()}_SOCKET_IFNAME=NAME; "
-        remedy += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
-        remedy += "; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` logs more" * (backend == "nccl")
-        return Finding(backend, "fail", f"failed between the machines ({'; '.join(faults)})", remedy)
-    latency = max(float(result["latency_ms"]) for result in results)
-    rate = min(float(result["mbytes_per_second"]) for result in results)
-    text = f"16 MB summed over {len(hosts)} machines at {rate / 125:.1f} Gbit/s, a single number in {latency:.2f} ms"
-    if rate >= _SLOW:
+def _judge(backend: str, count: int, rate: float) -> Finding:
+    text = f"16 MB summed over {count} machines at {rate:.1f} Gbit/s"
+    if rate >= 1:
         return Finding(backend, "ok", text)
     faster = "`export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME` on all machines"
     return Finding(backend, "warn", text, f"choose a faster interface, if there is one: {faster}")
+
+
+def _remedy(backend: str, machines: Machines) -> str:
+    """All ports must be open, the right interface chosen, and its MTU small enough."""
+    other = shlex.quote(next(iter(machines.others()), "THAT_MACHINE"))
+    remedy = (
+        f"on each machine: `sudo ufw allow from THAT_MACHINE`; `export {backend.upper()}_SOCKET_IFNAME=NAME`; "
+        f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
+    )
+    return f"{remedy}; `NCCL_DEBUG=INFO` logs more" if backend == "nccl" else remedy

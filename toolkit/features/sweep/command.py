@@ -11,22 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from toolkit import config
-from toolkit.errors import UserError, first_line, last_error
-from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.relaunch import find_file, split_arguments
+from toolkit.errors import UserError, first_line
+from toolkit.launch.children import run_child
+from toolkit.launch.options import find_file, split_arguments
 from toolkit.report.comparison import LOSS_SETTINGS, as_text, compare
 from toolkit.report.files import Record, run_config
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.extras import require_extra
 
 _TRIALS = 20
-_POLL_SECONDS, _STOP_SECONDS = 1.0, 60.0
+_STOP_SECONDS = 60.0
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
@@ -143,22 +142,9 @@ class Sweep:
         settings = {**settings, "output_dir": folder}
         if (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/state.json")):
             settings["overwrite_output_dir"] = "true"  # it was killed before its first checkpoint
-        with log.open("ab") as output:
-            start = output.tell()
-            child = Popen([sys.executable, *self.command(settings)], stdin=DEVNULL, stdout=output, stderr=STDOUT,
-                          start_new_session=True, preexec_fn=stop_with_parent)  # fmt: skip
-            try:
-                while child.poll() is None:
-                    while_running()
-                    with contextlib.suppress(TimeoutExpired):
-                        child.wait(_POLL_SECONDS)
-            finally:
-                child.terminate()
-                child.wait()
-        if child.returncode:
-            error = last_error(log, start)
-            killed = f"killed by {signal.Signals(-child.returncode).name}; " if child.returncode < 0 else ""
-            raise UserError(f"{folder.name} failed: {killed}{error} ({log})")
+        error = run_child(self.command(settings), log, while_running=while_running)
+        if error:
+            raise UserError(f"{folder.name} failed: {error}")
 
     def command(self, settings: Mapping[str, Any]) -> list[str]:
         return [self.recipe, *self.words, *_options(settings)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shlex
 import shutil
 import socket
@@ -18,15 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT
-from subprocess import run as run_child
 from typing import NoReturn
 
-from toolkit.errors import UserError, last_error
+from toolkit.errors import UserError
 from toolkit.features.verify.feature import CONFIGS
+from toolkit.launch.children import run_child
 from toolkit.launch.environment import OTHER_RANDOMNESS
-from toolkit.launch.exit_state import stop_with_parent
-from toolkit.launch.relaunch import count_processes, find_file, read_config, split_arguments
+from toolkit.launch.options import count_processes, find_file, read_config, split_arguments
 from toolkit.utils.files import nan_to_none
 from toolkit.utils.log import logger
 
@@ -161,11 +158,10 @@ class Verification:
         trial, metrics = Trial(name, precision, shlex.join(command), self.options.tolerance), folder / "metrics.jsonl"
         before = metrics.stat().st_mtime_ns if metrics.exists() else None
         logger.info(f"{name}, {precision}: running")
-        with log.open("wb") as file:
-            result = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
-                              check=False, env={**os.environ, OTHER_RANDOMNESS: str(seed_offset)})  # fmt: skip
-        if result.returncode:
-            trial.error = f"{last_error(log)} ({log})"
+        log.unlink(missing_ok=True)
+        error = run_child(command[1:], log, {OTHER_RANDOMNESS: str(seed_offset)})
+        if error:
+            trial.error = error
         elif metrics.exists() and metrics.stat().st_mtime_ns != before:  # not of an earlier run, on another machine
             lines = [json.loads(line) for line in metrics.read_text("utf-8").splitlines()]
             columns = ([line[key] for line in lines] for key in ("loss", "grad_norm", "tokens"))

@@ -1,5 +1,5 @@
-"""toolkit/launch/nodes.py: options, config file and environment -> this machine's rank, the first one's address.
-toolkit/launch/network.py: connection errors, TCP keep-alive, and a store on one address."""
+"""Promises: which machine this one is, and why, from options, config file and environment; the first one's address;
+what cannot be decided is an error. A store listens on one address."""
 
 import ipaddress
 import socket
@@ -14,8 +14,8 @@ import yaml
 
 from tests.faults import refusal
 from toolkit.launch import network
-from toolkit.launch.network import UnreachableError, address_to_bind, connect, free_port, is_this_machine
-from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT, Nodes, find_nodes
+from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER, Machines, find_machines
+from toolkit.launch.network import UnreachableError, address_to_serve, connect, free_port, is_this_machine
 
 FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
 SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}
@@ -45,23 +45,23 @@ def pretend_network(
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
 
-Find = Callable[..., Nodes]
+Find = Callable[..., Machines]
 
 
 @pytest.fixture
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
-    """`find({options}, {environment}, own=[...], **config)` -> the nodes, by default two."""
+    """`find({options}, {environment}, own=[...], **config)` -> the machines, by default two."""
 
     def find_in_file(
         options: Mapping[str, str] | None = None,
         env: Mapping[str, str] | None = None,
         own: Sequence[str] = (ELSEWHERE,),
         **config: object,
-    ) -> Nodes:
+    ) -> Machines:
         pretend_network(monkeypatch, own)
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
-        return find_nodes(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
+        return find_machines(options or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
 
     return find_in_file
 
@@ -70,8 +70,8 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 def test_rank_by_a_list_of_machines(find: Find, own: str, rank: int) -> None:
     listed = [FIRST, SECOND, THIRD]
     for options, config in (({"machines": ",".join(listed)}, {}), ({}, {"machines": listed})):
-        nodes = find(options, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
-        assert (nodes.rank, nodes.addresses, own in nodes.rank_source) == (rank, tuple(listed), True)
+        machines = find(options, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
+        assert (machines.rank, machines.addresses, own in machines.rank_source) == (rank, tuple(listed), True)
 
 
 def test_unclear_ranks_are_errors(find: Find) -> None:
@@ -89,10 +89,7 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
         ({}, {}, {}, FIRST, 0, FIRST), ({}, {}, {}, SECOND, 1, FIRST), ({}, {}, {}, ELSEWHERE, 1, FIRST),
         ({"machine_rank": "0"}, {"NODE_RANK": "1"}, {}, SECOND, 0, "--machine_rank"),
         ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, {}, SECOND, 1, "NODE_RANK"),
-        ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "SLURM_NODEID"),
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, {}, SECOND, 0, "GROUP_RANK"),
-        # one machine's launcher: no rank among nodes
-        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, {}, SECOND, 1, FIRST),
+        ({}, {"SLURM_NODEID": "0"}, {}, SECOND, 0, "SLURM_NODEID"),
         # the first machine's address comes before the rank in the file
         ({}, {}, {"machine_rank": 1}, FIRST, 0, FIRST), ({}, {}, {"machine_rank": 0}, SECOND, 0, "config file"),
     ],
@@ -100,8 +97,8 @@ def test_unclear_ranks_are_errors(find: Find) -> None:
 def test_source_of_the_rank(
     find: Find, options: dict[str, str], env: dict[str, str], config: dict[str, int], own: str, rank: int, source: str
 ) -> None:
-    nodes = find({"main_process_ip": FIRST, **options}, env, own=[own], **config)
-    assert (nodes.rank, nodes.count, nodes.first, source in nodes.rank_source) == (rank, 2, FIRST, True)
+    machines = find({"main_process_ip": FIRST, **options}, env, own=[own], **config)
+    assert (machines.rank, machines.count, machines.first, source in machines.rank_source) == (rank, 2, FIRST, True)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +111,8 @@ def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, s
     refusal(find, {"main_process_ip": FIRST, **options}, env, says=says)
 
 
-def test_placeholder_error_names_the_line(find: Find, tmp_path: Path) -> None:
-    says = (f"{tmp_path / 'mine.yaml'}, line 3", PLACEHOLDER, "--main_process_ip")
+def test_placeholder_names_the_file(find: Find, tmp_path: Path) -> None:
+    says = (f"{tmp_path / 'mine.yaml'}: ", PLACEHOLDER, "--main_process_ip")
     refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
     refusal(find, {}, SLURM, num_machines=4, main_process_ip=PLACEHOLDER, says=["--nodes 2", "num_machines: 4"])
 
@@ -137,16 +134,6 @@ def test_source_of_the_first_address(find: Find, options: dict[str, str], config
     assert find(options, SLURM, **config).first == first
 
 
-@pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
-def test_loopback_address_needs_a_machine_rank(find: Find, address: str) -> None:
-    """With a rank it is allowed, for several launchers on one machine."""
-    for options, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
-                          ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
-        refusal(find, options, **config, says=[f"{address} is a loopback address", "hostname -I"])
-    machines = find({"main_process_ip": address, "machine_rank": "1"})
-    assert (machines.first, machines.rank) == (address, 1)
-
-
 @pytest.mark.parametrize("listed", [[FIRST], [FIRST, SECOND, THIRD], [FIRST, FIRST]])
 def test_list_must_name_each_machine_once(find: Find, listed: list[str]) -> None:
     says = (", ".join(listed), "num_machines is 2")
@@ -158,7 +145,7 @@ def test_source_of_the_port(find: Find) -> None:
     address = {"main_process_ip": FIRST}
     assert find({**address, "main_process_port": "1234"}, main_process_port=4321).port == 1234
     assert find(address, main_process_port=4321).port == 4321
-    assert find(address).port == RENDEZVOUS_PORT
+    assert find(address).port == DEFAULT_PORT
 
 
 @pytest.mark.parametrize("garbage", ["x", "1.5"])
@@ -181,12 +168,15 @@ def test_is_this_machine(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) 
 @pytest.mark.parametrize(
     ("name", "local", "listens"),
     [(FIRST, False, FIRST), ("gpu1", False, FIRST), ("127.0.0.1", True, "127.0.0.1"),
-     ("me", True, "127.0.1.1"), ("me", False, ""),  # the machine's own name, on Debian
-     (SECOND, False, ""), ("nobody", False, "")],
+     ("me", True, "127.0.1.1"), ("me", False, FIRST)],  # the machine's own name, on Debian
 )  # fmt: skip
-def test_address_to_bind(monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str) -> None:
-    pretend_network(monkeypatch, [FIRST, "127.0.1.1"], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
-    assert address_to_bind(name, local) == listens
+def test_address_to_serve(monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str) -> None:
+    """Never all addresses."""
+    pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
+    monkeypatch.setattr(network, "source_address_for", lambda _: None)  # no route
+    assert address_to_serve(name, local) == listens
+    pretend_network(monkeypatch, [FIRST, SECOND], {"me": ["127.0.1.1"]})
+    refusal(address_to_serve, "me", False, says=["me is 127.0.1.1 here", FIRST, SECOND])
 
 
 @pytest.mark.parametrize(("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")])
@@ -197,21 +187,10 @@ def test_closed_port_and_unknown_name(name: str, kind: str) -> None:
     assert error.value.remedy
 
 
-@pytest.mark.parametrize("seconds", [14, 120])
-def test_keep_alive_follows_the_timeout(seconds: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, connect(*server.getsockname()[:2], 5) as connection:
-        network.keep_alive(connection, seconds)
-        option = connection.getsockopt
-        assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * seconds
-        probes = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) * option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
-        assert option(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + probes == seconds
-
-
-def test_store_on_ipv6_only() -> None:
-    from torch.distributed import TCPStore
-
-    served = network.serve_store("::1", network.listen(port := free_port(), "::1"))
-    TCPStore("::1", port, None, False).set("a", "b")
+def test_store_on_ipv6_only_and_a_taken_port() -> None:
+    served = network.serve_store("::1", port := free_port())
+    network.connect_store("::1", port, 5).set("a", "b")
     assert served.get("a") == b"b"
     with pytest.raises(UnreachableError):
         connect("127.0.0.1", port, 2)
+    refusal(network.serve_store, "::1", port, says=[f"port {port} of ", "--main_process_port"])

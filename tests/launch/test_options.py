@@ -1,0 +1,287 @@
+"""Promises: what follows the script overrides the config file, and starts what both ask for; whatever would be ignored,
+or start another world, is an error."""
+
+import json
+import os
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from tests.conftest import REPOSITORY
+from tests.faults import refusal
+from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
+from tests.launch.test_machines import ELSEWHERE, FIRST, SECOND, pretend_network
+from toolkit.launch import environment
+from toolkit.launch.environment import TIMEOUTS, timeout_seconds
+from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER
+from toolkit.launch.options import (
+    Request,
+    accelerate_environment,
+    clean_environment,
+    count_processes,
+    plan_launch,
+    split_arguments,
+    take_options,
+)
+
+SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
+CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
+TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
+DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+by_name = attrgetter("name")
+
+
+def planned(path: Path | str, **options: str) -> Request:
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return plan_launch(split_arguments(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {})
+
+
+@pytest.fixture(autouse=True)
+def _network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No host name is resolved outside, and `FIRST` is another machine's address."""
+    pretend_network(monkeypatch, [ELSEWHERE])
+
+
+def deepspeed_file_of(request: Request) -> str | None:
+    file = request.config["deepspeed_config"].get("deepspeed_config_file")
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    assert path in DEEPSPEED_FILES
+    return path.name
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[..., Path]:
+    def write(text: str = "", **values: object) -> Path:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text or yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "rest"),
+    [
+        ("a.yaml --config-file=x.yaml --seed 3", {"config_file": "x.yaml"}, "a.yaml --seed 3"),
+        ("--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5",
+         {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"}, ""),
+        ("--machines a,b --max-restarts 2 --rendezvous_timeout=9 --ddp-timeout 8 x",
+         {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"}, "x"),
+        # deepspeed's launcher adds --local_rank
+        ("--local_rank=1 --deepspeed_config z.json --train_file t",
+         {"deepspeed_config": "z.json", "local_rank": "1"}, "--train_file t"),
+        ("num_processes --train_file config_file", {}, "num_processes --train_file config_file"),
+        ("--config_file a --config_file b", {"config_file": "b"}, ""),
+    ],
+)  # fmt: skip
+def test_split(argv: str, options: dict[str, Any], rest: str) -> None:
+    parsed, remaining = split_arguments(argv.split())
+    assert {name: value for name, value in vars(parsed).items() if value is not None} == options
+    assert remaining == rest.split()
+
+
+@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
+def test_deepspeed_files(path: Path) -> None:
+    loaded = json.loads(path.read_text())
+    assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
+    assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
+    assert ("offload_param" in loaded["zero_optimization"]) == (path.stem == "zero3_offload")
+    ours = ("gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+    assert {loaded[name] for name in ours} == {"auto"}
+    assert not {"optimizer", "scheduler"} & set(loaded)
+    assert any(f"deepspeed_config_file: ds_configs/{path.name}\n" in config.read_text() for config in CONFIGS)
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path not in TWO_MACHINES], ids=by_name)
+def test_plan_of_one_machine(path: Path) -> None:
+    assert load_config_from_file(str(path)).num_machines == 1  # accelerate itself accepts it
+    assert "mixed_precision" not in yaml.safe_load(path.read_text())  # the hardware decides
+    request = planned(path)
+    assert (request.config_file, request.command()[2:]) == (path, [SCRIPT, "--seed", "3"])
+    assert request.processes == (1 if path.stem == "single" else 2)
+    assert (request.machines.count, request.machines.rank) == (1, 0)
+    assert deepspeed_file_of(request) == (f"{path.stem}.json" if path.stem.startswith("zero") else None)
+    env = accelerate_environment(request)
+    assert ("ACCELERATE_USE_DEEPSPEED" in env, "ACCELERATE_USE_FSDP" in env) == (
+        path.stem.startswith("zero"), path.stem == "fsdp2")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
+def test_plan_of_two_machines(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert (config.num_machines, config.main_process_ip) == (2, PLACEHOLDER)
+    assert config.main_process_port == DEFAULT_PORT != 29500  # the typed `accelerate launch` holds that one
+    left_out = {"num_processes", "machine_rank", "machines", "mixed_precision"}
+    assert not left_out & set(yaml.safe_load(path.read_text()))
+    options = {"main_process_ip": "gpu1.cluster", "machine_rank": "1", "num_processes": "16"}
+    request = planned(path, **options, main_process_port="1234")
+    machines = request.machines
+    assert (machines.count, machines.rank, machines.addresses, machines.port) == (2, 1, ("gpu1.cluster",), 1234)
+    assert request.processes == 16
+    stage = path.stem.partition("_")[2].replace("fsdp2", "")
+    assert deepspeed_file_of(request) == (f"{stage}.json" if stage else None)
+    assert ("ACCELERATE_DEEPSPEED_CONFIG_FILE" in accelerate_environment(request)) == bool(stage)
+
+
+@pytest.mark.parametrize(("devices", "each"), [(0, 1), (8, 8)])
+def test_default_processes_of_two_machines(monkeypatch: pytest.MonkeyPatch, devices: int, each: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    assert planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1").processes == 2 * each
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("MULTI_GPU", 8), ("DEEPSPEED", 8), ("MULTI_CPU", 1), ("NO", 1)])
+def test_default_processes_of_one_machine(monkeypatch: pytest.MonkeyPatch, kind: str, processes: int) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    options: Any = SimpleNamespace(num_processes=None)
+    assert count_processes(options, {"distributed_type": kind}, Path("mine.yaml"), 1) == processes
+
+
+TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "words"),
+    [
+        # each machine would silently train on its own
+        ("ddp", {"machines": f"{FIRST},{SECOND}"}, "(?s)num_machines.*--machines"),
+        ("ddp", {"main_process_ip": FIRST}, "(?s)num_machines.*--main_process_ip"),
+        ("ddp", {"machine_rank": "1"}, "(?s)num_machines.*--machine_rank"),
+        ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
+        ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
+        ("ddp", {"num_processes": "0"}, "num_processes"),
+        ("ddp", {"num_processes": "1.5"}, "num_processes"),
+        ("single", {"num_processes": "2"}, r"ddp\.yaml"),  # accelerate starts one for it
+        ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
+        ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
+        ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
+        ("ddpp", {}, r"ddpp.*did you mean accelerate_configs/ddp\.yaml\?"),
+        ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
+        ("zero2", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean ds_configs/zero"),
+        ("ddp", {"deepspeed_config": "ds_configs/zero3.json"}, "ddp.yaml does not use DeepSpeed"),
+    ],
+)
+def test_invalid_options(path: str, options: dict[str, str], words: str) -> None:
+    refusal(planned, f"accelerate_configs/{path}.yaml", **options, match=words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MULTI_GPU\nnum_machines: two\n",
+     "distributed_type: MULTI_GPU\nnum_processes: 2\nmachines: [a, b]\n",
+     "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: ds_configs/zero2.json\n",
+     "distributed_type: MEGATRON_LM\nnum_processes: 2\n"],
+)  # fmt: skip
+def test_invalid_config_files(config_file: Callable[..., Path], text: str) -> None:
+    path = config_file(text)
+    refusal(planned, path, says=[str(path)])
+
+
+def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # files are found from another folder
+    options = {"num_processes": "7", "max_restarts": "3", "deepspeed_config": "ds_configs/zero3.json"}
+    request = planned("accelerate_configs/zero2.yaml", **options)
+    assert request.config_file == REPOSITORY / "accelerate_configs/zero2.yaml"
+    assert (request.processes, request.max_restarts, deepspeed_file_of(request)) == (7, 3, "zero3.json")
+
+
+OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
+def test_clean_environment(outer: dict[str, str]) -> None:
+    cleaned = clean_environment(outer | OTHERS)
+    assert environment.place_of(cleaned) == environment.Place("python", 0, 1, 0, 1)
+    assert cleaned.items() >= OTHERS.items()
+
+
+@pytest.fixture
+def _no_variables(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
+    for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_no_variables")
+def test_what_accelerate_would_misread(config_file: Callable[..., Path]) -> None:
+    path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
+    request = take_options([SCRIPT, "--config_file", str(path)], None)[1]
+    assert request is not None
+    assert (request.processes, request.config["distributed_type"]) == (2, "MULTI_GPU")
+    assert accelerate_environment(request)["ACCELERATE_USE_CPU"] == "true"
+    refusal(planned, config_file("distributed_type: NO\nnum_processes: 2\n"), match="runs one process, not 2")
+    path = config_file("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: [0, 2]\nmixed_precision: no\n")
+    assert (planned(path).config["gpu_ids"], planned(path).config["mixed_precision"]) == ("0,2", "no")
+    listed = config_file(distributed_type="MULTI_GPU", num_machines=2, machines=[FIRST, SECOND], machine_rank=0)
+    assert accelerate_environment(planned(listed))["ACCELERATE_MIXED_PRECISION"] == "no"  # it knows no list
+
+
+@pytest.mark.usefixtures("_no_variables")
+def test_only_local_rank_0_relaunches() -> None:
+    os.environ.update(TORCHRUN)
+    with pytest.raises(SystemExit) as left:
+        take_options([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"], None)
+    assert left.value.code == 0
+
+
+TORCHRUN_8 = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+POD = {"RANK": "0", "WORLD_SIZE": "2"}  # of a PyTorchJob
+
+
+@pytest.mark.parametrize(
+    ("outer", "before", "behind", "says"),
+    [
+        # a config file for one machine, and several started
+        *((outer, "", "--config_file accelerate_configs/ddp.yaml", "2node.yaml")
+          for outer in (SRUN | {"SLURM_PROCID": "0"}, TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, POD)),
+        (TORCHRUN_8, "", "--config_file accelerate_configs/zero3.yaml", "--num_processes 8 after"),
+        (TORCHRUN_8, "", "--config_file accelerate_configs/ddp.yaml --num_processes 8", ""),
+        (TORCHRUN_8 | {"CROSS_SIZE": "1"}, "", "--config_file accelerate_configs/zero3.yaml", "deepspeed started 8"),
+        (TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, "", "--config_file accelerate_configs/ddp.yaml", ""),
+        # the parent's options
+        *((TORCHRUN_8 | {"ACCELERATE_USE_CPU": "no"}, option, "--config_file accelerate_configs/ddp.yaml",
+           option.partition(" ")[0].partition("=")[0])
+          for option in ("--num_processes 4", "--num-processes=4", "--mixed_precision no", "--use_fsdp")),
+        ({}, "--num_cpu_threads_per_process 2", "--config_file accelerate_configs/ddp.yaml --num_processes 4", ""),
+        ({}, "", "--config_file accelerate_configs/2node.yaml --main_process_ip 10.0.0.1", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("_no_variables")
+def test_what_would_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch, outer: dict[str, str], before: str, behind: str, says: str
+) -> None:
+    """Each would silently train another way than requested, or a model per machine."""
+    line = ["python", "/bin/accelerate", "launch", *before.split(), SCRIPT, *behind.split()]
+    monkeypatch.setattr(environment.psutil, "Process", lambda _: SimpleNamespace(cmdline=lambda: line))
+    os.environ.update(outer)
+    if says:
+        refusal(take_options, [SCRIPT, *behind.split()], None, says=[says])
+    else:
+        assert take_options([SCRIPT, *behind.split()], None)[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [("--max_restarts", "expected one argument"),
+     *((f"--{option}", "add --config_file")  # launch options without one
+       for option in ("num_processes=2", "machines=a,b", "max_restarts=1", "machine_rank=0")),
+     *((f"--{name}={seconds}", seconds) for name in TIMEOUTS for seconds in ("0", "x"))],
+)  # fmt: skip
+@pytest.mark.usefixtures("_no_variables")
+def test_refused_before_a_launch(argument: str, match: str) -> None:
+    refusal(take_options, [SCRIPT, argument], None, match=rf"{argument[2:].partition('=')[0]}.*{match}")
+
+
+@pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 30)])
+@pytest.mark.usefixtures("_no_variables")
+def test_timeouts_reach_the_processes(option: str, usual: int) -> None:
+    assert timeout_seconds(option) == usual
+    assert take_options([SCRIPT, f"--{option}", "77", "--seed", "3"], None) == ([SCRIPT, "--seed", "3"], None)
+    assert timeout_seconds(option) == 77

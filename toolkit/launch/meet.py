@@ -1,0 +1,188 @@
+"""The machines of a run, or its ranks, find each other: who is missing, who is there twice, what
+differs between them.
+
+All write a hello to torch's store, which the first of them serves, and read those of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from toolkit.errors import UserError, listing, printable
+from toolkit.launch import network
+from toolkit.launch.machines import Machines, doctor_command
+from toolkit.utils import versions
+from toolkit.utils.log import logger
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_POLL_SECONDS, _LOG_SECONDS = 0.1, 5.0
+# Who serves the store waits this long for the others to read a fault.
+_READ_SECONDS = 3.0
+
+
+class RendezvousError(UserError):
+    """The machines, or the ranks, cannot start together."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """One machine, or one rank, of a run."""
+
+    number: int
+    host: str = field(default_factory=socket.gethostname)
+    node: str = field(default_factory=network.node_id)
+    address: str = ""
+    """Its source address for connections to the first one."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Versions and settings that must be the same everywhere."""
+
+
+def open_store(address: str, port: int, serves: bool, seconds: float, who: str) -> Store:
+    """Serves the store at an address of this machine, or connects to it. `who` am I, for the error.
+
+    Raises RendezvousError.
+    """
+    if serves:
+        return network.serve_store(address, port)
+    try:
+        return network.connect_store(address, port, seconds)
+    except network.UnreachableError as error:
+        doctor = doctor_command(address, network.source_address_for(address))
+        fault = f"{who} could not reach the first machine in {seconds:.0f} s: {error}"
+        raise RendezvousError(f"{fault}. To do: {error.remedy}. {doctor}") from error
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a launcher knows of the others after they have met."""
+
+    store: Store | None
+    """None for one machine."""
+    address: str
+    """Of machine 0, which serves the store."""
+    hosts: list[str]
+    """Host names of the machines, in order."""
+
+
+def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float) -> Met:
+    """Waits for the other machines' launchers, and chooses the interface between them.
+
+    Raises RendezvousError, in all, if one is missing, is there twice or differs in `facts`.
+    """
+    me, first, host = machines.rank, machines.first, socket.gethostname()
+    if machines.count == 1:
+        network.choose_interface(os.environ, network.LOOPBACK)
+        return Met(None, network.LOOPBACK, [host])
+    logger.info(f"this is machine {me} ({host}) of {machines.count}: {machines.rank_source}")
+    serves, address = me == 0 and network.is_this_machine(first), first
+    if serves:
+        address = network.address_to_serve(first, False, machines.others())
+    store = open_store(address, machines.port, serves, seconds, f"machine {me} ({host})")
+    source = network.source_address_for(address) or ""  # of an own address: itself
+    network.choose_interface(os.environ, source)
+    doctor = doctor_command(first, *machines.others())
+    remedies = {
+        "missing": f"start the same command there, with --main_process_ip {first} there too; if it "
+        f"was started, see its output, and open all ports between the machines. {doctor}",
+        "twin": "pass another --machine_rank on each machine (or set NODE_RANK there)",
+    }
+    names = [machines.name_of(rank) for rank in range(machines.count)]
+    hellos = meet(store, Hello(me, address=source, facts=facts), names, seconds, remedies)
+    return Met(store, address, [hello.host for hello in hellos])
+
+
+def meet(
+    store: Store,
+    me: Hello,
+    names: Sequence[str],
+    seconds: float,
+    remedies: Mapping[str, str],
+) -> list[Hello]:
+    """Waits for all; returns their hellos in order.
+
+    `names`: `machine 1 (10.0.0.2)`, for the user. `remedies`: what to do if some are `missing`, and
+    about a `twin`. Raises RendezvousError, in all, within `seconds` and a little more.
+    """
+    try:
+        hellos = _wait_for_all(store, me, names, seconds, remedies)
+        _refuse_differences(hellos)
+    except RendezvousError as error:
+        with contextlib.suppress(RuntimeError):  # the first machine has read it, and has ended
+            store.set("fault", str(error))
+            time.sleep(_READ_SECONDS)
+        raise
+    except RuntimeError as error:
+        raise RendezvousError(f"{names[0]} was reached, and has ended since") from error
+    return hellos
+
+
+def _wait_for_all(
+    store: Store, me: Hello, names: Sequence[str], seconds: float, remedies: Mapping[str, str]
+) -> list[Hello]:
+    _write_hello(store, me, names, remedies["twin"])
+    started, logged = time.monotonic(), False
+    while True:
+        missing = [number for number in range(len(names)) if not store.check([_key(number)])]
+        if store.check(["fault"]):
+            raise RendezvousError(printable(store.get("fault").decode(), 10_000))
+        if not missing:
+            return [_read_hello(store, number) for number in range(len(names))]
+        waited = time.monotonic() - started
+        absent = listing((names[number] for number in missing), 8)
+        if waited > seconds:
+            here = listing({hello.host: 0 for hello in _present(store, missing, len(names))})
+            fault = f"{absent} did not come within {seconds:.0f} s (connected: {here})"
+            more = "--rendezvous_timeout SECONDS waits longer"
+            raise RendezvousError(f"{fault}: {remedies['missing']}. {more}")
+        if waited > _LOG_SECONDS and me.number == 0 and not logged:
+            logged = True
+            logger.info(f"waiting for {absent}: {remedies['missing']}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _key(number: int) -> str:
+    return f"hello {number}"
+
+
+def _write_hello(store: Store, me: Hello, names: Sequence[str], remedy: str) -> None:
+    """Raises RendezvousError if there is another one with this number."""
+    text = json.dumps(asdict(me))
+    if store.compare_set(_key(me.number), "", text).decode() != text:
+        twin = _read_hello(store, me.number)
+        name = names[me.number].partition(" (")[0]
+        hosts = f"on {printable(twin.host, 100)} and {me.host}"
+        raise RendezvousError(f"two are {name}, {hosts}: {remedy}")
+
+
+def _read_hello(store: Store, number: int) -> Hello:
+    try:
+        return Hello(**json.loads(store.get(_key(number))))
+    except (TypeError, ValueError) as error:
+        fault = "another machine's hello cannot be read: does it run another version of this code?"
+        raise RendezvousError(fault) from error
+
+
+def _present(store: Store, missing: Sequence[int], count: int) -> list[Hello]:
+    return [_read_hello(store, number) for number in range(count) if number not in missing]
+
+
+def _refuse_differences(hellos: Sequence[Hello]) -> None:
+    """Raises RendezvousError if versions or settings differ."""
+    facts = [(printable(hello.host, 100), hello.facts) for hello in hellos]
+    differences = versions.describe_differences(facts)
+    if not differences:
+        return
+    remedy = versions.remedy(facts) or "start all with the same --num_processes"
+    why = f"the machines differ: {printable(differences, 2000)}"
+    raise RendezvousError(f"{why}. {remedy}; nothing was read or trained")

@@ -1,0 +1,313 @@
+"""What follows the script, the accelerate YAML and the DeepSpeed JSON -> what to start.
+
+`accelerate launch script.py --config_file X` passes X to the script, and starts one process per
+machine without reading it. Here the first process of each machine becomes the launcher that X asks
+for, and the others exit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import Parser, UserError, did_you_mean
+from toolkit.launch import environment
+from toolkit.launch.machines import TWO_NODE_FILES, Machines, find_machines
+from toolkit.utils.compat import require
+from toolkit.utils.extras import require_extra
+from toolkit.utils.files import read_yaml, templates
+
+_LAUNCH = (
+    "config_file", "num_processes", "machine_rank", "machines", "main_process_ip",
+    "main_process_port", "max_restarts",
+)  # fmt: skip
+OPTIONS = (*_LAUNCH, *environment.TIMEOUTS, "deepspeed_config", "local_rank")
+"""Options that are taken from a script's arguments before its settings are parsed; each takes a
+value."""
+DEEPSPEED_CONFIG = "TOOLKIT_DEEPSPEED_CONFIG"
+_ONE_PROCESS = ("NO", False)  # YAML reads NO as false
+_TYPES = (*_ONE_PROCESS, "MULTI_CPU", "DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU",
+          "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU")  # fmt: skip
+_SET_BY_LAUNCHERS = re.compile(
+    r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR"
+    r"|MASTER_PORT|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*"
+    r"|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|STEPID)|TORCH_NCCL_ASYNC_ERROR_HANDLING)$"
+)
+# options of `accelerate launch` that a config file after the script replaces
+_REPLACED = re.compile(
+    r"(--(?:num.processes|mixed.precision|main.process.ip|cpu"
+    r"|use[-_][\w-]+))(?:=.*)?"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to start."""
+
+    config_file: Path
+    script: tuple[str, ...]
+    """The script and its settings, without launch options."""
+    module: str | None
+    """The package, in place of the script, for `python -m`."""
+    argv: tuple[str, ...]
+    """The command line as typed, without Python."""
+    processes: int
+    """Over all machines."""
+    machines: Machines
+    max_restarts: int
+    config: Mapping[str, Any]
+    """The config file's values, with those that replace them."""
+
+    def command(self) -> list[str]:
+        """The command line of each process."""
+        start = ["-m", self.module] if self.module else [self.script[0]]
+        return [sys.executable, "-u", *start, *self.script[1:]]
+
+    def marker(self) -> dict[str, Any]:
+        """For the processes: what was asked for (`environment.launch_request`)."""
+        return {
+            "config_file": str(self.config_file), "num_processes": self.processes,
+            "num_machines": self.machines.count, "argv": list(self.argv),
+            "started": time.strftime("%Y%m%d-%H%M%S"),
+        }  # fmt: skip
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Splits a script's arguments into (launch options: str or None, the rest in order).
+
+    Raises UserError.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
+    for name in OPTIONS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    return parser.parse_known_args(list(argv))
+
+
+def take_options(argv: list[str], module: str | None) -> tuple[list[str], Request | None]:
+    """(the arguments without launch options, what they ask to start).
+
+    `argv` is `sys.argv`. Sets the variables of timeouts and of `--deepspeed_config`. Exits in all
+    but the first process of a machine if there is something to start. Raises UserError.
+    """
+    options, rest = split_arguments(argv[1:])
+    _set_timeouts(options)
+    present = [name for name in _LAUNCH if getattr(options, name) is not None]
+    place = environment.place_of(os.environ)
+    if not present:
+        if options.deepspeed_config:
+            os.environ[DEEPSPEED_CONFIG] = options.deepspeed_config
+        return [argv[0], *rest], None
+    if place.local_rank != 0:
+        raise SystemExit(0)  # local rank 0 starts all processes of this machine
+    if options.config_file is None:
+        remedy = "add --config_file accelerate_configs/ddp.yaml (or another file of that folder)"
+        raise UserError(f"--{present[0]} needs a config file: {remedy}")
+    request = plan_launch(options, [argv[0], *rest], os.environ, module, argv)
+    _refuse_other_launch(place, module or argv[0], request)
+    return [argv[0], *rest], request
+
+
+def _set_timeouts(options: argparse.Namespace) -> None:
+    for name, (variable, _) in environment.TIMEOUTS.items():
+        value = getattr(options, name)
+        if value is not None:
+            environment.parse_int(f"--{name} (seconds)", value, minimum=1)
+            os.environ[variable] = value
+
+
+def _refuse_other_launch(place: environment.Place, script: str, request: Request) -> None:
+    """Raises UserError if the words before the script ask for another launch than the config file
+    after it, which would replace it."""
+    path, count = request.config_file, request.machines.count
+    local, here = place.local_world_size, request.processes // count
+    if count == 1 and place.world_size > local:
+        why = f"{place.launcher} started {place.world_size} processes on several machines"
+        remedy = f"each would train a separate model: use {TWO_NODE_FILES}"
+        raise UserError(f"{why}, and {path} is for one: {remedy}")
+    if place.launcher not in ("accelerate", "environment") and 1 < local != here:
+        why = f"{place.launcher} started {local} processes on this machine"
+        remedy = f"pass --num_processes {local * count} after the script"
+        raise UserError(f"{why}, and {path} asks for {here}: {remedy}")
+    words = list(environment.accelerate_launch_words() or ())
+    before = words[: words.index(script)] if script in words else []
+    for word in before:
+        option = _REPLACED.fullmatch(word)
+        if option:
+            why = f"{option[1]} before the script has no effect with --config_file {path} after it"
+            raise UserError(f"{why}: put it after")
+
+
+def plan_launch(
+    options: argparse.Namespace,
+    script: Sequence[str],
+    env: Mapping[str, str],
+    module: str | None = None,
+    argv: Sequence[str] = (),
+) -> Request:
+    """Raises UserError for a config file that is missing, unreadable or incomplete, or still holds
+    a placeholder."""
+    path = find_file(str(options.config_file), script[0], "accelerate_configs")
+    config = read_config(path)
+    if config["distributed_type"] == "DEEPSPEED":
+        require_extra(str(options.config_file), "deepspeed")
+    machines = find_machines(vars(options), config, path, env)
+    processes = count_processes(options, config, path, machines.count)
+    restarts = environment.parse_int("--max_restarts", options.max_restarts or 0, minimum=0)
+    config["deepspeed_config"] = _deepspeed_section(options, config, path, script[0])
+    config["num_processes"] = processes
+    return Request(
+        path,
+        tuple(script),
+        module,
+        tuple(argv),
+        processes,
+        machines,
+        restarts,
+        _corrected(config),
+    )
+
+
+def _corrected(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what accelerate misreads."""
+    config.pop("machines", None)  # it rejects our list
+    ids = config.get("gpu_ids")
+    if ids is not None:  # YAML may read a number or a list, accelerate wants a text
+        config["gpu_ids"] = ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)
+    if config.get("mixed_precision") is False:  # `no` without quotes
+        config["mixed_precision"] = "no"
+    if config["distributed_type"] == "MULTI_CPU" and config["num_processes"] > 1:
+        config["distributed_type"] = "MULTI_GPU"  # otherwise it silently starts one process
+    return config
+
+
+def _deepspeed_section(
+    options: argparse.Namespace, config: Mapping[str, Any], path: Path, script: str
+) -> dict[str, Any]:
+    section = config.get("deepspeed_config") or {}
+    if not isinstance(section, dict):
+        remedy = f"write `deepspeed_config_file: {section}` indented below it"
+        raise UserError(f"{path}: deepspeed_config is a section: {remedy}")
+    if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
+        why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
+        raise UserError(f"{why}: use accelerate_configs/zero2.yaml, or leave it out")
+    file = options.deepspeed_config or section.get("deepspeed_config_file")
+    if file:
+        file = str(find_file(str(file), script, "ds_configs"))
+        section = {**section, "deepspeed_config_file": file}
+    return section
+
+
+def count_processes(
+    options: argparse.Namespace,
+    config: Mapping[str, Any],
+    path: Path,
+    machines: int,
+) -> int:
+    """Processes over all machines; by default one for each of this one's devices on each."""
+    kind = config["distributed_type"]
+    number = options.num_processes or config.get("num_processes")
+    if number is None:
+        number = machines
+        if kind not in (*_ONE_PROCESS, "MULTI_CPU") and not config.get("use_cpu"):
+            import torch
+
+            number *= torch.accelerator.device_count() or 1  # none: the CPU
+    processes = environment.parse_int("num_processes", number, path, minimum=1)
+    if processes > 1 and kind in _ONE_PROCESS:
+        remedy = "use accelerate_configs/ddp.yaml"
+        raise UserError(f"{path} runs one process, not {processes}: {remedy}")
+    if processes % machines:
+        remedy = f"pass --num_processes {machines * max(1, processes // machines)}"
+        why = f"{processes} processes cannot be divided equally among {machines} machines"
+        raise UserError(f"{path}: {why}: {remedy}")
+    return processes
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads an accelerate config file. Raises UserError."""
+    loaded = read_yaml(path)
+    remedy = "start from one of accelerate_configs/"
+    if not isinstance(loaded, dict) or "distributed_type" not in loaded:
+        raise UserError(f"{path} is not an accelerate config (no distributed_type): {remedy}")
+    if loaded["distributed_type"] not in _TYPES:
+        kind = loaded["distributed_type"]
+        raise UserError(f"{path}: distributed_type {kind} is not supported: {remedy}")
+    return loaded
+
+
+def find_file(name: str, script: str, folder: str) -> Path:
+    """Looks for a file in the current folder, the script's repository and our templates.
+
+    Raises UserError.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    roots = [Path(script).resolve().parent.parent, templates()]
+    for root in roots:
+        if (root / name).is_file():
+            return (root / name).resolve()
+    known = set()
+    for root in (Path.cwd(), *roots):
+        known |= {file.name for file in (root / folder).glob("*")}
+    hint = f" (looked in {Path.cwd()} and {roots[0]})"
+    if known:
+        hint = f"; {folder}/ holds {', '.join(sorted(known))}"
+    near_name = did_you_mean(Path(name).name, known).replace("mean ", f"mean {folder}/")
+    raise UserError(f"there is no config file {name}{near_name}{hint}")
+
+
+def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the variables of an outer launcher."""
+    clean = {name: value for name, value in env.items() if not _SET_BY_LAUNCHERS.match(name)}
+    if environment.user_threads(env) is None:
+        clean.pop(environment.THREADS, None)
+    return clean
+
+
+def accelerate_environment(request: Request) -> dict[str, str]:
+    """The variables by which accelerate tells its processes what the config file asks for.
+
+    Raises UserError if it cannot read the file.
+    """
+    from accelerate.commands import launch
+    from accelerate.utils.launch import (
+        prepare_deepspeed_cmd_env,
+        prepare_multi_gpu_env,
+        prepare_simple_launcher_cmd_env,
+    )
+
+    validate = require(launch, "_validate_launch_command", "accelerate")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / request.config_file.name
+            file.write_text(yaml.safe_dump(request.config), encoding="utf-8")
+            words = ["--config_file", str(file), "--num_cpu_threads_per_process", "1", "script"]
+            options = launch.launch_command_parser().parse_args(words)
+            options, config, has_precision = validate(options)
+        options.num_machines, options.main_process_port = 1, 0  # the launcher's work, not its
+        if options.use_deepspeed:
+            fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
+            options.deepspeed_fields_from_accelerate_config = ",".join(fields)
+            env = prepare_deepspeed_cmd_env(options)[1]
+        elif options.multi_gpu or options.use_fsdp:
+            env = prepare_multi_gpu_env(options)
+        else:
+            env = prepare_simple_launcher_cmd_env(options)[1]
+    except (ValueError, AssertionError, FileNotFoundError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"accelerate cannot start this: {reason}") from error
+    for name in (environment.THREADS, "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    if request.config.get("use_cpu"):
+        env["ACCELERATE_USE_CPU"] = "true"  # it does so for a single process only
+    return {name: value for name, value in env.items() if os.environ.get(name) != value}
