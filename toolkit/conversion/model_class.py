@@ -113,8 +113,8 @@ class ModelClass:
         for first, *others in self.ties:
             for name in set(others) & set(tensors):
                 tensor = tensors[name]
-                kept = tensors.setdefault(first, tensor)
-                if kept is tensor or torch.equal(kept.read(), tensor.read()):
+                same = tensors.setdefault(first, tensor)
+                if same is tensor or torch.equal(same.read(), tensor.read()):
                     del tensors[name]
         ignored = [*_IGNORED, *(self.model._keys_to_ignore_on_load_unexpected or ())]
         return {

@@ -78,8 +78,8 @@ def load(path: Path) -> Any:
 
 
 def _fault(error: Exception) -> str:
-    _, found, rest = str(error).partition("GLOBAL ")
-    if not found:
+    _, is_global, rest = str(error).partition("GLOBAL ")
+    if not is_global:
         return f"damaged, or not a file of torch.save ({first_line(error)})"
     return (
         f"it needs {rest.split()[0]}, which no weights need: nothing was executed. If you trust "
