@@ -106,7 +106,7 @@ def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
     if models[0].get("frozen_param_fragments"):
         for name, shape in shapes.items():
             parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            frozen[name] = _without_padding(parts, shape.numel())
+            frozen[name] = _elements(parts, 0, shape.numel())
     return frozen
 
 
@@ -132,18 +132,13 @@ class _Rank:
         self.path = path
         self.masters: list[torch.Tensor] = state[masters]
         """By group: the flat fp32 elements of this rank."""
-        self.sizes = [master.numel() for master in self.masters]
-        """By group: elements of this rank's part of the buffer, with its padding."""
-        if "zero_stage" in state:  # BF16_Optimizer saves the padding
-            for number, padding in enumerate(state.get("group_paddings") or ()):
-                self.sizes[number] += max(0, padding)
         self.gaps = state.get("param_alignment_paddings")
         """By group and parameter: elements between it and the next one."""
         self.steps = set(_steps(state))
         self.facts = {
             "the numbers of ranks": state.get("partition_count"),
             "their steps": self.steps,
-            "their parts of the parameters": (self.sizes, self.gaps),
+            "the gaps between parameters": self.gaps,
         }
 
 
@@ -233,43 +228,39 @@ def _mixed(path: Path, what: str) -> UserError:
 
 
 def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stages 1 and 2: each parameter's range of the buffer, cut where a rank's part of it ends."""
-    size = ranks[0].sizes[number]
+    """Stages 1 and 2: each parameter's range of the buffer, which the ranks' parts make together."""
+    masters = [rank.masters[number] for rank in ranks]
     gaps = ranks[0].gaps[number] if ranks[0].gaps else [0] * len(shapes)
     parameters: dict[str, Pieces] = {}
     start = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        end = start + shape.numel()
-        parts = []
-        for index, rank in enumerate(ranks):
-            low, high = (min(max(place - index * size, 0), size) for place in (start, end))
-            parts.append(rank.masters[number][low:high])
-        parameters[name] = parts
-        start = end + gap
-    total = sum(rank.masters[number].numel() for rank in ranks)
+        parameters[name] = _elements(masters, start, start + shape.numel())
+        start += shape.numel() + gap
+    total = sum(master.numel() for master in masters)
     if not start <= total < start + 2 * len(ranks):  # padded to a multiple of 2 x ranks
         raise _mixed(ranks[0].path, f"the elements of group {number} ({total:,} and {start:,})")
     return parameters
 
 
 def _split_stage3(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stage 3: each parameter's equal parts, the last ones without their padding."""
+    """Stage 3: each parameter's equal parts, the last ones padded."""
     parameters: dict[str, Pieces] = {}
     start = 0
     for name, shape in shapes.items():
         size = math.ceil(shape.numel() / len(ranks))
         parts = [rank.masters[number][start : start + size] for rank in ranks]
-        parameters[name] = _without_padding(parts, shape.numel())
+        parameters[name] = _elements(parts, 0, shape.numel())
         start += size
-    if ranks[0].sizes[number] != start:
-        raise _mixed(ranks[0].path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
+    for rank in ranks:
+        if rank.masters[number].numel() != start:
+            raise _mixed(rank.path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
     return parameters
 
 
-def _without_padding(parts: Pieces, count: int) -> Pieces:
-    """The first `count` elements."""
+def _elements(parts: Pieces, start: int, end: int) -> Pieces:
+    """Elements `start` to `end` of the parts together."""
     pieces = []
     for part in parts:
-        pieces.append(part[:count])
-        count -= pieces[-1].numel()
+        pieces.append(part[max(start, 0) : max(end, 0)])
+        start, end = start - part.numel(), end - part.numel()
     return pieces

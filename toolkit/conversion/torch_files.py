@@ -136,7 +136,5 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
-        every[name] = each
-        if tensor.numel():
-            every[name] = first.setdefault(elements, each)
+        every[name] = first.setdefault(elements, each)
     return every
