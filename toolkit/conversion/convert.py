@@ -144,12 +144,17 @@ def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) 
 
 
 def _base_folder(plain: Checkpoint, settings: ConvertSettings) -> Path | None:
-    """The folder of the model with the parameters that the checkpoint leaves out, if it is known."""
-    folder = settings.base_model
-    if folder is None and plain.excluded and plain.base_model:
-        folder = Path(model_path(plain.base_model))
-    if folder is None or not folder.is_dir():
+    """The folder of the model with the parameters that the checkpoint leaves out, if it is known. Raises UserError if
+    the run's base model has changed."""
+    if settings.base_model is not None or not plain.excluded:
+        return settings.base_model
+    from toolkit.training.resume import digest_of_model  # imports all of training
+
+    folder = Path(model_path(plain.base_model))
+    if not folder.is_dir():
         return None
+    if Path(plain.base_model).is_dir() and digest_of_model(folder) != plain.base_identity:
+        raise UserError(f"{folder} has changed since {plain.path} was trained on it: pass the old one as --base_model")
     return folder
 
 

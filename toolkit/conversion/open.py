@@ -93,6 +93,7 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
         model_folder=folder / "model",
         excluded=state["excluded"],
         base_model=str(state["base_model"] or ""),
+        base_identity=state["identity"]["model"],
         checks=(functools.partial(_require_whole, folder),),
     )
 
