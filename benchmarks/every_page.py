@@ -39,11 +39,7 @@ PAGES: dict[str, list[list[str]]] = {
     "sameness": [["sameness", "--write"]],
     "collectives": [["collectives", "--write"]],
     "checkpoints": [["checkpoints", "--write"]],
-    "convert": [
-        ["convert", "--stage", "2", "--write"],
-        ["convert", "--stage", "2", "--cold", "--repeats", "3", "--write"],
-        ["convert", "--stage", "3", "--write"],
-    ],
+    "convert": [["convert", "--write"]],
     "trainer": [["trainer", *ALL_LENGTHS, "--rounds", "2", "--write"]],
     "micro_batches": [["micro_batches", "--write"]],
     "bigbird": [["bigbird", "--rounds", "2", "--repeats", "3", "--write"]],
@@ -89,7 +85,6 @@ def make(page: str) -> bool:
     started, load = time.monotonic(), os.getloadavg()[0]
     before = {file: file.read_bytes() for file in RESULTS.glob("*.md")}
     with tempfile.TemporaryDirectory() as folder:
-        (RESULTS / "convert.md").unlink() if page == "convert" else None  # its commands add tables to it
         for script, *words in PAGES[page]:
             command = [f"benchmarks/{script}.py", *(word.format(folder=folder) for word in words)]
             print(f"$ python {' '.join(command)}", flush=True)

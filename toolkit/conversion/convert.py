@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint import folder as folders
 from toolkit.conversion import lora, write
 from toolkit.conversion.model_class import CONFIG, model_class, read_config
 from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.demo import model_path
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError
 from toolkit.utils.files import explain_write_errors, replace_folder
 
 
@@ -56,7 +58,7 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     Raises UserError if the checkpoint is not complete, intact and as its config promises, or `out` exists; nothing is
     written then.
     """
-    _check_out(checkpoint, out)
+    _check_out(out)
     opened = open_checkpoint(checkpoint).select(settings.prefix)
     adapter = _adapter_config(opened, settings)
     if adapter is None or settings.merge_lora:
@@ -71,19 +73,24 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
         size = write.write_tensors(draft, output.tensors, dtype, settings.max_shard_bytes, stem)
         if output.config is not None:
             write.write_config(draft, output.config, dtype)
+        if stem == "adapter_model" and adapter is not None:
+            shutil.copyfile(adapter, draft / lora.ADAPTER_CONFIG)
         if output.folder is not None:
             write.copy_files(output.folder, draft, is_own=output.folder == opened.model_folder)
         if opened.model_folder is not None:
             write.copy_decisions(opened.model_folder, draft, opened.step)
-    return [output.line, f"wrote {out} from step {opened.step}: {size} of {settings.dtype}"]
+    step = ""
+    if opened.step is not None:
+        step = f" from step {opened.step}"
+    return [output.line, f"wrote {out}{step}: {size} of {settings.dtype}"]
 
 
-def _check_out(checkpoint: Path, out: Path) -> None:
+def _check_out(out: Path) -> None:
     """Raises UserError if writing `out` could replace anything, or be lost with the checkpoint."""
     if out.is_symlink() or out.is_file() or any(out.glob("*")):
         raise UserError(f"{out} already exists: name another folder")
-    if out.resolve().is_relative_to(checkpoint.resolve()):
-        raise UserError(f"{out} is in the checkpoint {checkpoint}: name another folder")
+    if any(folders.step_number(parent) is not None for parent in out.resolve().parents):
+        raise UserError(f"{out} is in a checkpoint, and would be removed with it: name another folder")
 
 
 def _adapter_config(opened: Checkpoint, settings: ConvertSettings) -> Path | None:
@@ -111,8 +118,8 @@ def _adapter(opened: Checkpoint, config: Path) -> _Output:
 def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) -> _Output:
     """All parameters and persistent buffers of a model, with its adapter merged."""
     plain = opened if adapter is None else lora.without_lora(opened)
-    folders = (settings.config_from, opened.model_folder, settings.base_model)
-    folder = next((each for each in folders if each is not None and (each / CONFIG).is_file()), None)
+    choices = (settings.config_from, opened.model_folder, settings.base_model)
+    folder = next((each for each in choices if each is not None and (each / CONFIG).is_file()), None)
     if folder is None:
         line = f"weights only: {plain.path} has no config; pass a folder that has one as --config_from"
         return _unchecked(plain, line, None, None)
@@ -123,30 +130,27 @@ def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) 
         return _unchecked(plain, line, folder, config)
     tensors = model.fit(plain)
     checks: tuple[Check, ...] = ()
-    if lacks := model.lacks(tensors):
-        base = _base_model(plain, lacks, settings)
+    if base_folder := _base_folder(plain, settings):
+        base = open_checkpoint(base_folder)
         others = model.fit(base)
-        tensors |= {name: others[name] for name in lacks if name in others}
+        tensors |= {name: others[name] for name in model.lacks(tensors) if name in others}
         checks = base.checks
+    model.check(tensors, plain.path)
     if adapter is not None:
         tensors |= lora.merged_layers(opened, adapter, model, tensors)
-    model.check(tensors, plain.path)
     line = f"the {len(tensors)} names and shapes are those of {model.promise}"
     in_order = {name: tensors[name] for name in model.shapes if name in tensors}
     return _Output(in_order, line, folder, config, checks)
 
 
-def _base_model(plain: Checkpoint, lacks: list[str], settings: ConvertSettings) -> Checkpoint:
-    """The model with the parameters that the checkpoint lacks. Raises UserError if it is not known."""
+def _base_folder(plain: Checkpoint, settings: ConvertSettings) -> Path | None:
+    """The folder of the model with the parameters that the checkpoint leaves out, if it is known."""
     folder = settings.base_model
     if folder is None and plain.excluded and plain.base_model:
         folder = Path(model_path(plain.base_model))
     if folder is None or not folder.is_dir():
-        raise UserError(
-            f"{plain.path} lacks {listing(lacks, 5)}: if they were frozen and left out, pass the folder of the base "
-            f"model {plain.base_model} as --base_model FOLDER"
-        )
-    return open_checkpoint(folder)
+        return None
+    return folder
 
 
 def _unchecked(plain: Checkpoint, line: str, folder: Path | None, config: Mapping[str, Any] | None) -> _Output:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
-from toolkit.conversion.torch_files import check_zip, load, stored
+from toolkit.conversion.torch_files import check_tensors, flattened, load, stored
 from toolkit.errors import UserError, listing
 
 Pieces = Sequence[torch.Tensor]
@@ -59,7 +59,8 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
 
     Raises UserError if a rank's file is missing, damaged or of another save.
     """
-    models, ranks = _load(folder)
+    files, ranks = _load(folder)
+    models = list(files.values())
     first = models[0]
     groups: list[Shapes] = first.get("param_shapes") or []
     frozen: Shapes = first.get("frozen_param_shapes") or {}
@@ -75,7 +76,9 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
         for one, other in (pair, pair[::-1]):
             if one in pieces and other not in pieces:
                 tensors[other] = tensors[one]
-    checks = [functools.partial(check_zip, each) for each in sorted(folder.glob("*_states.pt"))]
+    checks = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
+    for file, content in files.items():
+        checks.append(functools.partial(check_tensors, file, list(dict(flattened((), content)).values())))
     return Checkpoint(
         path,
         {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors},
@@ -103,7 +106,7 @@ def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
     if models[0].get("frozen_param_fragments"):
         for name, shape in shapes.items():
             parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            frozen[name] = _without_padding(parts, shape.numel())
+            frozen[name] = _elements(parts, 0, shape.numel())
     return frozen
 
 
@@ -129,18 +132,13 @@ class _Rank:
         self.path = path
         self.masters: list[torch.Tensor] = state[masters]
         """By group: the flat fp32 elements of this rank."""
-        self.sizes = [master.numel() for master in self.masters]
-        """By group: elements of this rank's part of the buffer, with its padding."""
-        if "zero_stage" in state:  # BF16_Optimizer saves the padding
-            for number, padding in enumerate(state.get("group_paddings") or ()):
-                self.sizes[number] += max(0, padding)
         self.gaps = state.get("param_alignment_paddings")
         """By group and parameter: elements between it and the next one."""
         self.steps = set(_steps(state))
         self.facts = {
             "the numbers of ranks": state.get("partition_count"),
             "their steps": self.steps,
-            "their parts of the parameters": (self.sizes, self.gaps),
+            "the gaps between parameters": self.gaps,
         }
 
 
@@ -157,7 +155,7 @@ def _steps(state: Any) -> Iterator[float]:
             yield from _steps(value)
 
 
-def _load(folder: Path) -> tuple[list[Any], list[_Rank]]:
+def _load(folder: Path) -> tuple[dict[Path, Any], list[_Rank]]:
     """(the model's files, one under stages 0 to 2; the optimizer's by rank, none under stage 0).
 
     Raises UserError if files are missing, damaged, or of different saves.
@@ -179,14 +177,14 @@ def _load(folder: Path) -> tuple[list[Any], list[_Rank]]:
         prefix = name.partition("zero_pp")[0]  # "", bf16_ or fp16_
         optimizer_names = [f"{prefix}zero_pp_rank_{rank}_{_OPTIMIZER}" for rank in range(world)]
     _require_files(folder, present, [*model_names, *optimizer_names], world)
-    models = {name: _load_file(folder / name) for name in model_names}
+    models = {folder / name: _load_file(folder / name) for name in model_names}
     ranks = [_Rank(folder / name, stage3) for name in optimizer_names]
-    _require_same({folder / name: {key: model.get(key) for key in _SAME} for name, model in models.items()})
+    _require_same({path: {key: model.get(key) for key in _SAME} for path, model in models.items()})
     _require_same({rank.path: rank.facts for rank in ranks})
     for rank in ranks:
         if len(rank.masters) != len(first["param_shapes"]) or max(rank.steps, default=0) > first["global_steps"]:
             raise _mixed(rank.path, "the numbers of groups or steps")
-    return list(models.values()), ranks
+    return models, ranks
 
 
 def _require_files(folder: Path, present: Collection[str], expected: Sequence[str], world: int) -> None:
@@ -230,43 +228,39 @@ def _mixed(path: Path, what: str) -> UserError:
 
 
 def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stages 1 and 2: each parameter's range of the buffer, cut where a rank's part of it ends."""
-    size = ranks[0].sizes[number]
+    """Stages 1 and 2: each parameter's range of the buffer, which the ranks' parts make together."""
+    masters = [rank.masters[number] for rank in ranks]
     gaps = ranks[0].gaps[number] if ranks[0].gaps else [0] * len(shapes)
     parameters: dict[str, Pieces] = {}
     start = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        end = start + shape.numel()
-        parts = []
-        for index, rank in enumerate(ranks):
-            low, high = (min(max(place - index * size, 0), size) for place in (start, end))
-            parts.append(rank.masters[number][low:high])
-        parameters[name] = parts
-        start = end + gap
-    total = sum(rank.masters[number].numel() for rank in ranks)
+        parameters[name] = _elements(masters, start, start + shape.numel())
+        start += shape.numel() + gap
+    total = sum(master.numel() for master in masters)
     if not start <= total < start + 2 * len(ranks):  # padded to a multiple of 2 x ranks
         raise _mixed(ranks[0].path, f"the elements of group {number} ({total:,} and {start:,})")
     return parameters
 
 
 def _split_stage3(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stage 3: each parameter's equal parts, the last ones without their padding."""
+    """Stage 3: each parameter's equal parts, the last ones padded."""
     parameters: dict[str, Pieces] = {}
     start = 0
     for name, shape in shapes.items():
         size = math.ceil(shape.numel() / len(ranks))
         parts = [rank.masters[number][start : start + size] for rank in ranks]
-        parameters[name] = _without_padding(parts, shape.numel())
+        parameters[name] = _elements(parts, 0, shape.numel())
         start += size
-    if ranks[0].sizes[number] != start:
-        raise _mixed(ranks[0].path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
+    for rank in ranks:
+        if rank.masters[number].numel() != start:
+            raise _mixed(rank.path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
     return parameters
 
 
-def _without_padding(parts: Pieces, count: int) -> Pieces:
-    """The first `count` elements."""
+def _elements(parts: Pieces, start: int, end: int) -> Pieces:
+    """Elements `start` to `end` of the parts together."""
     pieces = []
     for part in parts:
-        pieces.append(part[:count])
-        count -= pieces[-1].numel()
+        pieces.append(part[max(start, 0) : max(end, 0)])
+        start, end = start - part.numel(), end - part.numel()
     return pieces

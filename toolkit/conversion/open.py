@@ -75,8 +75,7 @@ def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
 
 def _run_checkpoint(path: Path) -> Path | None:
     """The folder of a run's checkpoint that `path` is, or the newest that it has."""
-    steps = [*folders.newest_first(path / "checkpoints"), *folders.newest_first(path)]
-    choices = [path, *steps]
+    choices = [path, *folders.newest_first(path / "checkpoints"), *folders.newest_first(path)]
     return next((folder for folder in choices if (folder / folders.STATE_FILE).is_file()), None)
 
 
@@ -129,8 +128,6 @@ def _open_model(folder: Path, name: str) -> Checkpoint:
     if not (folder / name).is_file():
         weight_map = read_table(folder / f"{name}.index.json", {})["weight_map"]
         files = sorted(set(weight_map.values()))
-    if missing := [file for file in files if not (folder / file).is_file()]:
-        raise UserError(f"{folder} lacks {listing(missing)}, which its index names: copy it again")
     states = [_open_state(folder / file) for file in files]
     tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
     if lacks := [name for name in weight_map if name not in tensors]:

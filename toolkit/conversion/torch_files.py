@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,8 @@ def load(path: Path) -> Any:
 
 
 def _fault(error: Exception) -> str:
-    _, found, rest = str(error).partition("GLOBAL ")
-    if not found:
+    _, is_global, rest = str(error).partition("GLOBAL ")
+    if not is_global:
         return f"damaged, or not a file of torch.save ({first_line(error)})"
     return (
         f"it needs {rest.split()[0]}, which no weights need: nothing was executed. If you trust "
@@ -86,35 +87,40 @@ def _fault(error: Exception) -> str:
     )
 
 
-def check_zip(path: Path) -> None:
-    """Raises UserError if a checksum is wrong. Files in torch's old format have none."""
+def check_tensors(path: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Raises UserError if the bytes of tensors, views of the mapped file, do not have a checksum that the file lists.
+    Files in torch's old format list none."""
+    if not zipfile.is_zipfile(path):
+        return
     try:
-        if not zipfile.is_zipfile(path):
-            return
         with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
+            known = {(entry.file_size, entry.CRC) for entry in file.infolist()}
+            file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
     except zipfile.BadZipFile as error:
-        damaged = str(error)
-    if damaged:
-        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; copy it again")
+        raise UserError(f"{path} is damaged: {error}; copy it again") from None
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+    for storage in storages.values():
+        content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        if (storage.nbytes(), zlib.crc32(content)) not in known:
+            raise UserError(f"{path} is damaged: {storage.nbytes():,} bytes have a wrong checksum; copy it again")
 
 
 def open_torch_file(path: Path) -> Checkpoint:
     """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises UserError."""
     content = load(path)
-    tensors = model_states(dict(_flattened((), content)), _is_weight)
+    tensors = model_states(dict(flattened((), content)), _is_weight)
     if not tensors:
         raise UserError(f"{path} has no named tensors: it is not a model's state")
     step = content.get("global_step")
-    check = functools.partial(check_zip, path)
+    check = functools.partial(check_tensors, path, list(tensors.values()))
     return Checkpoint(path, stored(tensors), step=step, checks=(check,))
 
 
-def _flattened(keys: tuple[object, ...], value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+def flattened(keys: tuple[object, ...], value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
     """(keys, tensor) of nested dicts."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flattened((*keys, key), inner)
+            yield from flattened((*keys, key), inner)
     elif isinstance(value, torch.Tensor) and keys:
         yield keys, value.detach()
 
@@ -130,7 +136,5 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
-        every[name] = each
-        if tensor.numel():
-            every[name] = first.setdefault(elements, each)
+        every[name] = first.setdefault(elements, each)
     return every

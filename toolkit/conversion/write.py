@@ -14,7 +14,7 @@ import torch
 from toolkit.checkpoint.safetensors_writer import SafetensorsWriter
 from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Stored
-from toolkit.errors import UserError
+from toolkit.errors import UserError, size_text
 from toolkit.utils.files import read_table, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,7 +23,7 @@ DECISIONS = "decisions.json"
 _FILES = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
-    "adapter_config.json", "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
+    "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
     "[0-9]_[A-Z]*/config.json",
 )  # fmt: skip
 # what belongs to the weights of one checkpoint: thresholds, the layers that sentence-transformers adds
@@ -51,7 +51,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Stored], dtype: torch.dtyp
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         write_new(folder / f"{stem}.safetensors.index.json", json.dumps(index, ensure_ascii=False, indent=2) + "\n")
-    return f"{total / 1e6:,.1f} MB in {len(shards)} file(s)"
+    return size_text(total)
 
 
 def _split(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
