@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.checkpoint.state import LiveState, live_state, persistent_buffers
+from toolkit.checkpoint.parameters import persistent_buffers
+from toolkit.checkpoint.state import LiveState, live_state
 from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -55,14 +56,9 @@ class Lion(PlainLion):
 ADAM = ("exp_avg", "exp_avg_sq")
 # name of a model -> its optimizer, if not AdamW, and the keys of its elementwise state
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
-    "sgd": (torch.optim.SGD, ()),
     "momentum": (functools.partial(torch.optim.SGD, momentum=0.9), ("momentum_buffer",)),
-    "rmsprop": (functools.partial(torch.optim.RMSprop, momentum=0.5), ("square_avg", "momentum_buffer")),
-    "adagrad": (torch.optim.Adagrad, ("sum",)),
     "lion": (Lion, ("exp_avg",)),
-    "amsgrad": (functools.partial(torch.optim.AdamW, amsgrad=True), (*ADAM, "max_exp_avg_sq")),
     "adafactor": (torch.optim.Adafactor, ("row_var", "col_var", "variance")),
-    "vectors": (torch.optim.Adafactor, ("variance",)),  # under ZeRO it gets vectors
 }
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.state import LiveState, tied_names
+from toolkit.checkpoint.parameters import tied_names
+from toolkit.checkpoint.state import LiveState
 
 
 def save_state(live: LiveState, folder: Path, step: int, **facts: Any) -> None:

@@ -1,14 +1,13 @@
-"""A run's checkpoints on disk, all of one format (docs/checkpoints.md). Rank 0 alone writes and reads them.
+"""A run's checkpoints on disk, all of one format (docs/checkpoints.md), written and read by rank 0.
 
-A folder is written under another name, flushed and renamed: whatever has a checkpoint's name is whole.
-"""
+A folder is written under another name, flushed and renamed: whatever has a checkpoint's name is
+whole."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
-import os
 import re
 import shutil
 import time
@@ -30,11 +29,6 @@ STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
 FORMAT = 2
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def first_with(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that contains `name`."""
-    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -81,7 +75,8 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another format."""
+    """A checkpoint's state.json. Raises UserError if it is missing, damaged or of another
+    format."""
     path = folder / STATE_FILE
     state = read_table(path, {})
     digest = state.pop("digest", None)
@@ -104,8 +99,8 @@ def find_fault(folder: Path) -> str:
 
 
 def newest_first(checkpoints: Path) -> list[Path]:
-    """The checkpoints in the order of their time, not of their step: a run that resumed an older one
-    continues from what it saved after that. Those whose state.json is damaged come first."""
+    """The checkpoints in the order of their time, not of their step: a run that resumed an older
+    one continues from what it saved after that. Those whose state.json is damaged come first."""
     folders = [path for path in checkpoints.glob("step-*") if step_number(path) is not None]
     return sorted(folders, key=lambda folder: (_saved_at(folder), folder.name), reverse=True)
 
@@ -128,9 +123,9 @@ def newest_save_time(checkpoints: Path) -> float:
 
 
 def set_links(checkpoints: Path, best_step: int) -> None:
-    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points `best`
-    to that of `best_step`, or removes the link if there is none: a run that resumed an older checkpoint
-    ignores better ones after it."""
+    """Points `last` to the newest checkpoint: a run may have been killed before it did. Points
+    `best` to that of `best_step`, or removes the link if there is none: a run that resumed an older
+    checkpoint ignores better ones after it."""
     for newest in readable(checkpoints)[:1]:
         _set_link(checkpoints / "last", newest)
     best = step_folder(checkpoints, best_step)
@@ -151,9 +146,9 @@ def _set_link(link: Path, folder: Path) -> None:
 
 def prune(checkpoints: Path, keep: int, best_step: int) -> None:
     """Removes all but the newest `keep` checkpoints and that of `best_step`."""
-    kept = {*readable(checkpoints)[:keep], step_folder(checkpoints, best_step)}
+    remaining = {*readable(checkpoints)[:keep], step_folder(checkpoints, best_step)}
     for folder in newest_first(checkpoints):
-        if folder not in kept:
+        if folder not in remaining:
             remove(folder)
 
 
@@ -169,8 +164,9 @@ def remove(folder: Path) -> None:
 
 
 def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
-    """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks call it.
-    `state`: its state.json. Raises UserError, before anything is changed, if they do not fit."""
+    """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks
+    call it. `state`: its state.json. Raises UserError, before anything is changed, if they do not
+    fit."""
     with contextlib.ExitStack() as stack:
         weights_file: Any = None
         optimizer_file: Any = None
@@ -190,7 +186,6 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
         for group, saved in zip(live.optimizer.param_groups, state["optimizer"]["groups"], strict=False):
             group.update(saved)
         live.after_loading()
-        live.set_steps(state["step"])
 
 
 def _shapes(file: Any) -> Shapes:
@@ -202,7 +197,8 @@ def _shapes(file: Any) -> Shapes:
 
 
 def _numbers(file: Any, entries: Shapes, weights: Shapes) -> dict[str, Any]:
-    """The optimizer's numbers by `KEY.NAME`, such as `step`: what has no dimensions and is not of a weight's shape."""
+    """The optimizer's numbers by `KEY.NAME`, such as `step`: what has no dimensions and is not of a
+    weight's shape."""
     numbers = {}
     for entry, (_, shape) in entries.items() if file else ():
         key, _, name = entry.partition(".")

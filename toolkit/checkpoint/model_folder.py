@@ -1,7 +1,7 @@
-"""Saves a model under any strategy as a Hugging Face folder, and loads the folder's weights into a model.
+"""Saves a model under any strategy as a Hugging Face folder, and loads such a folder's weights.
 
-With LoRA the folder has the merged model, and the sibling folder adapter/ the adapter. A live model of peft has, under
-`base_model.model.`,
+With LoRA the folder has the merged model, and the sibling folder adapter/ the adapter. A live model
+of peft has, under `base_model.model.`,
 
     X.base_layer.weight                                            frozen, of a layer with LoRA
     X.lora_A.default.weight (r, in), X.lora_B.default.weight (out, r)    trained
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from safetensors.torch import save_file
+from transformers.dynamic_module_utils import custom_object_save
 
-from toolkit.checkpoint.safetensors_writer import file_order
-from toolkit.checkpoint.state import live_state, tied_names
+from toolkit.checkpoint.parameters import tied_names
+from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, file_order
+from toolkit.checkpoint.state import live_state
 from toolkit.errors import UserError, listing
-from toolkit.pretrained import quiet_transformers
-from toolkit.utils.files import make_readable, read_table, replace_folder, write_new
+from toolkit.utils.files import read_table, replace_folder, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
@@ -54,100 +54,81 @@ def save_model(
 ) -> None:
     """Saves config, weights and tokenizer; all processes must call it, the main one writes.
 
-    The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of `DTYPES`). Each folder
-    is replaced atomically. A model that is not from `transformers` is saved as model.safetensors, and by its own
-    `save(folder, state_dict)` if it has one. `step`: optimizer steps taken, for `read_step`.
-    """
+    The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of
+    `DTYPES`). Each folder is replaced atomically. A model that is not from `transformers` is saved
+    as model.safetensors, and by its own `save(folder, state_dict)` if it has one. `step`: optimizer
+    steps taken, for `read_step`."""
     live = live_state(accelerator, model)
     module, shapes, state = live.module, live.weight_shapes(), {}
     for name, tensor in zip(file_order(shapes), live.gather(shapes, live.weights()), strict=True):
         if live.rank == 0:
             state[name] = tensor.cpu()
     if live.rank == 0:
-        state = {name: state[name] for name in shapes}
         state |= {other: state[name] for other, name in tied_names(module).items()}
-        _save_folder(module, tokenizer, state, folder, step, dtype)
+        with replace_folder(folder, overwrite=True) as draft:
+            _write_model(module, state, draft, DTYPES[dtype])
+            write_config_files(module, tokenizer, draft, DTYPES[dtype])
+            if step is not None:
+                write_new(draft / _RECORD, json.dumps(_record(step, dtype)))
         if lora_config(module):  # after the model: a run that is killed in between saves both again
-            _save_adapter(module, state, folder.with_name(ADAPTER_FOLDER), DTYPES[dtype])
+            trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+            with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
+                adapter = {_saved_name(name): state[name] for name in trained}
+                _write_tensors(adapter, draft / "adapter_model.safetensors", DTYPES[dtype])
+                write_adapter_config(module, draft)
     accelerator.wait_for_everyone()
 
 
-def _save_folder(
-    module: Any, tokenizer: Any, state: dict[str, torch.Tensor], folder: Path, step: int | None, dtype: str
-) -> None:  # fmt: skip
+def _write_model(module: Any, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
     plain = module
     if lora_config(module):
         plain, state = module.get_base_model(), merge_lora(module, state)
-    with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
-        _save_weights(plain, _cast(state, DTYPES[dtype]), draft)
-        _set_dtype(draft / "config.json", DTYPES[dtype])
-        if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(draft)
-        if step is not None:
-            write_new(draft / _RECORD, json.dumps(_record(step, dtype)))
-        make_readable(draft)
+    first = tied_names(plain)
+    # those of transformers, which ties them again: a weight that only the recipe has tied is saved twice
+    declared = getattr(plain, "all_tied_weights_keys", first)
+    saved = dict(state)
+    for other, name in declared.items():
+        if other in saved and first.get(other, other) == first.get(name, name):
+            del saved[other]
+    _write_tensors(saved, folder / "model.safetensors", dtype)
+    if hasattr(plain, "save") and not hasattr(plain, "save_pretrained"):
+        plain.save(folder, {name: _cast(name, tensor, dtype) for name, tensor in state.items()})
 
 
-def _save_adapter(module: Any, state: Mapping[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    adapter = {_saved_name(name): state[name] for name in state if name in trained}
-    with replace_folder(folder, overwrite=True) as draft:
-        save_file(_cast(adapter, dtype), draft / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_adapter_config(module, draft)
-        make_readable(draft)
-
-
-def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Contiguous tensors, the floating ones in `dtype`; tied ones stay one tensor. Raises UserError if a number
-    becomes infinite."""
-    casts: dict[int, torch.Tensor] = {}
+def _write_tensors(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
+    shapes = {}
     for name, tensor in state.items():
-        if id(tensor) in casts:
-            continue
-        cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        if dtype == torch.float16 and not torch.equal(cast.isinf(), tensor.isinf()):
-            raise UserError(f"{name} has a number that is infinite in fp16: pass --save_dtype bf16")
-        casts[id(tensor)] = cast.contiguous()
-    return {name: casts[id(tensor)] for name, tensor in state.items()}
+        shapes[name] = (dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape))
+    with SafetensorsWriter(path, shapes) as file:
+        for name in file.names:
+            file.write(name, _cast(name, state[name], dtype))
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Sets the dtype in a transformers config: else `from_pretrained` would load the dtype the model computed in."""
-    if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        path.write_text(json.dumps(config, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype` if it is floating. Raises UserError if a number becomes infinite."""
+    if not tensor.is_floating_point():
+        return tensor
+    cast = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.equal(cast.isinf(), tensor.isinf()):
+        raise UserError(f"{name} has a number that is infinite in fp16: pass --save_dtype bf16")
+    return cast
 
 
-def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
-    tied = tied_names(module)
-    if hasattr(module, "save_pretrained"):
-        declared = getattr(module, "all_tied_weights_keys", {})
-        copies: dict[str, torch.Tensor] = {}
-        for other, name in tied.items():
-            group = declared.get(other, other)
-            if group != declared.get(name, name) and other in state:
-                # tied by the recipe: transformers would refuse it
-                state[other] = copies.setdefault(group, state[other].clone())
-        # by the model's names: transformers would write those of an older format (GTE, NomicBERT)
-        module.save_pretrained(folder, state_dict=state, save_original_format=False)
-        return
-    untied = {name: tensor for name, tensor in state.items() if name not in tied}
-    save_file(untied, folder / "model.safetensors", metadata={"format": "pt"})
-    if hasattr(module, "save"):
-        module.save(folder, state)
-
-
-def write_config_files(module: Any, tokenizer: Any, folder: Path) -> None:
-    """What a checkpoint's model/ holds: config and tokenizer, without weights."""
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "save_pretrained"):  # a user's model class may have none
+def write_config_files(module: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """A model folder without weights: config, the code of a model that is not transformers' own,
+    tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
+    plain = module.get_base_model() if lora_config(module) else module
+    config: Any = copy.deepcopy(getattr(plain, "config", None))
+    if hasattr(plain, "save_pretrained"):  # a user's model class may have none
+        config.architectures = [type(plain).__name__.removeprefix("FSDP")]
+        config.dtype = dtype or config.dtype
+        if plain._auto_class is not None:
+            custom_object_save(plain, folder, config=config)
         config.save_pretrained(folder)
-    if getattr(config, "is_encoder_decoder", False):  # the lengths and the beam search of generated texts
-        module.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if lora_config(module):
-        write_adapter_config(module, folder)
+        if plain.can_generate():  # the lengths and the beam search of generated texts
+            plain.generation_config.save_pretrained(folder)
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
 
 
 def read_step(folder: Path) -> int | None:
@@ -197,10 +178,11 @@ def check_adapter(model: torch.nn.Module) -> None:
 
 
 def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al., 2021, section 4.1).
+    """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al.,
+    2021, section 4.1).
 
-    Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA with another formula.
-    """
+    Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA
+    with another formula."""
     merged: dict[str, torch.Tensor] = {}
     factors = {name for name in state if ".lora_" in name}
     for name, tensor in state.items():
@@ -232,10 +214,11 @@ def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
 
 
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
-    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must call it.
+    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must
+    call it.
 
-    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling adapter/ is read.
-    """
+    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling
+    adapter/ is read."""
     live = live_state(accelerator, model)
     files = live.broadcast(_files_for(live.module, folder) if live.rank == 0 else None)
     shapes = {name: shape for name, shape in live.weight_shapes().items() if name in files}
@@ -251,7 +234,8 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
 
 
 def _files_for(module: torch.nn.Module, folder: Path) -> dict[str, tuple[Path, str]]:
-    """A model's name of a weight -> (its file, its name there); with LoRA of the adapter's: others are unchanged."""
+    """A model's name of a weight -> (its file, its name there); with LoRA of the adapter's: others
+    are unchanged."""
     tied = tied_names(module)
     names = {name: name for name in module.state_dict()}
     source = folder

@@ -1,8 +1,9 @@
-"""Writes a safetensors file one tensor at a time, so that no two of them need to be in memory together.
+"""Writes a safetensors file one tensor at a time, so that no two of them need to be in memory
+together.
 
-The header of the format (https://github.com/huggingface/safetensors#format) holds names, dtypes and shapes alone: it
-is written first, and each tensor's bytes follow as they come. The library's own `save_file` needs all tensors at once.
-"""
+The header of the format (https://github.com/huggingface/safetensors#format) holds names, dtypes and
+shapes alone: it is written first, and each tensor's bytes follow as they come. The library's own
+`save_file` needs all tensors at once."""
 
 from __future__ import annotations
 
@@ -38,14 +39,16 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class SafetensorsWriter:
-    """Use it as a context manager: `with SafetensorsWriter(path, shapes) as file`, then `file.write(name, tensor)` for
-    each of `file.names`, in that order. An error in the block leaves an unfinished file, which its caller removes."""
+    """Use it as a context manager: `with SafetensorsWriter(path, shapes) as file`, then
+    `file.write(name, tensor)` for each of `file.names`, in that order. An error in the block leaves
+    an unfinished file, which its caller removes."""
 
     def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None) -> None:
-        """Creates the file and writes its header. Raises FileExistsError, and UserError for a dtype that the format
-        does not have."""
+        """Creates the file and writes its header. Raises FileExistsError, and UserError for a dtype
+        that the format does not have."""
         self.names = file_order(shapes)
-        """The tensors' names in the order of the file: larger elements first, which aligns each tensor."""
+        """The tensors' names in the order of the file: larger elements first, which aligns each
+        tensor."""
         self.digest = ""
         """XXH3 (128 bits) of the whole file as hexadecimal digits, once the block has ended."""
         self._shapes, self._written, self._hash = shapes, 0, xxhash.xxh3_128()
@@ -64,7 +67,8 @@ class SafetensorsWriter:
             self._file.close()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends the next tensor. Raises ValueError if it is not the one that the header announces."""
+        """Appends the next tensor. Raises ValueError if it is not the one that the header
+        announces."""
         expected = self.names[self._written]
         dtype, shape = self._shapes[expected]
         if name != expected or tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
@@ -86,7 +90,8 @@ class SafetensorsWriter:
 
 
 def file_order(shapes: Shapes) -> list[str]:
-    """The names in the order in which a file holds them; the same on every rank that knows the same shapes."""
+    """The names in the order in which a file holds them; the same on every rank that knows the same
+    shapes."""
     return sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
 
 

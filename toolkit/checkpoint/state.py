@@ -1,23 +1,28 @@
-"""The training state in the ranks' memory, under any strategy, as tensors by the parameters' own names.
+"""The training state in the ranks' memory, under any strategy, by the parameters' own names.
 
-The strategy decides which elements of a parameter a rank has, and in which tensor their fp32 master and optimizer state
-are. `Fragment` hides that: to save is to gather each tensor from its fragments, to resume is to fill them from it.
-"""
+The strategy decides which elements of a parameter a rank has, and in which tensor their fp32 master
+and optimizer state are. `Fragment` hides that: to save is to gather each tensor from its fragments,
+to resume is to fill them from it."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from toolkit.checkpoint.parameters import (
+    full_shape,
+    local,
+    local_shard,
+    persistent_buffers,
+    range_of_stage3,
+    reshard,
+)
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes, file_order
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
@@ -56,11 +61,12 @@ class Place:
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """(count,) elements of the master, or of state of its shape."""
-        return _local(tensor).view(-1).narrow(0, self.offset, self.count)
+        return local(tensor).view(-1).narrow(0, self.offset, self.count)
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
-    """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is taken."""
+    """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is
+    taken."""
     module, device = unwrapped(model), accelerator.device
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
@@ -80,8 +86,8 @@ class LiveState:
     """Whether ranks have different elements."""
 
     def __init__(self, module: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
-        """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's. `device`: where whole tensors are gathered,
-        one at a time."""
+        """`optimizer`: under ZeRO the torch optimizer inside DeepSpeed's. `device`: where whole
+        tensors are gathered, one at a time."""
         self.module, self.optimizer, self.device = module, optimizer, device
         self.buffers = dict(persistent_buffers(module))
         self._full_shapes = {name: full_shape(each) for name, each in module.named_parameters()}
@@ -103,29 +109,31 @@ class LiveState:
         return "ddp" if self.world > 1 else "single"
 
     def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        """The tensors that the optimizer updates, each with the names of the parameters in it; the same names in the
-        same order on all ranks."""
+        """The tensors that the optimizer updates, each with the names of the parameters in it; the
+        same names in the same order on all ranks."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 yield parameter, [name]
 
     def place(self, parameter: Any) -> Place | None:
         """None if this rank has no element of a trained parameter."""
-        start, values = _local_shard(parameter)
+        start, values = local_shard(parameter)
         return Place(parameter, 0, start, values.numel())
 
     def weights(self) -> Iterator[Fragment]:
-        """Of all parameters, in the model's order, tied ones once (fp32 masters of trained ones); then of buffers."""
+        """Of all parameters, in the model's order, tied ones once (fp32 masters of trained ones);
+        then of buffers."""
         for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
-                yield Fragment(name, *_local_shard(parameter))
+                yield Fragment(name, *local_shard(parameter))
             elif place := self.place(parameter):
                 yield Fragment(name, place.start, place.view(place.master))
         for name, buffer in self.buffers.items():
             yield Fragment(name, 0, buffer.data.view(-1))
 
     def moments(self) -> Iterator[Fragment]:
-        """Of the optimizer's state of trained parameters, numbers and tensors of other shapes included."""
+        """Of the optimizer's state of trained parameters, numbers and tensors of other shapes
+        included."""
         for name, parameter in self.module.named_parameters():
             place = self.place(parameter) if parameter.requires_grad else None
             if place is None:
@@ -142,8 +150,8 @@ class LiveState:
         return {name: (_file_dtype(tensor.dtype), full_shape(tensor)) for name, tensor in tensors}
 
     def optimizer_shapes(self) -> Shapes:
-        """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError for state that
-        cannot be saved."""
+        """What a checkpoint holds of the optimizer's state; the same on all ranks. Raises UserError
+        for state that cannot be saved."""
         shapes: Shapes = {}
         for master, names in self.optimizer_tensors():
             for key, value in self.optimizer.state.get(master, {}).items():
@@ -156,8 +164,8 @@ class LiveState:
         return shapes
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """By parameter group the values that the optimizer itself has changed (its own counters, say). Raises UserError
-        for those that JSON cannot hold."""
+        """By parameter group the values that the optimizer itself has changed (its own counters,
+        say). Raises UserError for those that JSON cannot hold."""
         groups = []
         for group in self.optimizer.param_groups:
             values = {key: value for key, value in group.items() if key not in _OF_SETTINGS}
@@ -179,8 +187,8 @@ class LiveState:
             raise UserError(f"{what} {fault}: launch with ddp (accelerate_configs/)")
 
     def gather(self, shapes: Shapes, fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
-        """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on the others.
-        Collective: every rank must exhaust it."""
+        """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on
+        the others. Collective: every rank must exhaust it."""
         by_name = {each.name: each for each in fragments}
         for name in file_order(shapes):
             dtype, shape = shapes[name]
@@ -203,8 +211,8 @@ class LiveState:
 
     @torch.no_grad()
     def scatter(self, shapes: Shapes, fragments: Iterable[Fragment], read: Callable[[str], torch.Tensor]) -> None:
-        """Fills this rank's fragments, one whole tensor at a time. `read`: of a name, on rank 0 alone.
-        Collective."""
+        """Fills this rank's fragments, one whole tensor at a time. `read`: of a name, on rank 0
+        alone. Collective."""
         by_name = {each.name: each for each in fragments}
         for name in file_order(shapes):
             dtype, shape = shapes[name]
@@ -219,8 +227,9 @@ class LiveState:
                 fragment.values.copy_(whole.view(-1).narrow(0, fragment.start, count))
 
     def create_moments(self, saved: Shapes, numbers: Mapping[str, Any]) -> None:
-        """Replaces the optimizer's state by that of a checkpoint: numbers with their values, tensors to be filled by
-        `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values of those without dimensions."""
+        """Replaces the optimizer's state by that of a checkpoint: numbers with their values,
+        tensors to be filled by `scatter`. `saved`: the shapes by `KEY.NAME`; `numbers`: the values
+        of those without dimensions."""
         keys: dict[str, list[str]] = {}
         for entry in saved:
             key, _, name = entry.partition(".")
@@ -260,9 +269,6 @@ class LiveState:
     def after_loading(self) -> None:
         """Collective: copies the masters into the model's weights."""
 
-    def set_steps(self, steps: int) -> None:
-        """Sets a strategy's own count of optimizer steps."""
-
 
 class ShardedState(LiveState):
     """FSDP2: each rank has some rows of each parameter, as a DTensor."""
@@ -279,7 +285,8 @@ class ZeroState(LiveState):
     def __init__(
         self, module: torch.nn.Module, zero: Any, engine: Any, device: torch.device, masters: str, groups: str
     ) -> None:  # fmt: skip
-        """`masters`, `groups`: DeepSpeed's names for the flat masters, and for the parameters in each."""
+        """`masters`, `groups`: DeepSpeed's names for the flat masters, and for the parameters in
+        each."""
         super().__init__(module, zero.optimizer, device)
         self.zero, self.engine = zero, engine
         self.masters = require(zero, masters, "deepspeed")
@@ -294,14 +301,10 @@ class ZeroState(LiveState):
         for master, parameters in zip(self.masters, self.groups, strict=True):
             yield master, [names[id(parameter)] for parameter in parameters]
 
-    def set_steps(self, steps: int) -> None:
-        self.engine.global_steps = steps
-        self.engine.global_samples = steps * self.engine.train_batch_size()
-
 
 class FlatState(ZeroState):
-    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: one flat fp32 master per parameter group. Each rank has a range of
-    it, which begins and ends anywhere inside parameters."""
+    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: one flat fp32 master per parameter group. Each
+    rank has a range of it, which begins and ends anywhere inside parameters."""
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any, device: torch.device) -> None:
         names = ("single_partition_of_fp32_groups", "round_robin_bit16_groups")
@@ -346,7 +349,7 @@ class Stage3State(ZeroState):
 
     def place(self, parameter: Any) -> Place | None:
         group, offset, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        start, count = _range_of_stage3(parameter, padded)
+        start, count = range_of_stage3(parameter, padded)
         return Place(self.masters[group], offset, start, count) if count else None
 
     def before_loading(self) -> None:
@@ -366,61 +369,6 @@ class Stage3State(ZeroState):
             if compute.is_cuda:  # DeepSpeed gathers in another stream, which does not wait for these copies
                 torch.cuda.synchronize(compute.device)
         zero.checkpoint_event_epilogue()
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Reshards FSDP2's modules: the root keeps its parameters unsharded from an evaluation to the next backward."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
-
-
-def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a state_dict has, shared ones once."""
-    for name, buffer in module.named_buffers():
-        owner, _, short = name.rpartition(".")
-        if short not in module.get_submodule(owner)._non_persistent_buffers_set:
-            yield name, buffer
-
-
-def floating_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Persistent ones that are not integers: running means, but not counts."""
-    return ((name, each) for name, each in persistent_buffers(module) if each.is_floating_point())
-
-
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Another name of a parameter -> the name under which it is saved."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    names = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(each)] for name, each in names if first[id(each)] != name}
-
-
-def full_shape(parameter: Any) -> tuple[int, ...]:
-    """The unsharded shape of a parameter."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _range_of_stage3(parameter: Any, padded: int) -> tuple[int, int]:
-    """(first element, number of elements) of this rank's shard under ZeRO-3; `padded`: its elements with padding."""
-    start = torch.distributed.get_rank(parameter.ds_process_group) * padded
-    return start, max(0, min(padded, parameter.ds_numel - start))
-
-
-def _local_shard(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, (n,) view) of this rank's shard: of ZeRO-3, of a DTensor sharded by rows, or the whole tensor."""
-    if hasattr(parameter, "ds_tensor"):
-        start, count = _range_of_stage3(parameter, parameter.ds_tensor.numel())
-        return min(start, parameter.ds_numel), parameter.ds_tensor.data.view(-1)[:count]
-    start = 0
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        _, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        start = offsets[0] * math.prod(parameter.shape[1:])
-    return start, _local(parameter).view(-1)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local().data if isinstance(tensor, DTensor) else tensor.data
 
 
 def _is_elementwise(key: str, value: Any, master: torch.Tensor) -> bool:

@@ -254,7 +254,7 @@ class TrainingSettings:
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept, in addition to the best one."""
     checkpoint_in_background: bool = False
-    """Write checkpoints while training continues; needs host memory for a copy, three times the weights' size."""
+    """Write checkpoints while training continues; needs memory for a copy on rank 0, 12 bytes a parameter."""
     resume: Literal["auto", "no"] | str = "auto"
     """auto: continue from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None

@@ -1,8 +1,7 @@
 """An exponential moving average of the weights (`--ema_decay`).
 
-It is stored as the entry `ema` of each weight's optimizer state, so every strategy shards, saves and resumes it as it
-does the moments.
-"""
+It is stored as the entry `ema` of each weight's optimizer state, so every strategy shards, saves
+and resumes it as it does the moments."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ class Average:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's `ExponentialMovingAverage`
-        the decay is at most (1 + updates) / (10 + updates), so that the first weights do not dominate a short run."""
+        """Adds the current weights, after `updates` optimizer updates. As in TensorFlow's
+        `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates), so that the
+        first weights do not dominate a short run."""
         if self._trained is None:  # cached: it builds maps of all parameters
             live = self._live()
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
@@ -50,8 +50,8 @@ def remove_average(live: LiveState) -> None:
 
 @contextlib.contextmanager
 def average_as_weights(live: Callable[[], LiveState]) -> Iterator[None]:
-    """Within this context the model's weights are their average, if there is one, for evaluating and saving; all
-    processes call this."""
+    """Within this context the model's weights are their average, if there is one, for evaluating
+    and saving; all processes call this."""
     _swap(live())
     try:
         yield

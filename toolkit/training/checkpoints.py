@@ -19,9 +19,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.model_folder import lora_config, write_config_files
+from toolkit.checkpoint.model_folder import lora_config, write_adapter_config, write_config_files
+from toolkit.checkpoint.parameters import full_shape, tied_names
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes
-from toolkit.checkpoint.state import LiveState, full_shape, live_state, tied_names
+from toolkit.checkpoint.state import LiveState, live_state
 from toolkit.errors import UserError, listing, size_text
 from toolkit.evaluation.best import Best
 from toolkit.training.extra_state import random_states, registered_content
@@ -34,8 +35,8 @@ _DISK_REMEDY = "Free some space (is the disk full?) or lower --keep_checkpoints,
 
 
 class Checkpoints:
-    """The checkpoints of one run; all ranks must call every method. `facts` go into each state.json: settings,
-    versions, and `identity`, which must be equal in a run that resumes it."""
+    """The checkpoints of one run; all ranks must call every method. `facts` go into each
+    state.json: settings, versions, and `identity`, which must be equal in a run that resumes it."""
 
     def __init__(
         self,
@@ -65,9 +66,10 @@ class Checkpoints:
         return live_state(self.accelerator, self.model, self.optimizer)
 
     def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False, last: bool = False) -> dict[str, Any]:
-        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop signal; the last step
-        of a resumed run always. Returns the entries for the step's line in metrics.jsonl. `evaluation_due`: this step's
-        evaluation was skipped; a resumed run begins with it. `last`: the recipe has left the loop after this step."""
+        """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop
+        signal; the last step of a resumed run always. Returns the entries for the step's line in
+        metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed run begins
+        with it. `last`: the recipe has left the loop after this step."""
         if self._pending is not None and self._pending.done():
             self.wait()
         if last and metrics.step == self._saved:  # but its best model may be another one now
@@ -108,7 +110,8 @@ class Checkpoints:
         return sum(math.prod(shape) * dtype.itemsize for shapes in tables.values() for dtype, shape in shapes.values())
 
     def _tables(self, live: LiveState) -> dict[str, Shapes]:
-        """What the files of a checkpoint hold. LoRA's base weights, large and unchanged, are left out."""
+        """What the files of a checkpoint hold. LoRA's base weights, large and unchanged, are left
+        out."""
         weights = live.weight_shapes()
         for name in self._excluded(live):
             del weights[name]
@@ -128,7 +131,10 @@ class Checkpoints:
 
         def write_others(draft: Path) -> None:
             (draft / "model").mkdir()
-            write_config_files(unwrapped(self.model), self.tokenizer, draft / "model")
+            module = unwrapped(self.model)
+            write_config_files(module, self.tokenizer, draft / "model")
+            if lora_config(module):
+                write_adapter_config(module, draft / "model")
             if objects:
                 (draft / "objects.pt").write_bytes(objects)
 
@@ -168,7 +174,8 @@ class Checkpoints:
         }
 
     def _flush_log(self) -> dict[str, int]:
-        """Flushes the run's log files to the disk before the checkpoint is complete. Returns their numbers of lines."""
+        """Flushes the run's log files to the disk before the checkpoint is complete. Returns their
+        numbers of lines."""
         lines = {}
         for name in ("config.json", "metrics.jsonl", "eval.jsonl"):
             path = self.path.with_name(name)
@@ -186,8 +193,8 @@ class Checkpoints:
                 folders.set_links(self.path, self.best.step)
 
     def notes(self) -> list[str]:
-        """Lines for the log: the size of checkpoints. Raises UserError if this run's state cannot be saved: at the
-        start, not at the first save."""
+        """Lines for the log: the size of checkpoints. Raises UserError if this run's state cannot
+        be saved: at the start, not at the first save."""
         registered_content(self.accelerator)
         if not self.settings.checkpoint_every:
             return []
@@ -200,8 +207,8 @@ class Checkpoints:
         return [self._size_note(live)] if self.accelerator.is_main_process else []
 
     def _size_note(self, live: LiveState) -> str:
-        """Compares the disk space that checkpoints need with what is free on rank 0's disk. Raises UserError if not one
-        fits."""
+        """Compares the disk space that checkpoints need with what is free on rank 0's disk. Raises
+        UserError if not one fits."""
         trained = sum(math.prod(full_shape(each)) for each in live.module.parameters() if each.requires_grad)
         weights = self._tables(live)[folders.WEIGHTS_FILE].values()
         # and AdamW's two moments

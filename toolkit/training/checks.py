@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-from toolkit.checkpoint.state import full_shape
+from toolkit.checkpoint.parameters import full_shape
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import log_on_main

@@ -1,5 +1,5 @@
-"""What a checkpoint holds beside weights and optimizer: the random generators of each rank, and what the recipe has
-registered with `accelerator.register_for_checkpointing`."""
+"""What a checkpoint holds beside weights and optimizer: the random generators of each rank, and
+what the recipe has registered with `accelerator.register_for_checkpointing`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _from_text(text: str) -> torch.Tensor:
 
 
 def registered_content(accelerator: Accelerator) -> bytes:
-    """objects.pt: the states of what the recipe registered; empty without any. Raises UserError for what cannot be
-    read back without executing code, and for shards."""
+    """objects.pt: the states of what the recipe registered; empty without any. Raises UserError for
+    what cannot be read back without executing code, and for shards."""
     objects = require(accelerator, "_custom_objects", "accelerate")
     if not objects:
         return b""
@@ -79,7 +79,8 @@ def registered_content(accelerator: Accelerator) -> bytes:
 
 
 def load_registered(accelerator: Accelerator, content: bytes) -> None:
-    """Loads these states. Raises UserError unless the recipe registers the objects that it did when it saved."""
+    """Loads these states. Raises UserError unless the recipe registers the objects that it did when
+    it saved."""
     objects = require(accelerator, "_custom_objects", "accelerate")
     states = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) if content else []
     remedy = "use the same recipe, or another --output_dir"

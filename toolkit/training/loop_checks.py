@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from toolkit.checkpoint.state import floating_buffers, reshard
+from toolkit.checkpoint.parameters import floating_buffers, reshard
 from toolkit.errors import UserError, listing
 from toolkit.launch import log_on_main
 from toolkit.training import checks

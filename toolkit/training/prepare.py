@@ -19,7 +19,7 @@ from accelerate.utils import DynamoBackend
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import check_adapter
-from toolkit.checkpoint.state import floating_buffers, full_shape, persistent_buffers
+from toolkit.checkpoint.parameters import floating_buffers, full_shape, persistent_buffers
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split

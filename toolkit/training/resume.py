@@ -51,8 +51,8 @@ class Origin:
 
 
 def precision_of(settings: TrainingSettings) -> str:
-    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's. Only on rank 0, whose disk decides:
-    `make_accelerator` gives it to the others."""
+    """`--mixed_precision`; if that is auto and the run resumes, the checkpoint's. Only on rank 0,
+    whose disk decides: `make_accelerator` gives it to the others."""
     checkpoints = Path(settings.output_dir or ".") / "checkpoints"
     resume = _resume_setting(settings, checkpoints)
     set_global_ranks(os.environ)
@@ -79,8 +79,8 @@ def previous_attempt_in(checkpoints: Path) -> bool:
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """The newest whole one of the checkpoints that `--resume` names. Raises UserError if none is whole, or if it is of
-    another job."""
+    """The newest whole one of the checkpoints that `--resume` names. Raises UserError if none is
+    whole, or if it is of another job."""
     if resume == "no":
         return Origin()
     skipped: list[str] = []
@@ -99,8 +99,8 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
 
 
 def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
-    """The checkpoints that `--resume` names, the newest first: one by its path or by its name in this run's
-    `checkpoints`, or those of a run (of this one for `auto`)."""
+    """The checkpoints that `--resume` names, the newest first: one by its path or by its name in
+    this run's `checkpoints`, or those of a run (of this one for `auto`)."""
     if resume == "auto":
         return folders.newest_first(checkpoints)
     path = Path(resume)
@@ -116,8 +116,8 @@ def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
 
 
 def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
-    """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A model's folder is
-    identified by its content, and may be moved or copied."""
+    """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
+    model's folder is identified by its content, and may be moved or copied."""
     model, training = settings.model, settings.training
 
     def content(name: str) -> str:
@@ -207,8 +207,9 @@ class Resumed:
 
 
 def resume_from(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:
-    """Restores a checkpoint into model, optimizer, schedule and random generators; all ranks must call it. `ignored`:
-    settings that do not affect training and may change. Returns None if the run starts at step 0."""
+    """Restores a checkpoint into model, optimizer, schedule and random generators; all ranks must
+    call it. `ignored`: settings that do not affect training and may change. Returns None if the run
+    starts at step 0."""
     folder = origin.folder
     if folder is None:
         return None
@@ -265,9 +266,9 @@ def _resumed_lines(
 
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
-    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is missing, newer than
-    the resumed one or of another `--save_dtype`. Where the best checkpoint is gone, the next evaluation counts as the
-    best."""
+    """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is
+    missing, newer than the resumed one or of another `--save_dtype`. Where the best checkpoint is
+    gone, the next evaluation counts as the best."""
     best, dtype = checkpoints.best, checkpoints.settings.save_dtype
     model_folder = checkpoints.path.with_name("model")
     if not best.step or broadcast_object_list([has_model(model_folder, best.step, dtype)])[0]:
@@ -291,7 +292,8 @@ def _whole_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
-    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings have changed."""
+    """Raises UserError if a checkpoint has more steps than the run, or all of them and settings
+    have changed."""
     remedy = "raise --max_steps (or --num_train_epochs), or pass another --output_dir or --overwrite_output_dir"
     if step > total:
         raise UserError(f"{folder} has taken {step} steps, but the settings ask for {total} in total: {remedy}")

@@ -44,8 +44,8 @@ class RunFolder:
 def open_run_folder(
     accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
 ) -> RunFolder:
-    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError if the folder holds
-    a run that `--resume` excludes, or that cannot be resumed."""
+    """Opens `--output_dir`; all ranks must call it. `facts`: see `Checkpoints`. Raises UserError if
+    the folder holds a run that `--resume` excludes, or that cannot be resumed."""
     folder, fault = None, ""
     if accelerator.is_main_process:
         try:
@@ -130,7 +130,8 @@ def _lock(path: Path) -> FileLock | None:
 
 
 def _holder(path: Path) -> str:
-    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID another may have."""
+    """` (process 4711 on HOST)`, by config.json; empty if that is of an earlier run, whose PID
+    another may have."""
     world = _config_of(path).get("world", {})
     try:
         if world["host"] == socket.gethostname():
@@ -152,7 +153,8 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 
 def _can_continue(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
-    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 if it has none yet."""
+    """Whether this run continues the one in the folder: from its checkpoint, or from step 0 if it
+    has none yet."""
     if origin.folder:
         return (path / "checkpoints").resolve() in origin.folder.resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():

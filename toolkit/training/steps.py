@@ -23,7 +23,7 @@ from accelerate.utils import gather_object, set_seed
 from torch.distributed.tensor import DTensor
 
 from toolkit import launch
-from toolkit.checkpoint.state import floating_buffers
+from toolkit.checkpoint.parameters import floating_buffers
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, Collator, GlobalBatches, Prefetcher, accumulation_of, collator_of, micro_batches
 from toolkit.data.tokens import Split
