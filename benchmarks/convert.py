@@ -153,9 +153,9 @@ def table(figures: dict[str, list[tuple[float, int]]], options: argparse.Namespa
         rows.append(f"| {name} | {min(seconds):.1f} | {median:.1f} | {median / base:.2f} | {peak / 1e9:.2f} GB |")
     return f"""# Conversion
 
-A model of {options.gigabytes:g} GB in fp32, saved by DeepSpeed's ZeRO-3 on {RANKS} processes, {size / 1e9:.1f} GB on disk.
-Each row is a whole process, imports included, {options.repeats} times in turns; load average {os.getloadavg()[0]:.1f} at
-the end. {processor()}. `python benchmarks/convert.py --write`
+A model of {options.gigabytes:g} GB in fp32, saved by DeepSpeed's ZeRO-3 on {RANKS} processes, {size / 1e9:.1f} GB
+on disk. Each row is a whole process, imports included, {options.repeats} times in turns; load average
+{os.getloadavg()[0]:.1f} at the end. {processor()}. `python benchmarks/convert.py --write`
 
 | | seconds, least | median | of the copy | peak RssAnon |
 |---|---|---|---|---|
