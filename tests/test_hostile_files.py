@@ -139,7 +139,7 @@ SETTINGS = ["--model_name_or_path", ".", "--train_file", "rows.csv", "--max_step
             "--global_batch_size", "8", "--per_device_batch_size", "4", "--mixed_precision", "no"]  # fmt: skip
 RECIPE = [str(ROOT / "recipes" / "cls.py"), *SETTINGS, "--output_dir", "OUT"]
 COMMANDS: dict[str, list[str]] = {
-    "convert": ["toolkit", "convert", ".", "OUT", "--verify"],
+    "convert": ["toolkit", "convert", ".", "OUT"],
     "predict, ddp": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/ddp.yaml"],
     "predict, zero2": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/zero2.yaml"],
     "predict, one process": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/single.yaml"],

@@ -132,6 +132,9 @@ def test_a_lost_model_folder_gets_the_average_of_the_weights_again(settings: lis
     again, trained = (load_file(run / name) for name in files)
     assert all((again[name] == values).all() for name, values in saved.items())
     assert any((trained[name] != values).any() for name, values in saved.items())
+    start(["toolkit", "convert", run / "checkpoints" / "best", tmp_path / "out"]).succeeded()
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert all((converted[name] == values).all() for name, values in saved.items())
     train(*settings, "--max_steps", 10, "--output_dir", run)
     assert not any(name.startswith("ema.") for name in load_file(run / "checkpoints" / "last/optimizer.safetensors"))
 

@@ -21,7 +21,7 @@ FLOORS = {
     "errors": 0, "utils": 0, "config": 0, "launch": 0, "demo": 0, "pretrained": 0,
     "data": 1, "models": 1, "objective": 1, "checkpoint": 1,
     "training": 2, "evaluation": 2,
-    "report": 3, "run": 3, "api": 3,
+    "report": 3, "run": 3, "api": 3, "conversion": 3,
     "features": 4,
     "commands": 5, "cli": 5, "__main__": 5, "recipes": 5,
 }  # fmt: skip
@@ -108,6 +108,13 @@ def test_the_core_names_no_feature_and_features_are_light_to_find() -> None:
     hooks = [path for path in MODULES if path.name == "feature.py"]
     assert {path.parent.name for path in hooks} == {path.name for path in (PACKAGE / "features").iterdir()
                                                     if (path / "__init__.py").is_file()}  # fmt: skip
+
+
+def test_conversion_is_a_leaf() -> None:
+    """Only its command and `toolkit.convert` import it."""
+    paths = {path for path in MODULES for _, module in imports_of(path) if module.startswith("toolkit.conversion")}
+    outside = {name_of(path) for path in paths if part_of(name_of(path)) != "conversion"}
+    assert outside == {"toolkit.api", "toolkit.commands.convert"}
 
 
 def test_no_module_imports_itself_through_others() -> None:

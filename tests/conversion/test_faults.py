@@ -68,7 +68,7 @@ def weights_in(content: bytes) -> list[int]:
     optimizer = state.get("optimizer_state_dict", {})
     tensors = optimizer.get("fp32_flat_groups") or optimizer.get("single_partition_of_fp32_groups")
     tensors = tensors or [state.get("module", state)["mean"]]
-    return [content.index(tensor.numpy().tobytes()) + 3 for tensor in tensors]
+    return [content.index(tensor.detach().numpy().tobytes()) + 3 for tensor in tensors]
 
 
 @pytest.mark.parametrize(

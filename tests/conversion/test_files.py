@@ -175,7 +175,7 @@ def test_a_model_in_any_dtype(most: str, trained: Any, tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
     for shard in list((tmp_path / "model").glob("*-00002-of-*")):
         shard.unlink()
-        refusal(toolkit.convert, tmp_path / "model", tmp_path / "out", says=[shard.name, "lacks"])
+        refusal(toolkit.convert, tmp_path / "model", tmp_path / "out", says=[shard.name])
     big = {"a.weight": torch.tensor([1e5, 2.0]), "b.weight": torch.tensor([float("inf")])}
     save_file(big, tmp_path / "big.safetensors")
     refusal(toolkit.convert, tmp_path / "big.safetensors", tmp_path / "out", dtype="fp16", says=["a.weight", "bf16"])
@@ -189,7 +189,7 @@ def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], config: Path, *
         "optimizer.safetensors": {"step.x": (torch.float32, ())},
     }
     every = [*(tensors[name] for name in file_order(tables["weights.safetensors"])), torch.tensor(7.0)]
-    known = {"step": 7, "tied": {}, "excluded": {}, "base_model": None, "settings": {}}
+    known = {"step": 7, "tied": {}, "excluded": {}, "base_model": None, "settings": {}, "identity": {"model": ""}}
     folders.save(folder, tables, every, {**known, **facts}, lambda draft: shutil.copytree(config, draft / "model"))
     return folder
 

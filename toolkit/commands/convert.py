@@ -1,3 +1,5 @@
+"""`toolkit convert`: its command line."""
+
 from __future__ import annotations
 
 import argparse

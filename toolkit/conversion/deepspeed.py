@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit.conversion.stored import Checkpoint, Stored
+from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import check_tensors, flattened, load, stored
 from toolkit.errors import UserError, listing
 
@@ -60,44 +60,45 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
     Raises UserError if a rank's file is missing, damaged or of another save.
     """
     files, ranks = _load(folder)
-    models = list(files.values())
-    first = models[0]
+    first = next(iter(files.values()))
     groups: list[Shapes] = first.get("param_shapes") or []
-    frozen: Shapes = first.get("frozen_param_shapes") or {}
+    stage3 = next(iter(files)).name != _MODEL
+    split = _split_stage3 if stage3 else _split_buffer
     trained: dict[str, Pieces] = {}
-    split = _split_buffer if len(models) == 1 else _split_stage3
     for number, shapes in enumerate(groups):
         trained |= split(ranks, number, shapes)
+    checks: list[Check] = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
+    for file, content in files.items():
+        used = list(dict(flattened((), content)).values())
+        checks.append(functools.partial(check_tensors, file, used))
+    checks.append(functools.partial(_check_copies, folder, first["module"], trained))
+    tensors = _named_tensors(list(files.values()), trained, stage3)
+    in_order = {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors}
+    return Checkpoint(path, in_order, step=first["global_steps"], checks=tuple(checks))
+
+
+def _named_tensors(models: Sequence[Any], trained: Mapping[str, Pieces], stage3: bool) -> dict[str, Stored]:
+    """Parameters and buffers; tied ones are one object."""
+    frozen: Shapes = models[0].get("frozen_param_shapes") or {}
     pieces = {**trained, **_fragments(models, frozen)}
-    tensors = stored(_whole_tensors(models, pieces))
-    for shapes in (*groups, frozen):
+    # buffers, under stage 0 all parameters, under stage 1 the frozen ones; stage 3 leaves parameters empty there
+    module = dict(models[0]["module"])
+    buffers = models[0].get("buffer_names") or ()
+    for name in list(module):
+        if name in pieces or (stage3 and name not in buffers):
+            del module[name]
+    tensors = stored(module)
+    for shapes in (*(models[0].get("param_shapes") or ()), frozen):
         tensors |= {name: _join(pieces[name], shapes[name]) for name in shapes if name in pieces}
-    for pair in (first.get("shared_params") or {}).items():
+    for pair in (models[0].get("shared_params") or {}).items():
         for one, other in (pair, pair[::-1]):
             if one in pieces and other not in pieces:
                 tensors[other] = tensors[one]
-    checks = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
-    for file, content in files.items():
-        checks.append(functools.partial(check_tensors, file, list(dict(flattened((), content)).values())))
-    return Checkpoint(
-        path,
-        {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors},
-        step=first["global_steps"],
-        checks=(*checks, functools.partial(_check_copies, folder, first["module"], trained)),
-    )
+    return tensors
 
 
 def _join(pieces: Pieces, shape: torch.Size) -> Stored:
     return Stored(tuple(shape), pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
-
-
-def _whole_tensors(models: Sequence[Any], others: Collection[str]) -> dict[str, torch.Tensor]:
-    """What is in `module` alone: buffers, under stage 0 all parameters, under stage 1 the frozen ones."""
-    buffers = models[0].get("buffer_names") or ()
-    names = set(models[0]["module"]).difference(others)
-    if len(models) > 1:  # stage 3 has parameters there, empty
-        names = names.intersection(buffers)
-    return {name: models[0]["module"][name] for name in names}
 
 
 def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
@@ -106,7 +107,7 @@ def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
     if models[0].get("frozen_param_fragments"):
         for name, shape in shapes.items():
             parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            frozen[name] = _without_padding(parts, shape.numel())
+            frozen[name] = _elements(parts, 0, shape.numel())
     return frozen
 
 
@@ -132,18 +133,13 @@ class _Rank:
         self.path = path
         self.masters: list[torch.Tensor] = state[masters]
         """By group: the flat fp32 elements of this rank."""
-        self.sizes = [master.numel() for master in self.masters]
-        """By group: elements of this rank's part of the buffer, with its padding."""
-        if "zero_stage" in state:  # BF16_Optimizer saves the padding
-            for number, padding in enumerate(state.get("group_paddings") or ()):
-                self.sizes[number] += max(0, padding)
         self.gaps = state.get("param_alignment_paddings")
         """By group and parameter: elements between it and the next one."""
         self.steps = set(_steps(state))
         self.facts = {
             "the numbers of ranks": state.get("partition_count"),
             "their steps": self.steps,
-            "their parts of the parameters": (self.sizes, self.gaps),
+            "the gaps between parameters": self.gaps,
         }
 
 
@@ -233,43 +229,39 @@ def _mixed(path: Path, what: str) -> UserError:
 
 
 def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stages 1 and 2: each parameter's range of the buffer, cut where a rank's part of it ends."""
-    size = ranks[0].sizes[number]
+    """Stages 1 and 2: each parameter's range of the buffer, which the ranks' parts make together."""
+    masters = [rank.masters[number] for rank in ranks]
     gaps = ranks[0].gaps[number] if ranks[0].gaps else [0] * len(shapes)
     parameters: dict[str, Pieces] = {}
     start = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        end = start + shape.numel()
-        parts = []
-        for index, rank in enumerate(ranks):
-            low, high = (min(max(place - index * size, 0), size) for place in (start, end))
-            parts.append(rank.masters[number][low:high])
-        parameters[name] = parts
-        start = end + gap
-    total = sum(rank.masters[number].numel() for rank in ranks)
+        parameters[name] = _elements(masters, start, start + shape.numel())
+        start += shape.numel() + gap
+    total = sum(master.numel() for master in masters)
     if not start <= total < start + 2 * len(ranks):  # padded to a multiple of 2 x ranks
         raise _mixed(ranks[0].path, f"the elements of group {number} ({total:,} and {start:,})")
     return parameters
 
 
 def _split_stage3(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stage 3: each parameter's equal parts, the last ones without their padding."""
+    """Stage 3: each parameter's equal parts, the last ones padded."""
     parameters: dict[str, Pieces] = {}
     start = 0
     for name, shape in shapes.items():
         size = math.ceil(shape.numel() / len(ranks))
         parts = [rank.masters[number][start : start + size] for rank in ranks]
-        parameters[name] = _without_padding(parts, shape.numel())
+        parameters[name] = _elements(parts, 0, shape.numel())
         start += size
-    if ranks[0].sizes[number] != start:
-        raise _mixed(ranks[0].path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
+    for rank in ranks:
+        if rank.masters[number].numel() != start:
+            raise _mixed(rank.path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
     return parameters
 
 
-def _without_padding(parts: Pieces, count: int) -> Pieces:
-    """The first `count` elements."""
+def _elements(parts: Pieces, start: int, end: int) -> Pieces:
+    """Elements `start` to `end` of the parts together."""
     pieces = []
     for part in parts:
-        pieces.append(part[:count])
-        count -= pieces[-1].numel()
+        pieces.append(part[max(start, 0) : max(end, 0)])
+        start, end = start - part.numel(), end - part.numel()
     return pieces

@@ -81,7 +81,7 @@ def merged_layers(
     settings: Any = peft.PeftConfig.from_pretrained(str(config.parent))
     if str(getattr(settings, "init_lora_weights", "")).lower().startswith(_CHANGES_BASE):
         raise UserError(
-            f"{config}: init_lora_weights {settings.init_lora_weights} changes the base weights: merge it with peft itself"
+            f"{config}: init_lora_weights {settings.init_lora_weights} changes base weights: merge it with peft"
         )
     settings.init_lora_weights = False  # nothing to compute on the meta device
     factors = {_saved_name(name).removeprefix(PREFIX): name for name in checkpoint.tensors if ".lora_" in name}

@@ -33,11 +33,10 @@ def read_config(folder: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
     language_model = re.fullmatch(_WITHOUT_LABELS, (config.get("architectures") or [""])[0])
     heads = [tensor for name, tensor in tensors.items() if f".{name}".endswith(_HEADS)]
     if language_model and heads:
-        rows = range(heads[0].shape[0])
+        rows = heads[0].shape[0]
         config["architectures"] = [f"{language_model[1]}ForSequenceClassification"]
-        if len(config.get("id2label") or ()) != len(rows):
-            config["id2label"] = {str(row): f"LABEL_{row}" for row in rows}
-            config["label2id"] = {f"LABEL_{row}": row for row in rows}
+        if len(config.get("id2label") or ()) != rows:
+            config |= {"num_labels": rows, "id2label": None, "label2id": None}
     return config
 
 
@@ -113,8 +112,8 @@ class ModelClass:
         for first, *others in self.ties:
             for name in set(others) & set(tensors):
                 tensor = tensors[name]
-                kept = tensors.setdefault(first, tensor)
-                if kept is tensor or torch.equal(kept.read(), tensor.read()):
+                same = tensors.setdefault(first, tensor)
+                if same is tensor or torch.equal(same.read(), tensor.read()):
                     del tensors[name]
         ignored = [*_IGNORED, *(self.model._keys_to_ignore_on_load_unexpected or ())]
         return {

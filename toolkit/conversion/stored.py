@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,14 +43,15 @@ class Checkpoint:
     """Shapes of the frozen parameters that were left out, by name."""
     base_model: str = ""
     """The model from which those come: a folder, or a name on the hub."""
+    base_identity: str = ""
+    """Its digest when it was a folder."""
     checks: tuple[Check, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """Only the tensors of `names`, under their new names. Raises UserError if two get the same one."""
         tensors = {new: self.tensors[old] for old, new in names.items()}
         if len(tensors) < len(names):
-            repeated = [name for name, count in Counter(names.values()).items() if count > 1]
-            raise UserError(f"{self.path} has several tensors that would be named {listing(repeated)}")
+            raise UserError(f"{self.path} has tensors that would get the same name of {listing(tensors, 5)}")
         return replace(self, tensors=tensors)
 
     def select(self, prefix: str) -> Checkpoint:
@@ -65,17 +66,17 @@ class Checkpoint:
         return self.renamed(names)
 
 
-def model_states(values: Mapping[tuple[object, ...], T], is_weight: Callable[[T], bool]) -> dict[str, T]:
+def model_states(values: Mapping[tuple[Any, ...], T], is_weight: Callable[[T], bool]) -> dict[str, T]:
     """Finds the model's state in nested dicts: a dict that has weights in it, and is no optimizer's.
 
     `values`: by their keys from the outermost dict to the innermost. Returns the values of that dict by name; of
     several dicts under names that begin with the keys of theirs.
     """
-    states: dict[str, dict[str, T]] = defaultdict(dict)
-    for (*keys, name), value in values.items():
-        if all(isinstance(key, str) and not key.startswith("optim") for key in (*keys, name)):
-            states["".join(f"{key}." for key in keys)][str(name)] = value
-    models = {key: state for key, state in states.items() if any(map(is_weight, state.values()))}
+    states: dict[tuple[Any, ...], dict[str, T]] = defaultdict(dict)
+    for keys, value in values.items():
+        if all(isinstance(key, str) and not key.startswith("optim") for key in keys):
+            states[keys[:-1]][str(keys[-1])] = value
+    models = [keys for keys, state in states.items() if any(map(is_weight, state.values()))]
     if len(models) == 1:
-        return next(iter(models.values()))
-    return {f"{key}{name}": state[name] for key, state in models.items() for name in state}
+        return states[models[0]]
+    return {".".join((*keys, name)): states[keys][name] for keys in models for name in states[keys]}

@@ -78,8 +78,8 @@ def load(path: Path) -> Any:
 
 
 def _fault(error: Exception) -> str:
-    _, found, rest = str(error).partition("GLOBAL ")
-    if not found:
+    _, is_global, rest = str(error).partition("GLOBAL ")
+    if not is_global:
         return f"damaged, or not a file of torch.save ({first_line(error)})"
     return (
         f"it needs {rest.split()[0]}, which no weights need: nothing was executed. If you trust "
@@ -136,7 +136,5 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
-        every[name] = each
-        if tensor.numel():
-            every[name] = first.setdefault(elements, each)
+        every[name] = first.setdefault(elements, each)
     return every
