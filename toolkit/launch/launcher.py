@@ -12,12 +12,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
 from toolkit.launch import environment, network, signals
@@ -52,7 +52,7 @@ class Launcher:
         self.here = request.processes // request.machines.count  # processes on this machine
         self.first_rank = request.machines.rank * self.here
         self.host = socket.gethostname()
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[Popen[bytes]] = []
         self.signal = 0
         """The first stop signal that came."""
         self.deadline = float("inf")
@@ -143,10 +143,10 @@ class Launcher:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 # a terminal's Ctrl-C reaches the launcher alone
-                process = subprocess.Popen(
+                process = Popen(
                     request.command(),
                     env=env,
-                    stdin=subprocess.DEVNULL,
+                    stdin=DEVNULL,
                     start_new_session=True,
                 )
                 self.ranks.append(process)
@@ -246,7 +246,7 @@ class Launcher:
         self._send(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_SECONDS
         for rank in self.ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(TimeoutExpired):
                 rank.wait(max(0.0, deadline - time.monotonic()))
         self._send(signal.SIGKILL)
         for rank in self.ranks:

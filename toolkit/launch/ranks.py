@@ -46,7 +46,11 @@ current: World | None = None
 def join(place: Place, device: str) -> None:
     """Under our launcher the machines have met already; under others the ranks meet here."""
     global current
-    if current is not None or place.world_size == 1:
+    if current is not None:
+        return
+    if place.world_size == 1:
+        if {"RANK", "LOCAL_RANK"} <= os.environ.keys() and not environment.launcher_serves_store():
+            current = _serve_alone()
         return
     hosts = environment.launch_request().get("hosts")
     if hosts:
@@ -57,9 +61,16 @@ def join(place: Place, device: str) -> None:
         current = _meet(place, device)
 
 
+def _serve_alone() -> World:
+    """A process group of one process, in which torch would serve its store on all addresses."""
+    server = network.serve_store(network.LOOPBACK, 0)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = network.LOOPBACK, str(server.port)
+    return World([], [server])
+
+
 def list_machines() -> list[str]:
     """`hostA (ranks 0, 1)` for each machine; empty if there is one."""
-    if current is None or len(current.machines) == 1:
+    if current is None or len(current.machines) < 2:
         return []
     return [name_machine(*machine) for machine in current.machines]
 

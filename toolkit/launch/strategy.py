@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.launch import environment, network
+from toolkit.launch import environment
 from toolkit.launch.environment import Place
 from toolkit.launch.options import DEEPSPEED_CONFIG, find_file, read_config
 from toolkit.utils.extras import require_extra
@@ -44,9 +44,8 @@ def use_deepspeed(place: Place, device: str) -> bool:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
     if os.environ.get(_ACCUMULATION) == "auto":  # in its config; accelerate reads a number here
         del os.environ[_ACCUMULATION]
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": network.LOOPBACK}
-    for name, value in {**alone, "MASTER_PORT": network.free_port()}.items():
-        os.environ.setdefault(name, str(value))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
     if device == "cpu":
         # as its launcher does; without it ZeRO-3 starts `numactl` at each reduction
         os.environ.setdefault("LOCAL_SIZE", str(place.local_world_size))

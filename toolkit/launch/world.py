@@ -51,8 +51,8 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     _check_kernels(place, device)
     _start_process_group(device, uses_deepspeed)
     verify_world(place)
-    chosen, why = _choose_precision(mixed_precision, place, device)
-    accelerator = _create(chosen, device, uses_deepspeed, options)
+    setting, why = _choose_precision(mixed_precision, place, device)
+    accelerator = _create(setting, device, uses_deepspeed, options)
     _check_agreement(accelerator, mixed_precision)
     precision.choose_matmul_precision(accelerator)
     _log_precision(accelerator, mixed_precision, why)
@@ -279,9 +279,9 @@ def _log_precision(accelerator: Accelerator, setting: str | None, why: str) -> N
     for line in sorted(emulated - {""}):
         log_on_main(accelerator, line)
     if setting == AUTO:
-        chosen = accelerator.mixed_precision
+        current = accelerator.mixed_precision
         others = "--mixed_precision no, bf16 or fp16 for another"
-        log_on_main(accelerator, f"mixed precision {chosen}: {why} ({others})")
+        log_on_main(accelerator, f"mixed precision {current}: {why} ({others})")
 
 
 # --- for the rest of the package

@@ -79,6 +79,7 @@ def test_ctrl_c() -> None:
     port = str(network.free_port())
     line = ["--peers", "127.0.0.1,192.0.2.77", "--machine_rank", "0", "--main_process_port", port, "--timeout", "60"]
     with begin([*DOCTOR, *line]) as process:
+        assert process.line("err").startswith("this is machine 0")
         assert process.line("err").startswith("waiting for machine 1")
         process.send_signal(signal.SIGINT)
         done = process.finish(20)

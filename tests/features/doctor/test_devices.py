@@ -14,7 +14,7 @@ GPUS = (("0", "NVIDIA A100", "81920", "500", "550.54"), ("1", "NVIDIA A100", "81
 CPU_BUILD = Devices(torch="2.13.0+cpu")
 GPU_BUILD = Devices(GPUS[:1], torch="2.13.0+cu126", cuda="12.6", names=["NVIDIA A100"] * 2, nccl="2.27.3")
 BLIND = replace(GPU_BUILD, gpus=GPUS, names=[], nccl="")
-INSTALL = "pip install --force-reinstall 'torch>=2.13,<2.14'"
+INSTALL = "pip install --force-reinstall 'torch"
 
 
 def findings(hardware: Devices, env: dict[str, str] | None = None) -> dict[str, Finding]:

@@ -17,6 +17,7 @@ from tests.runs import ROOT, begin, lines_of, start, wait_for_steps
 from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.features.sweep import command as sweep
+from toolkit.launch import children
 
 Sweep = Callable[..., str]
 # A recipe without a model: its metric is 1 / x; it sleeps in each step, and resumes. For x == --hangs it takes one step
@@ -148,7 +149,7 @@ def test_a_changed_file_and_an_unfinished_run_with_a_report(run_sweep: Sweep, tm
 
 
 def test_a_trial_below_the_median_is_pruned(run_sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(children, "_POLL_SECONDS", 0.1)
     # runs take long enough for their first steps to be compared
     printed = run_sweep("--search", "x=1,2,3,4,50", "--takes=0.2", "--hangs=50")
     assert "trial-004: --x=50\n  pruned after step" in printed
