@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import inputs
 from tests.runs import run_of
 from toolkit.utils import log
 
@@ -43,10 +44,6 @@ if not log.logger.handlers:  # pytest has handlers of its own, and tests read st
 REPOSITORY = Path(__file__).parent.parent
 pytest_plugins = ["tests.faults", "tests.hosts", "tests.prepared"]
 
-_PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
-_WORDS = "good bad film book very the and not room price service story dull fine"
-_CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start several processes first, then others that start processes: they take longest, and no worker of
@@ -70,47 +67,13 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random BERT (2 layers) and its tokenizer, the same in every session.
-
-    Every size is odd and no parameter's number of elements is divisible by 2: whatever divides them has to pad.
-    """
-    import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-bert"
-    folder.mkdir()
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_CHINESE, *_PIECES, ".", ",", "!", "。", "，"]
-    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
-    vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
-    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
-    tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)
-    assert len(tokenizer) == 127
-    sizes = {"hidden_size": 33, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 71}
-    config = BertConfig(vocab_size=127, max_position_embeddings=131, type_vocab_size=1, **sizes)
-    with torch.random.fork_rng():
-        torch.manual_seed(20240229)
-        model = BertModel(config)
-    assert all(parameter.numel() % 2 for parameter in model.parameters())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def tiny_model() -> Path:
+    return inputs.tiny_model()
 
 
 @pytest.fixture(scope="session")
-def sharp_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does: where all count
-    alike, every pattern gives the same numbers."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("sharp") / "sharp-bert"
-    shutil.copytree(tiny_model, folder)
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
-            weight *= 20
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def sharp_model() -> Path:
+    return inputs.sharp_model()
 
 
 @pytest.fixture(scope="session")
@@ -191,14 +154,18 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """211 real film reviews of uneven length with `neg` and `pos` labels, as a CSV file."""
-    from toolkit.data.read import read_demo
+def reviews() -> Path:
+    return inputs.reviews()
 
-    table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=7).select(range(211))
-    path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
-    table.to_csv(path, index=False)
-    return path
+
+@pytest.fixture(scope="session")
+def long_reviews() -> Path:
+    return inputs.long_reviews()
+
+
+@pytest.fixture(scope="session")
+def articles() -> Path:
+    return inputs.articles()
 
 
 @pytest.fixture(scope="session")
@@ -212,35 +179,3 @@ def tiny_job(tiny_model: Path, reviews: Path) -> list[str]:
 def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
     """The run of one process with the `settings` of the test's file."""
     return run_of(settings, tmp_path_factory.mktemp("reference") / "run")
-
-
-@pytest.fixture(scope="session")
-def long_reviews(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
-    short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""
-    from toolkit.data.read import read_demo
-
-    table = read_demo("demo:imdb")["train"].rows.shuffle(seed=7).select(range(300))
-    lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
-    short = [row for row, length in enumerate(lengths) if length <= 704][:30]
-    long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:60]
-    assert (len(short), len(long)) == (30, 60)
-    path = tmp_path_factory.mktemp("long-reviews") / "long_reviews.csv"
-    table.select(sorted(short + long)).to_csv(path, index=False)
-    return path
-
-
-@pytest.fixture(scope="session")
-def articles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first 600 to 1500 characters of 60 real news articles with the first 1 to 7 words of their titles, as a
-    JSONL file: 478 to 1205 tokens of the tiny model with 4 to 35 tokens."""
-    from toolkit.data.read import read_demo
-
-    table = read_demo("demo:bbc")["train"].rows.shuffle(seed=7).select(range(60))
-    rows = [
-        {"text": row["text"][: 600 + 100 * (place % 10)], "title": " ".join(row["title"].split()[: 1 + place % 7])}
-        for place, row in enumerate(table)
-    ]
-    path = tmp_path_factory.mktemp("articles") / "articles.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return path

@@ -1,4 +1,4 @@
-"""recipes/cls.py in fp16 with a loss scale that grows in every second step; for tests/jobs_worker.py."""
+"""recipes/cls.py in fp16 with a loss scale that grows in every second step; for tests/matrix.py."""
 
 from typing import Any
 from unittest import mock

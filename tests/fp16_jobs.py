@@ -1,7 +1,15 @@
-"""recipes/cls.py with fp16 gradients that overflow in two steps, on one process only; for tests/jobs_worker.py."""
+"""recipes/cls.py with fp16 gradients that overflow in two steps, on one process only; for tests/matrix.py.
 
+At the end it writes the loss scale and the optimizer's updates to OUTPUT_DIR/fp16.json.
+"""
+
+import contextlib
+import json
 import math
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,13 +26,26 @@ IN_THE_LOSS, IN_A_SHARD = 2, 5
 SCALE = 1024.0  # low enough for no other overflow
 
 
-def main() -> None:
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        from deepspeed.accelerator import get_accelerator
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """DeepSpeed computes in fp16 on CPUs that do not."""
+    from deepspeed.accelerator import get_accelerator
 
-        kind = type(get_accelerator())  # CPUs without fp16 emulate it
-        kind.is_fp16_supported = lambda _: True
-        kind.supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
+    kind, dtypes = type(get_accelerator()), [torch.float32, torch.bfloat16, torch.float16]
+    with mock.patch.multiple(kind, is_fp16_supported=lambda _: True, supported_dtypes=lambda _: dtypes):
+        yield
+
+
+def state_of(accelerator: Accelerator, optimizer: Any) -> dict[str, Any]:
+    inner = optimizer.optimizer
+    scale = accelerator.scaler.get_scale() if accelerator.scaler else inner.loss_scaler.cur_scale
+    states = (inner if accelerator.scaler else inner.optimizer).state.values()
+    return {"scale": float(scale), "updates": sorted({int(state["step"]) for state in states if "step" in state})}
+
+
+def main() -> None:
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    state: dict[str, Any] = {}
     step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run.resume, 0
 
     def overflowing_mean(step: Step, losses: torch.Tensor) -> torch.Tensor:
@@ -48,12 +69,17 @@ def main() -> None:
 
     def resume_scaled(run: Run, model: Any, optimizer: Any, *more: Any) -> None:
         resume(run, model, optimizer, *more)
+        state.update(accelerator=run.accelerator, optimizer=optimizer)
         if not run._steps.done:
             set_scaler(run.accelerator, optimizer, {"cur_scale": SCALE})
 
     with (
+        emulated() if uses_deepspeed else contextlib.nullcontext(),
         mock.patch.object(Step, "mean", overflowing_mean),
         mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip),
         mock.patch.object(Run, "resume", resume_scaled),
     ):
         cls.main()
+    if os.environ.get("RANK", "0") == "0":
+        folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+        (folder / "fp16.json").write_text(json.dumps(state_of(**state)))

@@ -1,6 +1,6 @@
-"""Started by tests/test_exactly_once.py under a launcher: counts every sample of many small sets.
+"""A job of tests/test_exactly_once.py: counts every sample of many small sets.
 
-    once_worker.py MODEL PER_DEVICE
+    tests.once_worker: MODEL PER_DEVICE
 
 For every size from 1 to two global batches plus 1, and for even and uneven lengths: which ids an
 evaluation returns, and which ids a training epoch visits, bucketed and not, with batches counted in
@@ -79,7 +79,7 @@ def main() -> None:
             everyone = sorted(gather_object(seen))
             assert everyone == split.rows.tolist(), (size, bucketed, everyone)
     if accelerator.is_main_process:
-        print(f"sizes 1 to {2 * global_batch + 1}: every sample exactly once")
+        print(f"sizes 1 to {2 * global_batch + 1}: every sample exactly once", flush=True)
 
 
 def fake_split(size: int, even: bool) -> Split:
@@ -89,7 +89,3 @@ def fake_split(size: int, even: bool) -> Split:
     flat = generator.integers(5, 40, lengths.sum()).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Split("test", Path(), flat, offsets, generator.integers(0, 2, size), np.arange(size) * 3 + 1)
-
-
-if __name__ == "__main__":
-    launch.run(main)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -70,8 +71,8 @@ def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
 
 def main() -> None:
     os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))
-    Run.log = log_and_count  # type: ignore[method-assign]
-    cls.main()
+    with mock.patch.object(Run, "log", log_and_count):
+        cls.main()
     _collectives.__exit__(None, None, None)
 
 

@@ -102,8 +102,8 @@ class Process:
     """A process in a new session, with its output in files. Leaving the context kills the session."""
 
     def __init__(self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1) -> None:
-        self.pid, self.poll = pid, poll
-        self._folder, self._stdin = folder, stdin
+        self.pid, self.poll, self.folder = pid, poll, folder
+        self._stdin = stdin
         self._lines_read = {"out": 0, "err": 0}
 
     def wait(self, seconds: float) -> int:
@@ -141,12 +141,14 @@ class Process:
             time.sleep(0.01)
 
     def _unread(self, stream: str) -> list[str]:
-        text = (self._folder / stream).read_text(encoding="utf-8", errors="replace")
+        text = (self.folder / stream).read_text(encoding="utf-8", errors="replace")
         return text.splitlines(keepends=True)[self._lines_read[stream] :]
 
-    def write_line(self) -> None:
+    def write_line(self, line: str = "go") -> None:
         """Writes a line to its standard input."""
-        os.write(self._stdin, b"go\n")
+        pipe = os.open(self.folder / "in", os.O_RDWR)  # this worker may not be the one that started it
+        os.write(pipe, f"{line}\n".encode())
+        os.close(pipe)
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -169,11 +171,17 @@ class Process:
         self.kill_session()
         if self._stdin >= 0:
             os.close(self._stdin)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="process-", dir=os.environ.get("TOOLKIT_TESTS_FOLDER")))
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
@@ -203,15 +211,20 @@ def fork(
                "cores": cores, "largest_file": largest_file, "inside": inside}  # fmt: skip
     server = _fork_server(imported, tuple((early or {}).items()))
     print(json.dumps(request), file=server, flush=True)
+    answer = server.readline()
+    assert answer, "the fork server has ended"
+    return forked(folder, int(answer), pipe)
+
+
+def forked(folder: Path, pid: int, pipe: int = -1) -> Process:
+    """A process that `fork` has started, perhaps in another worker of xdist."""
 
     def poll() -> int | None:
         with contextlib.suppress(FileNotFoundError):
             return int((folder / "code").read_text())
         return None
 
-    answer = server.readline()
-    assert answer, "the fork server has ended"
-    return Process(folder, int(answer), poll, pipe)
+    return Process(folder, pid, poll, pipe)
 
 
 @functools.cache

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests import inputs
 from tests.architectures import make_architecture
-from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, assert_same_run, edit_json, failed, lines_of, losses_of, recipe
+from tests.matrix import TINY, runs
+from tests.runs import assert_same_run, edit_json, failed, lines_of, losses_of, recipe
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
@@ -30,13 +31,18 @@ LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sharp_model: Path, reviews: Path) -> Path:
+def teacher() -> Path:
+    return inputs.shared("teacher", make_teacher)
+
+
+def make_teacher(folder: Path) -> None:
     """A tiny classifier whose answers depend on the text, with its classes in another order than the data's."""
-    folder = tmp_path_factory.mktemp("teacher") / "teacher"
     torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(sharp_model, num_labels=2).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    texts = tokenizer(list(pd.read_csv(reviews)["text"][:50]), padding=True, truncation=True, return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(inputs.sharp_model(), num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(inputs.tiny_model())
+    texts = tokenizer(
+        list(pd.read_csv(inputs.reviews())["text"][:50]), padding=True, truncation=True, return_tensors="pt"
+    )
     with torch.no_grad():
         logits = model(**texts).logits
         model.classifier.weight *= 3 / logits.std(dim=0)[:, None]
@@ -45,24 +51,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sharp_mo
     model.config.problem_type = "single_label_classification"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
-@pytest.fixture(scope="module")
-def job(tiny_job: list[str]) -> list[Any]:
-    return ["recipes.cls", *tiny_job, "--global_batch_size", 22, "--max_steps", 8, "--eval_every", 4,
-            "--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--num_hidden_layers", 1]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, job: list[Any], teacher: Path) -> Path:
-    folder = tmp_path_factory.mktemp("distilled")
-    distilled = [*job, "--teacher", teacher, "--output_dir"]
-    resumed = [*distilled, folder / "resumed", "--checkpoint_every", 4]
-    jobs = [[*distilled, folder / "distilled"], [*distilled, folder / "again", "--distillation_alpha", 1],
-            [*job, "--output_dir", folder / "alone"], [*resumed, "--max_steps", 4], resumed]  # fmt: skip
-    (folder / "log").write_text(run_jobs(folder, [], jobs).err)
-    return folder
+JOB = [*TINY, "--train_file", inputs.reviews, "--per_device_batch_size", 4, "--global_batch_size", 22, "--max_steps", 8,
+       "--eval_every", 4, "--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--num_hidden_layers",
+       1]  # fmt: skip
 
 
 @pytest.fixture
@@ -97,25 +90,40 @@ def test_the_teachers_precision_is_the_runs_under_deepspeed(add_logits: Any, mon
     assert torch.equal(logits, logits.bfloat16().float())
 
 
-def test_the_teacher_is_computed_once_and_a_resumed_run_continues(runs: Path) -> None:
-    assert (runs / "log").read_text().count("training rows, once") == 1  # for three runs
-    assert losses_of(runs / "distilled") != pytest.approx(losses_of(runs / "alone"), rel=1e-3)
-    assert losses_of(runs / "distilled") != pytest.approx(losses_of(runs / "again"), rel=1e-3)
-    assert json.loads((runs / "again" / "config.json").read_text())["identity"]["teacher"]
-    saved = AutoModelForSequenceClassification.from_pretrained(runs / "distilled" / "model")
-    assert saved.config.num_hidden_layers == len(saved.bert.encoder.layer) == 1
-    assert "step 4 of 8" in (runs / "log").read_text()
-    assert_same_run(runs / "resumed", runs / "distilled", rel=1e-6)
+def distilled(way: str, name: str, teacher: Path, *more: Any) -> Path:
+    return runs(way).run(f"distilled {name}", "recipes.cls", [*JOB, "--teacher", teacher, *more])
+
+
+def test_the_teacher_is_computed_once_and_a_resumed_run_continues(teacher: Path) -> None:
+    single = runs("single")
+    alone = single.run("undistilled", "recipes.cls", JOB)
+    first, again = (
+        distilled("single", "first", teacher),
+        distilled("single", "again", teacher, "--distillation_alpha", 1),
+    )
+    half = distilled("single", "half", teacher, "--max_steps", 4, "--checkpoint_every", 4)
+    saved = half / "checkpoints" / "step-00000004"
+    resumed = distilled("single", "resumed", teacher, "--checkpoint_every", 4, "--resume", saved)
+    logs = [single.log(f"distilled {name}") for name in ("first", "again", "half", "resumed")]
+    assert sum(log.count("training rows, once") for log in logs) == 1
+    assert losses_of(first) != pytest.approx(losses_of(alone), rel=1e-3)
+    assert losses_of(first) != pytest.approx(losses_of(again), rel=1e-3)
+    assert json.loads((again / "config.json").read_text())["identity"]["teacher"]
+    saved_model = AutoModelForSequenceClassification.from_pretrained(first / "model")
+    assert saved_model.config.num_hidden_layers == len(saved_model.bert.encoder.layer) == 1
+    assert losses_of(half) == pytest.approx(losses_of(first)[:4], rel=1e-6)
+    assert losses_of(resumed) == pytest.approx(losses_of(first)[4:], rel=1e-6)
 
 
 @pytest.mark.multiprocess
-def test_two_processes_compute_the_teacher_together(
-    runs: Path, job: list[Any], teacher: Path, tmp_path: Path, toolkit_cache: Path
-) -> None:
-    """In an empty cache. Losses under the other strategies: tests/test_terms.py."""
-    finished = run_jobs(tmp_path, WAYS["ddp x2"], [[*job, "--teacher", teacher, "--output_dir", tmp_path / "run"]])
-    assert "training rows, once" in finished.err
-    assert_same_run(tmp_path / "run", runs / "distilled")
+def test_two_processes_compute_the_teacher_together(teacher: Path, tmp_path: Path) -> None:
+    """Of a copy, which is not in the cache. Losses under the other strategies: tests/test_sameness.py."""
+    copy = tmp_path / "copy"
+    shutil.copytree(teacher, copy)
+    edit_json(copy / "config.json", name_of_the_copy="copy")
+    run = distilled("ddp x2", "together", copy)
+    assert "training rows, once" in runs("ddp x2").log("distilled together")
+    assert_same_run(run, distilled("single", "first", teacher))
 
 
 def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from tests import test_fp16
 from tests import test_half_precision as half
 from tests.jobs_worker import write_jobs
+from tests.matrix import words_of
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
 from toolkit.checkpoint.model_folder import merge_lora
@@ -138,8 +138,7 @@ def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, review
 
     def make(way: str, folder: Path) -> None:
         folder.mkdir()
-        settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *half.COMMON,
-                    "--per_device_batch_size", 3]  # fmt: skip
+        settings = ["recipes.cls", *words_of(half.COMMON), "--per_device_batch_size", 3]
         jobs = [[*settings, *half.GRADIENT, "--mixed_precision", precision, "--output_dir", folder / precision]
                 for precision in ("no", "bf16")]  # fmt: skip
         jobs.append([*settings, *half.STILL, "--mixed_precision", "no", "--output_dir", folder / "still-1"])
@@ -151,26 +150,35 @@ def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, review
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_in_bf16(way: str, gradients: Callable[[str], Path]) -> None:
     single, mine = gradients("single"), gradients(way)
-    assert half.error_of(mine / "bf16", single / "no") < 1.5 * half.error_of(single / "bf16", single / "no")
+    errors = [half.gradient_error(each / "bf16", single / "no", single / "still-1") for each in (mine, single)]
+    assert errors[0] < 1.5 * errors[1]
+
+
+def run_skipping(folder: Path, way: str) -> None:
+    """A run, and one that resumes from its checkpoint after the first skipped step."""
+    whole = ["tests.fp16_jobs", *words_of(half.FP16), "--output_dir", folder / "whole"]
+    saved = half.saved_before_a_skip(folder / "whole")
+    run(folder, way, [whole, [*whole[:-1], folder / "resumed", "--resume", saved]])
 
 
 @pytest.fixture(scope="module")
-def skipping(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
+def skipping(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
         folder.mkdir()
-        run(folder, "single", test_fp16.jobs(folder, tiny_model, reviews))
+        run_skipping(folder, "single")
 
     return once(tmp_path_factory, "fp16", make)
 
 
 @pytest.mark.parametrize("way", ["single", *WAYS])
-def test_fp16_skips_a_step(way: str, skipping: Path, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+def test_fp16_skips_a_step(way: str, skipping: Path, tmp_path: Path) -> None:
     """During warmup, on all ranks; the gradient overflows on one of them."""
     folder = skipping if way == "single" else tmp_path
     if way != "single":
-        run(folder, way, test_fp16.jobs(folder, tiny_model, reviews))
+        run_skipping(folder, way)
     assert assert_on_devices(folder / "whole")["mixed_precision"] == "fp16"
-    test_fp16.assert_skipped(folder, skipping)
+    half.assert_skipped(folder / "whole", skipping / "whole", 0)
+    half.assert_skipped(folder / "resumed", skipping / "whole", half.SAVED_AT)
 
 
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])

@@ -1,7 +1,6 @@
 """Complete jobs: every kind of label, the best model, prediction of files."""
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -9,30 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, lines_of, start
-
-WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine", "price", "story")
-FEW = ["--max_steps", "4", "--global_batch_size", "12", "--per_device_batch_size", "5", "--report_to", "none",
-       "--mixed_precision", "no"]  # fmt: skip
-
-
-def write_rows(path: Path, kind: str, count: int = 61) -> Path:
-    """Short texts of uneven length, with labels computed from the words."""
-    generator = random.Random(5)
-    rows = []
-    for _ in range(count):
-        words = generator.choices(WORDS, k=generator.randint(1, 25))
-        label: object = {
-            "six classes": f"class {len(words) % 6 * 2}",
-            "multi-label": sorted({word for word in words if word in ("good", "bad", "dull")}),
-            "regression": len(words) / 10,
-            "several numbers": [len(words) / 10, 2 + words.count("good") / 4],
-        }[kind]
-        rows.append({"text": " ".join(words), "label": label})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
+from tests import inputs
+from tests.matrix import LABELLED, runs
+from tests.runs import lines_of, start
 
 EXPECTED = {
     "six classes": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class", "confusion_matrix"},
@@ -42,24 +20,10 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def labelled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder for each kind of label, with its rows and its run, all of one group of processes."""
-    root = tmp_path_factory.mktemp("labelled")
-    jobs = []
-    for kind in EXPECTED:
-        (root / kind).mkdir()
-        data, test_rows = write_rows(root / kind / "rows.jsonl", kind), write_rows(root / kind / "test.jsonl", kind, 23)
-        files = ["--train_file", data, "--test_file", test_rows, "--model_name_or_path", tiny_model]
-        jobs.append(["recipes.cls", *files, *FEW, "--output_dir", root / kind / "run"])
-    run_jobs(root, WAYS["ddp x2"], jobs, pages=True)
-    return root
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_every_kind_of_label(kind: str, labelled: Path) -> None:
-    run, test_rows = labelled / kind / "run", labelled / kind / "test.jsonl"
+def test_every_kind_of_label(kind: str) -> None:
+    run, test_rows = runs("ddp x2")[kind], inputs.labelled(kind, "test")
     last = lines_of(run / "eval.jsonl")[-1]
     assert set(last) == {"step", "split", "num_samples", "loss"} | EXPECTED[kind]
     assert (last["split"], last["num_samples"]) == ("test", 23)
@@ -85,13 +49,11 @@ def test_every_kind_of_label(kind: str, labelled: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2", "fsdp2 x2"])
-def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_model: Path) -> None:
-    data, run = write_rows(tmp_path / "rows.jsonl", "six classes"), tmp_path / "run"
+def test_the_best_model_is_loaded_and_evaluated(way: str) -> None:
     settings = ["--metric_for_best_model", "f1_macro", "--early_stopping_patience", "3", "--eval_every", "1"]
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
-    arguments = ["--train_file", data, "--model_name_or_path", tiny_model, "--output_dir", run]
-    arguments += [*FEW[2:], *settings]
-    run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]])
+    words = [*LABELLED, "--train_file", inputs.labelled("six classes", "train"), *settings]
+    run = runs(way).run("best model", "recipes.cls", words)
     *during, last = lines_of(run / "eval.jsonl")
     best = max(during, key=lambda line: line["f1_macro"])
     assert len(during) < 40
@@ -103,8 +65,8 @@ def test_the_best_model_is_loaded_and_evaluated(way: str, tmp_path: Path, tiny_m
 
 
 @pytest.mark.multiprocess
-def test_predict_answers_for_texts_and_lines_of_a_file(labelled: Path, tmp_path: Path, toolkit_cache: Path) -> None:
-    trained, model = (labelled / kind / "run" / "model" for kind in ("six classes", "several numbers"))
+def test_predict_answers_for_texts_and_lines_of_a_file(tmp_path: Path, toolkit_cache: Path) -> None:
+    trained, model = (runs("ddp x2")[kind] / "model" for kind in ("six classes", "several numbers"))
     texts = ["good film", "", "very dull room"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
     start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()

@@ -18,7 +18,6 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertMod
 
 from tests.jobs_worker import run_jobs, write_jobs
 from tests.runs import ROOT, WAYS, lines_of, losses_of, recipe
-from tests.test_craft import COMMON, HALF, STEPS, assert_agree
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
 AGAIN = ("learned", "sgd", "schedule", "own_model", "noise")  # stopped and resumed, too
@@ -44,7 +43,20 @@ PAIRS: dict[str, tuple[str, list[Any]]] = {
 }
 # its loss depends on micro-batches, which differ with the number of processes
 DIFFERENT = ("contrastive in fewer",)
+STEPS = 6
+COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
+          "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
+          "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
+HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
 SLOW_WAYS = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess)) for way in ("zero2 x2", "fsdp2 x2")]
+
+
+def assert_agree(run: Path, expected: Path) -> None:
+    losses = losses_of(run)
+    assert len(losses) == len(set(losses)) == STEPS
+    assert losses == pytest.approx(losses_of(expected), rel=1e-5)
+    mine, theirs = (lines_of(folder / "eval.jsonl") for folder in (run, expected))
+    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
 def edits_of(page: Path) -> dict[str, list[str]]:

@@ -2,26 +2,27 @@
 `--half_precision_gradients`."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs_worker import run_named_jobs
-from tests.runs import WAYS, losses_of
+from tests import inputs
+from tests.matrix import TINY, runs
+from tests.runs import losses_of
 
 REDUCTIONS = {"ddp x2": "allreduce", "zero1 x2": "allreduce", "zero2 x2": "allreduce",
               "zero3 x2": "reduce_scatter_base", "fsdp2 x2": "reduce_scatter_base"}  # fmt: skip
 MICRO_BATCHES = 8
+COMMON = [*TINY, "--train_file", inputs.reviews, "--global_batch_size", 16]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
-def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(way: str, tiny_job: list[str], tmp_path: Path) -> None:
+def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(way: str) -> None:
     each, half = ["--sync_each_batch", "true"], ["--mixed_precision", "bf16", "--half_precision_weights", "true"]
     kinds = {"once": [], "each": each, "half": half, "half each": [*half, *each]}
-    settings = [*tiny_job, "--max_steps", 3, "--per_device_batch_size", 16 // MICRO_BATCHES // 2]
-    losses, reduced = losses_and_bytes(way, tmp_path, settings, kinds)
+    settings = ["--max_steps", 2, "--per_device_batch_size", 16 // MICRO_BATCHES // 2]
+    losses, reduced = losses_and_bytes(way, settings, kinds)
     assert losses["once"] == pytest.approx(losses["each"], rel=1e-6)
     assert reduced["each"] == pytest.approx(MICRO_BATCHES * reduced["once"], rel=0.01)
     assert (reduced["half"], losses["half"]) == (reduced["half each"], losses["half each"])
@@ -30,24 +31,24 @@ def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(way: str, tiny_job: 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", REDUCTIONS)
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_half_precision_gradients(way: str, precision: str, tiny_job: list[str], tmp_path: Path) -> None:
-    settings = [*tiny_job, "--max_steps", 4, "--learning_rate", "1e-3", "--warmup_ratio", 0, "--mixed_precision",
-                precision]  # fmt: skip
+def test_half_precision_gradients(way: str, precision: str) -> None:
+    settings = ["--per_device_batch_size", 4, "--max_steps", 4, "--learning_rate", "1e-3", "--warmup_ratio", 0,
+                "--mixed_precision", precision]  # fmt: skip
     kinds = {"full": [], "half": ["--half_precision_gradients", "true"]}
-    losses, reduced = losses_and_bytes(way, tmp_path, settings, kinds)
+    losses, reduced = losses_and_bytes(way, settings, kinds)
     assert reduced["half"] == pytest.approx(reduced["full"] / 2, rel=0.02)
     assert losses["half"] == pytest.approx(losses["full"], rel=1e-2)
     assert losses["half"] != losses["full"]
 
 
 def losses_and_bytes(
-    way: str, folder: Path, settings: list[Any], kinds: dict[str, list[Any]]
+    way: str, settings: list[Any], kinds: dict[str, list[Any]]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """The losses of a run of each kind, and the bytes of its reductions in a step."""
     losses, reduced = {}, {}
-    job = ["tests.ranks_worker", *settings, "--global_batch_size", 16]
-    runs = run_named_jobs(folder, WAYS[way], {kind: [*job, *words] for kind, words in kinds.items()})
-    for kind, run in runs.items():
+    for kind, more in kinds.items():
+        words = [*COMMON, *settings, *more]
+        run = runs(way).run(f"bytes of {' '.join(map(str, settings + more))}", "tests.ranks_worker", words)
         (file,) = run.glob("sent-*.jsonl")
         losses[kind] = losses_of(run)
         reduced[kind] = json.loads(file.read_text().splitlines()[0])["asked"][REDUCTIONS[way]]

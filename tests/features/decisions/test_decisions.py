@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 import toolkit
+from tests.inputs import write_rows
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, assert_same_run, lines_of, start, train
-from tests.test_jobs import write_rows
 from toolkit.evaluation.answers import labels_of
 from toolkit.features.decisions.decisions import saved_decisions
 from toolkit.pretrained import load_config

@@ -1,4 +1,4 @@
-"""`--padding_free`: losses, gradients and predictions equal those of padded batches, by each attention kernel."""
+"""`--padding_free`: logits and gradients equal those of padded batches, by each attention kernel."""
 
 import functools
 from collections.abc import Callable
@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
+from tests import inputs
 from tests.architectures import make_architecture
 from tests.faults import refusal
-from tests.jobs_worker import run_named_jobs
+from tests.matrix import runs
 from tests.models.test_first_token import width_of_last
-from tests.runs import WAYS, assert_same_run, lines_of, losses_of, slow_but
+from tests.runs import lines_of
 from tests.test_architectures import assert_predicts
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.batches import Batch, Collator
@@ -214,67 +215,16 @@ def test_settings() -> None:
     refusal(FEATURE.collator, auto, says=["--per_device_batch_size auto", "--padding_free"])
 
 
-COMMON = ["--text_column", "review", "--label_column", "label", "--text_pair", "other", "--dropout", 0,
-          "--report_to", "none", "--global_batch_size", 22, "--max_steps", 6, "--eval_every", 3, "--learning_rate",
-          "3e-3"]  # fmt: skip
-JOBS: dict[str, list[Any]] = {
-    "plain": ["--per_device_batch_size", 6],
-    "unsorted": ["--group_by_length", "false", "--max_tokens_per_batch", 300, "--sampling", "sqrt"],
-    "lora": ["--per_device_batch_size", 6, "--lora_r", 3, "--gradient_checkpointing", "--class_weights", "balanced"],
-    "second passes": ["--per_device_batch_size", 6, "--r_drop_alpha", 1.0, "--fgm_epsilon", 0.5],
-}
-PACKED = ["--padding_free", "true"]
-Runs = Callable[[str], dict[str, Path]]
+def test_tokens_without_padding() -> None:
+    """Equal losses, under every strategy, too: tests/test_sameness.py."""
+    padded, free = (lines_of(runs("single")[name] / "metrics.jsonl") for name in ("pairs", "padding-free"))
+    assert [line["tokens"] for line in free] == [line["tokens"] for line in padded]
+    assert {line["padding"] for line in free} == {0}
+    assert max(line["padding"] for line in padded) > 0.01
 
 
-@pytest.fixture(scope="module")
-def runs_of(tmp_path_factory: pytest.TempPathFactory, folder_of: Callable[[str], Path], rows: Path) -> Runs:
-    """Way to start -> folders of its runs; `single` has also each run with padding."""
-    folder = tmp_path_factory.mktemp("runs")
-
-    @functools.cache
-    def run(way: str) -> dict[str, Path]:
-        jobs = {name: [*words, "--mixed_precision", "no", *PACKED] for name, words in JOBS.items()}
-        jobs["bf16"] = [*JOBS["plain"], "--mixed_precision", "bf16", *PACKED]
-        if way == "single":
-            jobs |= {f"{name} padded": words[:-2] for name, words in jobs.items()}
-        common = ["recipes.cls", "--train_file", rows, *COMMON, "--model_name_or_path", folder_of("BERT")]
-        jobs = {name: [*common, *words] for name, words in jobs.items()}
-        return run_named_jobs(folder / way, WAYS[way], jobs, seconds=500)
-
-    return run
-
-
-def assert_close_in_bf16(run: Path, expected: Path) -> None:
-    mine, theirs = (losses_of(each) + [line["loss"] for line in lines_of(each / "eval.jsonl")]
-                    for each in (run, expected))  # fmt: skip
-    assert mine == pytest.approx(theirs, rel=0.03)
-    assert len(set(losses_of(run))) == 6
-
-
-def test_losses_and_tokens_equal_those_of_padded_batches(runs_of: Runs) -> None:
-    runs = runs_of("single")
-    for name in ("bf16 padded", "plain"):
-        assert_close_in_bf16(runs["bf16"], runs[name])
-    for name in JOBS:
-        assert_same_run(runs[name], runs[f"{name} padded"])
-        assert len(set(losses_of(runs[name]))) == 6
-        mine, theirs = (lines_of(runs[run] / "metrics.jsonl") for run in (name, f"{name} padded"))
-        assert [line["tokens"] for line in mine] == [line["tokens"] for line in theirs]
-        assert {line["padding"] for line in mine} == {0}
-        assert max(line["padding"] for line in theirs) > 0.01
-
-
-def test_the_saved_model_is_an_ordinary_one(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
+def test_the_saved_model_is_an_ordinary_one(tmp_path: Path) -> None:
     """`toolkit predict` reads the columns that the run learned from."""
-    run = runs_of("single")["plain"]
+    run = runs("single")["padding-free"]
     assert "padding_free" not in (run / "model" / "config.json").read_text(encoding="utf-8")
-    assert_predicts(run, rows, tmp_path / "out.jsonl")
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", slow_but(["ddp x2", "zero2 x2", "zero3 x2", "fsdp2 x2"], "zero3 x2"))
-def test_strategies_agree(way: str, runs_of: Runs) -> None:
-    for name, run in runs_of(way).items():
-        compare = assert_close_in_bf16 if name == "bf16" else assert_same_run
-        compare(run, runs_of("single")[f"{name} padded"])
+    assert_predicts(run, inputs.uneven_reviews(), tmp_path / "out.jsonl")

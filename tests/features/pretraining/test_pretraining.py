@@ -2,7 +2,7 @@
 
 import copy
 import json
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, pipeline
 
+from tests import inputs
 from tests.architectures import make_architecture
 from tests.faults import refusal
-from tests.jobs_worker import run_named_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, slow_but, start
+from tests.matrix import runs
+from tests.runs import lines_of, losses_of, recipe, start
 from tests.test_long import converted
 from toolkit.config import build
 from toolkit.data.batches import GlobalBatches
@@ -26,7 +27,6 @@ from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
 from toolkit.features.pretraining.feature import FEATURE
 from toolkit.features.pretraining.model import load_masked_model, predict_masked_only, with_new_tokens
 from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
-from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 from toolkit.report.comparison import compare
 from toolkit.utils.cache import cache_folder
 
@@ -42,91 +42,89 @@ Runs = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> list[str]:
-    return list(pd.read_csv(reviews)["text"][:80])
+def texts() -> list[str]:
+    return list(pd.read_csv(inputs.reviews())["text"][:80])
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, texts: list[str], sharp_model: Path) -> Runs:
+def models(texts: list[str]) -> Runs:
     """Small encoders with a head, and a BigBird converted from the BERT."""
-    root = tmp_path_factory.mktemp("masked")
-    made = {name: make_architecture(name, root / name, texts) for name in SEVERAL}
-    to_bigbird(str(made["BERT"]), root / "BigBird", SparseSizes(128, 4, 1))
-    return {**made, "BigBird": root / "BigBird"}
+    made = {name: inputs.shared(f"masked {name}", lambda folder, name=name: make_architecture(name, folder, texts))
+            for name in SEVERAL[1:]}  # fmt: skip
+    return {"BERT": inputs.masked_model(), **made, "BigBird": inputs.masked_bigbird()}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> list[Any]:
-    folder = tmp_path_factory.mktemp("texts")
-    for name, some in (("train", texts[:64]), ("validation", texts[64:])):
-        (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in some), encoding="utf-8")
+def data(texts: list[str]) -> list[Any]:
+    def make(folder: Path) -> None:
+        for name, some in (("train", texts[:64]), ("validation", texts[64:])):
+            (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in some), encoding="utf-8")
+
+    folder = inputs.shared("masked texts", make)
     return ["--train_file", folder / "train.txt", "--validation_file", folder / "validation.txt"]
 
 
-@pytest.fixture(scope="module")
-def jobs(models: Runs, data: list[Any]) -> dict[str, list[Any]]:
-    words = {name: [] if name == "XLM-R" else ["--whole_word_mask", "true"] for name in models}
-    jobs = {name: ["--model_name_or_path", models[name], *data, *COMMON, "--mlm_probability",
-                   0.3 if name == "BERT" else PROBABILITY, *words[name]] for name in models}  # fmt: skip
-    jobs["RoBERTa"] += ["--gradient_checkpointing", "true"]
-    return jobs
-
-
-def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any) -> Runs:
-    """Runs all jobs in one group of processes; with several processes, in small parts of logits."""
-    module = "tests.features.pretraining.parts_worker" if way else "recipes.pretrain"
-    return run_named_jobs(root, way, {name: [module, *job] for name, job in jobs.items()}, **more)
+Masked = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]]) -> Runs:
-    stopped = [*jobs["BERT"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return run_all(tmp_path_factory.mktemp("zero3"), WAYS["zero3 x2"], jobs | {"BERT": stopped})
+def masked(models: Runs, data: list[Any]) -> Masked:
+    """`masked("zero3 x2", "BERT", ...)` -> the run of this model, with several processes in small parts of logits."""
+
+    def run(way: str, name: str, kind: str = "", *more: Any) -> Path:
+        job = ["--model_name_or_path", models[name], *data, *COMMON]
+        job += ["--mlm_probability", 0.3 if name == "BERT" else PROBABILITY]
+        job += [] if name == "XLM-R" else ["--whole_word_mask", "true"]
+        job += ["--gradient_checkpointing", "true"] if name == "RoBERTa" else []
+        module = "recipes.pretrain" if way == "single" else "tests.features.pretraining.parts_worker"
+        return runs(way).run(f"masked {name} {kind}".strip(), module, [*job, *more])
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], zero3: Runs) -> Runs:
-    """The references, in one process, and a run resumed from the ZeRO-3 checkpoint."""
-    root = tmp_path_factory.mktemp("single")
-    shutil.copytree(zero3["BERT"], root / "resumed", symlinks=True)
-    resumed = [*jobs["BERT"], "--checkpoint_every", STEPS, "--per_device_batch_size", 11]
-    return run_all(root, [], {**jobs, "resumed": resumed}, pages=True)
+def single(masked: Masked, models: Runs) -> Runs:
+    """The references, in one process."""
+    return {name: masked("single", name) for name in models}
 
 
-def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
+@pytest.fixture(scope="module")
+def stopped(masked: Masked) -> Path:
+    return masked("zero3 x2", "BERT", "stopped", "--max_steps", STOPPED, "--checkpoint_every", STOPPED)
+
+
+def assert_same(run: Path, reference: Path) -> None:
     losses, expected = losses_of(run), losses_of(reference)
-    assert len(losses) == steps
-    assert losses == pytest.approx(expected[:steps], rel=1e-5)
-    if steps == STEPS:
-        (mine, theirs) = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, reference))
-        assert (mine["num_samples"], mine["masked_tokens"]) == (16, theirs["masked_tokens"])
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert mine["masked_accuracy"] == pytest.approx(theirs["masked_accuracy"], abs=1e-9)
-        rows = [[line["id"] for line in lines_of(folder / "predictions.jsonl")] for folder in (run, reference)]
-        assert rows == [list(range(16))] * 2
+    assert losses == pytest.approx(expected[-len(losses) :], rel=1e-5)
+    (mine, theirs) = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, reference))
+    assert (mine["num_samples"], mine["masked_tokens"]) == (16, theirs["masked_tokens"])
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert mine["masked_accuracy"] == pytest.approx(theirs["masked_accuracy"], abs=1e-9)
+    rows = [[line["id"] for line in lines_of(folder / "predictions.jsonl")] for folder in (run, reference)]
+    assert rows == [list(range(16))] * 2
 
 
 @pytest.mark.multiprocess
-def test_sharded_parameters_agree(zero3: Runs, single: Runs) -> None:
+def test_a_run_goes_on_under_another_way(masked: Masked, single: Runs, stopped: Path) -> None:
     for name in ("BERT", "BigBird"):
         assert np.ptp(losses_of(single[name])) > 0.1
         assert lines_of(single[name] / "eval.jsonl")[-1]["masked_tokens"] > 30
-    for name, run in zero3.items():
-        assert_same(run, single[name], STOPPED if name == "BERT" else STEPS)
-    resumed_from = json.loads((single["resumed"] / "config.json").read_text())["resumed_from"]
-    assert Path(resumed_from).name == f"step-{STOPPED:08d}"
-    assert_same(single["resumed"], single["BERT"])
+    assert losses_of(stopped) == pytest.approx(losses_of(single["BERT"])[:STOPPED], rel=1e-5)
+    saved = stopped / "checkpoints" / f"step-{STOPPED:08d}"
+    resumed = masked("single", "BERT", "resumed", "--per_device_batch_size", 11, "--resume", saved)
+    assert len(losses_of(resumed)) == STEPS - STOPPED
+    assert_same(resumed, single["BERT"])
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "way",
-    slow_but(["ddp x2", "fsdp2 x2", "zero2 x2", "ddp x3", "zero1 x2", "zero3 x3", "fsdp2 x3"], "ddp x2", "fsdp2 x2"),
-)
-def test_strategies_agree(way: str, jobs: dict[str, list[Any]], single: Runs, tmp_path: Path) -> None:
-    names = ("BERT", "ModernBERT", "BigBird") if way in ("fsdp2 x2", "ddp x2") else ("BERT",)
-    for name, run in run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], {name: jobs[name] for name in names}).items():
-        assert_same(run, single[name])
+    ("way", "name"),
+    [("zero3 x2", "RoBERTa"), ("zero3 x2", "XLM-R"), ("zero3 x2", "ModernBERT"), ("ddp x2", "ModernBERT"),
+     ("fsdp2 x2", "ModernBERT")],
+)  # fmt: skip
+def test_strategies_agree(way: str, name: str, masked: Masked, single: Runs) -> None:
+    """Of a BERT and a BigBird: tests/test_sameness.py."""
+    assert_same(masked(way, name), single[name])
 
 
 def cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -199,18 +197,19 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     assert compared["value"] == pytest.approx(last["masked_accuracy"], abs=1e-5)
 
 
-def test_pages(single: Runs) -> None:
-    card = (single["BERT"] / "model" / "README.md").read_text(encoding="utf-8")
+def test_pages() -> None:
+    run = runs("single")["pretraining"]
+    card = (run / "model" / "README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: fill-mask" in card
     assert "perplexity" in card
-    assert 'href="#mistakes"' not in (single["BERT"] / "report.html").read_text(encoding="utf-8")
-    answers = pipeline("fill-mask", model=str(single["BERT"] / "model"))("a fine [MASK]")
+    assert 'href="#mistakes"' not in (run / "report.html").read_text(encoding="utf-8")
+    answers = pipeline("fill-mask", model=str(run / "model"))("a fine [MASK]")
     assert len(answers) == 5
 
 
 @pytest.mark.multiprocess
-def test_a_sharded_checkpoint_is_converted(zero3: Runs, tmp_path: Path) -> None:
-    model = converted(zero3["BERT"], tmp_path / "out", BertForMaskedLM)
+def test_a_sharded_checkpoint_is_converted(stopped: Path, tmp_path: Path) -> None:
+    model = converted(stopped, tmp_path / "out", BertForMaskedLM, STOPPED)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
@@ -362,11 +361,12 @@ def test_other_recipes_take_the_model(single: Runs, run_with_new_tokens: Path, t
               "--mixed_precision", "no", "--max_length", 48]  # fmt: skip
     sources = {"cls": ("cls", run_with_new_tokens), "title": ("title", run_with_new_tokens),
                "long": ("bigbird", single["BERT"]), "sparse": ("bigbird", single["BigBird"])}  # fmt: skip
-    run_named_jobs(tmp_path, [], {name: [f"recipes.{script}", *common, "--model_name_or_path", source / "model"]
-                                  for name, (script, source) in sources.items()})  # fmt: skip
+    made = {name: runs("single").run(f"of a masked model {name}", f"recipes.{script}",
+                                     [*common, "--model_name_or_path", source / "model"])
+            for name, (script, source) in sources.items()}  # fmt: skip
     last = "encoder.layer.1.output.dense.weight"
     for name, (_, source) in sources.items():
-        weights, expected = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / name, source))
+        weights, expected = (load_file(run / "model" / "model.safetensors") for run in (made[name], source))
         pairs = {f"bert.{last}": f"bert.{last}"}
         if name == "title":
             pairs = {f"encoder.{last}": f"bert.{last}", f"decoder.bert.{last}": f"bert.{last}"}

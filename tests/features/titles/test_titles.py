@@ -1,13 +1,12 @@
 """recipes/title.py: equal losses and titles under every strategy, checkpoints, saved models, and Chinese words.
 
-Two jobs. `uneven`: from a BERT, titles of 4 to 16 tokens, batch sizes that do not divide the number of texts, texts cut
-at 640 tokens (full attention). `varied`: from an encoder-decoder that generates another title for each text, with uncut
-texts (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes: see test_long.py.
+Two jobs. `title` of tests/matrix.py: from a BERT, titles of 4 to 16 tokens, batch sizes that do not divide the number
+of texts, texts cut at 640 tokens (full attention). `varied`: from an encoder-decoder that generates another title for
+each text, with uncut texts (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes.
 """
 
 import json
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizerFast, EncoderDecoderModel
 
-from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
-from tests.test_long import STEPS, STOPPED, assert_continued, converted
+from tests import inputs
+from tests.matrix import TITLES, runs, words_of
+from tests.runs import WAYS, lines_of, losses_of, slow_but, start
+from tests.test_long import converted
 from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import WordBackend
@@ -32,42 +32,20 @@ from toolkit.features.titles.readable import readable
 from toolkit.features.titles.settings import GenerationSettings
 from toolkit.models.to_bigbird import long_model
 
-SEED, LONGEST = 42, 16
-COMMON = ["--max_steps", STEPS, "--eval_every", STOPPED, "--dropout", 0, "--mixed_precision", "no", "--report_to",
-          "none", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2, "--seed", SEED,
-          "--max_target_length", LONGEST, "--num_beams", 2]  # fmt: skip
-UNEVEN = [*COMMON, "--eval_every", STEPS, "--learning_rate", "1e-2", "--max_length", 640, "--global_batch_size", 13,
-          "--per_device_batch_size", 3, "--per_device_eval_batch_size", 4]  # fmt: skip
-VARIED = [*COMMON, "--learning_rate", "1e-3", "--max_length", 4096, "--global_batch_size", 12,
-          "--per_device_batch_size", 2, "--per_device_eval_batch_size", 2, "--no_repeat_ngram_size", 1]  # fmt: skip
+SEED, LONGEST, STEPS, STOPPED = 42, 16, 4, 2
 SCORES = ("rouge1", "rouge2", "rougeL")
 COUNTS = "tests.features.titles.titles_worker"
-Runs = dict[str, Path]
-Jobs = dict[str, list[Any]]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory, articles: Path) -> list[str]:
-    """48 training and 12 validation rows, whose titles end in words of the tiny vocabulary, so that ROUGE is not 0."""
-    folder = tmp_path_factory.mktemp("titles")
-    rows = lines_of(articles)
-    for place, row in enumerate(rows):
-        if place % 6 == 1 and place < 48:
-            row["title"] = row["title"][:2]  # of very uneven length
-        else:
-            row["title"] += (" the film and the story", " very good price", " not a dull room", " fine")[place % 4]
-    for name, part in (("train", rows[:48]), ("validation", rows[48:])):
-        pd.DataFrame(part).to_json(folder / f"{name}.jsonl", orient="records", lines=True)
-    return ["--train_file", str(folder / "train.jsonl"), "--validation_file", str(folder / "validation.jsonl")]
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path, tiny_model: Path) -> Path:
+def writer() -> Path:
     """An encoder-decoder, saved as by recipes/title.py, with strong cross-attention."""
-    folder = tmp_path_factory.mktemp("writer") / "writer"
-    long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model)), None)
+    return inputs.shared("writer", make_writer)
+
+
+def make_writer(folder: Path) -> None:
+    long = long_model(PretrainedSettings(model_name_or_path=str(inputs.sharp_model())), None)
     tokenizer, generation = load_tokenizer(long), GenerationSettings(num_beams=2)
-    tiny = PretrainedSettings(model_name_or_path=str(tiny_model))
+    tiny = PretrainedSettings(model_name_or_path=str(inputs.tiny_model()))
     model = load_title_model(tiny, long, generation, tokenizer, LONGEST, seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -75,97 +53,86 @@ def writer(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path, tiny_mod
                 parameter *= 40
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
-@pytest.fixture(scope="module")
-def jobs(data: list[str], sharp_model: Path, writer: Path) -> Jobs:
-    return {
-        "uneven": ["--model_name_or_path", sharp_model, *data, *UNEVEN],
-        "varied": ["--model_name_or_path", writer, *data, *VARIED],
-    }
+VARIED = [*TITLES, "--model_name_or_path", writer, "--eval_every", STOPPED, "--learning_rate", "1e-3", "--max_length",
+          4096, "--global_batch_size", 12, "--per_device_batch_size", 2, "--per_device_eval_batch_size", 2,
+          "--no_repeat_ngram_size", 1]  # fmt: skip
 
 
-def run_all(root: Path, way: list[str], jobs: Jobs, *more: list[Any]) -> Runs:
-    folders = {name: root / name for name in jobs}
-    words = [["recipes.title", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
-    finished = run_jobs(root, way, [*words, *more], seconds=240)
-    assert not more or "every title exactly once" in finished.out
-    return folders
+def varied(way: str = "single") -> Path:
+    return runs(way).run("titles varied", "recipes.title", VARIED)
 
 
-@pytest.fixture(scope="module")
-def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: Jobs, tiny_model: Path) -> Runs:
-    root = tmp_path_factory.mktemp("zero3")
-    stopped = [*jobs["varied"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
-    return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, [COUNTS, tiny_model])
+def stopped() -> Path:
+    words = [*VARIED, "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
+    return runs("zero3 x2").run("titles stopped", "recipes.title", words)
 
 
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory, jobs: Jobs, tiny_model: Path) -> Runs:
-    root = tmp_path_factory.mktemp("ddp")
-    return run_all(root, WAYS["ddp x2"], {"varied": jobs["varied"]}, [COUNTS, tiny_model])
+def resumed() -> Path:
+    """In one process, from the ZeRO-3 checkpoint; it evaluates text by text."""
+    words = [*VARIED, "--per_device_eval_batch_size", 1, "--resume", stopped() / f"checkpoints/step-{STOPPED:08d}"]
+    return runs("single").run("titles resumed", "recipes.title", words)
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory, jobs: Jobs, zero3: Runs, chinese: list[Any]) -> Runs:
-    """The references, in one process; `resumed` starts from the ZeRO-3 checkpoint and evaluates text by text."""
-    root = tmp_path_factory.mktemp("single")
-    shutil.copytree(zero3["varied"], root / "resumed", symlinks=True)
-    resumed = [*jobs["varied"], "--checkpoint_every", STOPPED, "--per_device_eval_batch_size", 1]
-    return run_all(root, [], {**jobs, "resumed": resumed, "chinese": chinese})
+def evaluations(run: Path) -> dict[int, dict[str, Any]]:
+    """The first one of each step."""
+    return {line["step"]: line for line in reversed(lines_of(run / "eval.jsonl"))}
 
 
-def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
-    losses, expected = losses_of(run), losses_of(reference)
-    assert len(losses) == steps
-    assert losses == pytest.approx(expected[:steps], rel=1e-5)
-    evaluations = [lines_of(folder / "eval.jsonl") for folder in (run, reference)]
-    for mine, theirs in zip(*evaluations, strict=steps == STEPS):
-        assert (mine["step"], mine["split"], mine["num_samples"]) == (theirs["step"], theirs["split"], 12)
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert [mine[name] for name in SCORES] == pytest.approx([theirs[name] for name in SCORES], abs=1e-9)
-    if steps == STEPS:
+def assert_same(run: Path, reference: Path, steps: range = range(STEPS)) -> None:
+    assert losses_of(run) == pytest.approx(losses_of(reference)[steps.start : steps.stop], rel=1e-5)
+    ours, theirs = (evaluations(folder) for folder in (run, reference))
+    evaluated = [step for step in theirs if step - 1 in steps]
+    assert evaluated
+    for line, expected in ((ours[step], theirs[step]) for step in evaluated):
+        assert (line["step"], line["split"], line["num_samples"]) == (expected["step"], expected["split"], 12)
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert [line[name] for name in SCORES] == pytest.approx([expected[name] for name in SCORES], abs=1e-9)
+    if steps.stop == STEPS:
         assert lines_of(run / "predictions.jsonl") == lines_of(reference / "predictions.jsonl")
 
 
 @pytest.mark.multiprocess
-def test_strategies_agree(ddp: Runs, zero3: Runs, single: Runs) -> None:
-    """`uneven` under data parallelism: see test_the_literal_command."""
-    assert np.ptp(losses_of(single["uneven"])) > 0.5
-    assert_same(ddp["varied"], single["varied"])
-    assert_same(zero3["uneven"], single["uneven"])
-    assert_same(zero3["varied"], single["varied"], STOPPED)
-    assert_continued(single["resumed"], single["varied"])
+def test_a_run_goes_on_under_another_way() -> None:
+    assert np.ptp(losses_of(runs("single")["title"])) > 0.2
+    assert_same(stopped(), varied(), range(STOPPED))
+    assert_same(resumed(), varied(), range(STOPPED, STEPS))
 
 
 @pytest.mark.multiprocess
-def test_the_literal_command(jobs: Jobs, single: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero1 x2", "zero2_offload x2"], "ddp x2"))
+def test_titles_that_vary(way: str) -> None:
+    assert_same(varied(way), varied())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "way", slow_but(["ddp x2", "zero3 x2", "ddp x3", "zero3 x3", "zero1 x2"], "ddp x2", "zero3 x2")
+)
+def test_one_title_for_each_text_of_a_small_set(way: str) -> None:
+    runs(way).run("every title", COUNTS, [inputs.tiny_model])
+    assert "every title exactly once" in runs(way).log("every title")
+
+
+@pytest.mark.multiprocess
+def test_the_literal_command(tmp_path: Path) -> None:
     words = ["accelerate", "launch", "recipes/title.py", "--config_file", "accelerate_configs/zero2.yaml"]
-    words += [*map(str, jobs["uneven"]), "--output_dir", tmp_path / "run"]
+    words += [*words_of(TITLES), "--output_dir", str(tmp_path / "run")]
     start(words, env={"TESTS_WITHOUT_PAGES": ""}).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (2, "DEEPSPEED")
-    assert_same(tmp_path / "run", single["uneven"])
+    assert_same(tmp_path / "run", runs("single")["title"])
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", "zero3 x3", "zero2 offload x2"])
-def test_more_strategies_agree(way: str, jobs: Jobs, single: Runs, tmp_path: Path, tiny_model: Path) -> None:
-    runs = run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], jobs, [COUNTS, tiny_model])
-    for name, run in runs.items():
-        assert_same(run, single[name])
-
-
-def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(single: Runs, data: list[str], sharp_model: Path) -> None:
+def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(sharp_model: Path) -> None:
     """Step 1, recomputed text by text with transformers' classes and attention."""
     settings = PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager")
     long = long_model(settings, None)
     tokenizer = AutoTokenizer.from_pretrained(str(long.model_name_or_path))
     model = load_title_model(settings, long, GenerationSettings(), tokenizer, LONGEST, SEED)
     assert type(model) is EncoderDecoderModel
-    rows = lines_of(Path(data[1]))
+    rows = lines_of(inputs.titles("train"))
     texts = [tokenizer(row["text"], truncation=True, max_length=640)["input_ids"] for row in rows]
     titles = [tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"] for row in rows]
     first_batch = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
@@ -177,7 +144,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(single: Runs, data: 
             logits = model(input_ids=torch.tensor([texts[place]]), decoder_input_ids=title[:, :-1]).logits[0]
         losses += torch.nn.functional.cross_entropy(logits, title[0, 1:], reduction="sum").item()
         tokens += title.shape[1] - 1
-    assert losses_of(single["uneven"])[0] == pytest.approx(losses / tokens, rel=1e-5)
+    assert losses_of(runs("single")["title"])[0] == pytest.approx(losses / tokens, rel=1e-5)
 
 
 def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path, accelerator: Any) -> None:
@@ -200,22 +167,22 @@ def test_a_bigbird_becomes_a_bert_decoder_with_the_same_logits(sharp_model: Path
         assert titles.write(*titles.encode(SimpleNamespace(inputs={"input_ids": ids}))).shape == (2, LONGEST)
 
 
-def test_one_line_for_each_title(single: Runs, data: list[str]) -> None:
-    rows = lines_of(Path(data[3]))
-    lines = lines_of(single["varied"] / "predictions.jsonl")
+def test_one_line_for_each_title() -> None:
+    rows = lines_of(inputs.titles("validation"))
+    lines = lines_of(varied() / "predictions.jsonl")
     assert [line["id"] for line in lines] == list(range(12))
     assert len({line["title"] for line in lines}) >= 8
     assert all(list(line) == ["id", "title", "reference", "scores"] for line in lines)
     assert [line["reference"] for line in lines] == [row["title"] for row in rows]
-    last = lines_of(single["varied"] / "eval.jsonl")[-1]
+    last = lines_of(varied() / "eval.jsonl")[-1]
     assert last["rouge_segmenter"] == "word"
     assert last["rouge1"] > 0.01
     for name in SCORES:
         assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name], abs=1e-6)
 
 
-def test_the_saved_model_generates_the_same_titles(single: Runs, data: list[str]) -> None:
-    folder = single["resumed"] / "model"
+def test_the_saved_model_generates_the_same_titles() -> None:
+    folder = resumed() / "model"
     model, loading = EncoderDecoderModel.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -224,31 +191,31 @@ def test_the_saved_model_generates_the_same_titles(single: Runs, data: list[str]
     assert config["decoder_start_token_id"] == tokenizer.cls_token_id
     assert config["eos_token_id"] == tokenizer.sep_token_id
     titles = []
-    for row in lines_of(Path(data[3])):
+    for row in lines_of(inputs.titles("validation")):
         model.encoder.set_attention_type("block_sparse")  # short texts switch to full attention for good
-        inputs = tokenizer(row["text"], truncation=True, max_length=4096, return_tensors="pt")
-        written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        text = tokenizer(row["text"], truncation=True, max_length=4096, return_tensors="pt")
+        written = model.generate(text["input_ids"], attention_mask=text["attention_mask"])
         titles.append(readable(tokenizer, written[0].tolist()))
-    assert titles == [line["title"] for line in lines_of(single["resumed"] / "predictions.jsonl")]
+    assert titles == [line["title"] for line in lines_of(resumed() / "predictions.jsonl")]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
-def test_predict_generates_the_same_titles(way: str, single: Runs, data: list[str], tmp_path: Path) -> None:
+def test_predict_generates_the_same_titles(way: str, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     table = tmp_path / "texts.jsonl"
-    pd.DataFrame(lines_of(Path(data[3])))[["text"]].to_json(table, orient="records", lines=True)
-    words = [single["varied"] / "model", table, "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
+    pd.DataFrame(lines_of(inputs.titles("validation")))[["text"]].to_json(table, orient="records", lines=True)
+    words = [varied() / "model", table, "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
     start(["toolkit", "predict", *words]).succeeded()
-    titles = [line["title"] for line in lines_of(single["varied"] / "predictions.jsonl")]
+    titles = [line["title"] for line in lines_of(varied() / "predictions.jsonl")]
     assert [line["prediction"] for line in lines_of(output)] == titles
 
 
 @pytest.mark.multiprocess
-def test_a_sharded_checkpoint_is_converted(zero3: Runs, tmp_path: Path) -> None:
-    converted(zero3["varied"], tmp_path / "out", EncoderDecoderModel)
-    folders = (tmp_path / "out", zero3["varied"] / "model")
+def test_a_sharded_checkpoint_is_converted(tmp_path: Path) -> None:
+    converted(stopped(), tmp_path / "out", EncoderDecoderModel, STOPPED)
+    folders = (tmp_path / "out", stopped() / "model")
     converted_config, expected = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
     assert converted_config == expected
 
@@ -286,8 +253,8 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
             "--report_to", "none", "--mixed_precision", "no"]  # fmt: skip
 
 
-def test_chinese_titles(single: Runs) -> None:
-    run = single["chinese"]
+def test_chinese_titles(chinese: list[Any]) -> None:
+    run = runs("single").run("chinese titles", "recipes.title", chinese)
     assert {line["rouge_segmenter"] for line in lines_of(run / "eval.jsonl")} == {"char"}
     lines = lines_of(run / "predictions.jsonl")
     assert len(lines) == 4

@@ -1,0 +1,224 @@
+"""Models and files that tests read, made once in a test run for all xdist workers. Nobody writes into them."""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+_PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
+_WORDS = "good bad film book very the and not room price service story dull fine"
+_LABEL_WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine", "price", "story")
+_CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
+
+
+def session_folder() -> Path:
+    """The folder of this test run, which tests/conftest.py makes and removes."""
+    return Path(os.environ.get("TOOLKIT_TESTS_FOLDER") or tempfile.gettempdir())
+
+
+def shared(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name`, which `make` has filled: once in a test run, by the worker that needs it first."""
+    folder = session_folder() / "inputs" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            draft = folder.with_name(f"draft of {name}")
+            draft.mkdir()
+            make(draft)
+            draft.rename(folder)
+    return folder
+
+
+def tiny_model() -> Path:
+    """A folder with a random BERT (2 layers) and its tokenizer, the same in every session.
+
+    Every size is odd and no parameter's number of elements is divisible by 2: whatever divides them has to pad.
+    """
+    return shared("tiny-bert", _make_tiny_model)
+
+
+def _make_tiny_model(folder: Path) -> None:
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_CHINESE, *_PIECES, ".", ",", "!", "。", "，"]
+    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS.split()]
+    vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)
+    assert len(tokenizer) == 127
+    sizes = {"hidden_size": 33, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 71}
+    config = BertConfig(vocab_size=127, max_position_embeddings=131, type_vocab_size=1, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(20240229)
+        model = BertModel(config)
+    assert all(parameter.numel() % 2 for parameter in model.parameters())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def sharp_model() -> Path:
+    """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does: where all count
+    alike, every pattern gives the same numbers."""
+    return shared("sharp-bert", _make_sharp_model)
+
+
+def _make_sharp_model(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model(), folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
+            weight *= 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def reviews() -> Path:
+    """211 real film reviews of uneven length with `neg` and `pos` labels, as a CSV file."""
+
+    def make(folder: Path) -> None:
+        from toolkit.data.read import read_demo
+
+        table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=7).select(range(211))
+        table.to_csv(folder / "reviews.csv", index=False)
+
+    return shared("reviews", make) / "reviews.csv"
+
+
+def uneven_reviews() -> Path:
+    """About 130 of `reviews`, most of them `neg`; `tags` has one or two classes for each: the label, and `film`;
+    `other` is another row's text."""
+
+    def make(folder: Path) -> None:
+        import pandas as pd
+
+        table = pd.read_csv(reviews())
+        table = table[(table["label"] == "neg") | (table.index % 5 == 0)]
+        table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
+        table["other"] = table["text"].iloc[::-1].str[:60].tolist()
+        table.to_csv(folder / "rows.csv", index=False)
+
+    return shared("uneven-reviews", make) / "rows.csv"
+
+
+def write_rows(path: Path, kind: str, count: int = 61) -> Path:
+    """Short texts of uneven length, with labels computed from the words."""
+    generator = random.Random(5)
+    rows = []
+    for _ in range(count):
+        words = generator.choices(_LABEL_WORDS, k=generator.randint(1, 25))
+        label: object = {
+            "six classes": f"class {len(words) % 6 * 2}",
+            "multi-label": sorted({word for word in words if word in ("good", "bad", "dull")}),
+            "regression": len(words) / 10,
+            "several numbers": [len(words) / 10, 2 + words.count("good") / 4],
+        }[kind]
+        rows.append({"text": " ".join(words), "label": label})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def labelled(kind: str, part: str) -> Path:
+    """Rows of `write_rows` as a JSONL file: 61 to train on, 23 to test."""
+    count = {"train": 61, "test": 23}[part]
+    return shared(f"{kind} {part}", lambda folder: write_rows(folder / "rows.jsonl", kind, count)) / "rows.jsonl"
+
+
+def long_reviews() -> Path:
+    """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
+    short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""
+
+    def make(folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        from toolkit.data.read import read_demo
+
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+        table = read_demo("demo:imdb")["train"].rows.shuffle(seed=7).select(range(300))
+        lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
+        short = [row for row, length in enumerate(lengths) if length <= 704][:30]
+        long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:60]
+        assert (len(short), len(long)) == (30, 60)
+        table.select(sorted(short + long)).to_csv(folder / "long_reviews.csv", index=False)
+
+    return shared("long-reviews", make) / "long_reviews.csv"
+
+
+def long_split(name: str) -> Path:
+    """`train` or `validation`: 48 and 12 of `long_reviews` as CSV files, whose rows are known by their places."""
+
+    def make(folder: Path) -> None:
+        import pandas as pd
+
+        table = pd.read_csv(long_reviews()).sample(60, random_state=3)
+        table[:48].to_csv(folder / "train.csv", index=False)
+        table[48:].to_csv(folder / "validation.csv", index=False)
+
+    return shared("long-splits", make) / f"{name}.csv"
+
+
+def articles() -> Path:
+    """The first 600 to 1500 characters of 60 real news articles with the first 1 to 7 words of their titles, as a
+    JSONL file: 478 to 1205 tokens of the tiny model with 4 to 35 tokens."""
+
+    def make(folder: Path) -> None:
+        from toolkit.data.read import read_demo
+
+        table = read_demo("demo:bbc")["train"].rows.shuffle(seed=7).select(range(60))
+        rows = [
+            {"text": row["text"][: 600 + 100 * (place % 10)], "title": " ".join(row["title"].split()[: 1 + place % 7])}
+            for place, row in enumerate(table)
+        ]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        (folder / "articles.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    return shared("articles", make) / "articles.jsonl"
+
+
+def titles(name: str) -> Path:
+    """`train` or `validation`: 48 and 12 of `articles` as JSONL files, with titles that end in words of the tiny
+    model's vocabulary, so that ROUGE is not 0; some are very short."""
+
+    def make(folder: Path) -> None:
+        rows = [json.loads(line) for line in articles().read_text(encoding="utf-8").splitlines()]
+        ends = (" the film and the story", " very good price", " not a dull room", " fine")
+        for place, row in enumerate(rows):
+            if place % 6 == 1 and place < 48:
+                row["title"] = row["title"][:2]
+            else:
+                row["title"] += ends[place % 4]
+        for part, some in (("train", rows[:48]), ("validation", rows[48:])):
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in some]
+            (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    return shared("titles", make) / f"{name}.jsonl"
+
+
+def masked_model() -> Path:
+    """A small BERT with its masked-language head."""
+
+    def make(folder: Path) -> None:
+        import pandas as pd
+
+        from tests.architectures import make_architecture
+
+        make_architecture("BERT", folder, list(pd.read_csv(reviews())["text"][:80]))
+
+    return shared("masked-bert", make)
+
+
+def masked_bigbird() -> Path:
+    """A BigBird with blocks of 4 tokens, converted from `masked_model`."""
+
+    def make(folder: Path) -> None:
+        from toolkit.models.to_bigbird import SparseSizes, to_bigbird
+
+        to_bigbird(str(masked_model()), folder / "model", SparseSizes(128, 4, 1))
+
+    return shared("masked-bigbird", make) / "model"

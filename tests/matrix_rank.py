@@ -1,0 +1,86 @@
+"""A rank of a group of tests/process_group.py: runs the jobs that it reads from its standard input.
+
+python tests/matrix_rank.py [CONFIG_FILE]     of accelerate: what `accelerate launch` would set is set
+"""
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def strategy_variables(config_file: str) -> dict[str, str]:
+    """The variables that `accelerate launch --config_file` would set in each process, for the strategy."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args(["--config_file", config_file, "--main_process_port", "0", "-"])
+    arguments, config, _ = _validate_launch_command(arguments)
+    if not arguments.use_deepspeed:
+        variables = prepare_multi_gpu_env(arguments)
+    else:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
+        variables = prepare_deepspeed_cmd_env(arguments)[1]
+    return {name: value for name, value in variables.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
+def run_job(job: dict[str, Any]) -> dict[str, str]:
+    """Runs it; returns its exception, if any."""
+    sys.argv = [f"{job['recipe'].replace('.', '/')}.py", *job["words"]]
+    try:
+        importlib.import_module(job["recipe"]).main()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return {"error": "", "kind": "", "traceback": ""}
+        return {"error": str(error) or repr(error), "kind": type(error).__name__, "traceback": traceback.format_exc()}
+    return {"error": "", "kind": "", "traceback": ""}
+
+
+def reset() -> None:
+    """What a new process would begin with; the process group stays."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    gc.collect()
+    AcceleratorState._reset_state(reset_partial_state=False)
+    GradientState._reset_state()
+
+
+def use_cores(cores: list[int]) -> None:
+    """Moves all threads to the cores of the worker that waits for the job."""
+    for thread in Path("/proc/self/task").iterdir() if cores else ():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+def main() -> None:
+    rank = os.environ.get("RANK", "0")
+    sys.path.insert(0, str(ROOT))
+    if len(sys.argv) > 1:
+        os.environ.update(strategy_variables(sys.argv[1]))
+    for line in sys.stdin:
+        job = json.loads(line)
+        reports = Path(job["reports"])
+        log = os.open(reports / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        use_cores(job["cores"])
+        faulthandler.dump_traceback_later(job["seconds"], exit=True, file=2)  # a hanging rank ends by itself
+        report = run_job(job)
+        reset()
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        draft = reports / f"rank{rank}.draft"
+        draft.write_text(json.dumps(report))
+        draft.rename(reports / f"rank{rank}.json")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
