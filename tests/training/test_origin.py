@@ -145,18 +145,6 @@ def test_the_old_run_is_moved_aside(run: Path, tmp_path: Path, monkeypatch: pyte
     refusal(create_run_folder, here, "cls", FACTS, match="would move the current folder")
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_out_of_the_run_folder_is_refused(there: bool, tmp_path: Path) -> None:
-    """The run would read it, and append to it."""
-    run, other = tmp_path / "run", tmp_path / "elsewhere"
-    run.mkdir()
-    if there:
-        other.touch()
-    (run / "metrics.jsonl").symlink_to(other)
-    message = f"{run / 'metrics.jsonl'} is a link to {other}, outside"
-    refusal(create_run_folder, TrainingSettings(output_dir=str(run)), "cls", FACTS, match=message)
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.onnx", "openvino_model.xml"])
 def test_another_model_or_exported_teacher_is_noticed(name: str, tmp_path: Path) -> None:
     checksums = set()

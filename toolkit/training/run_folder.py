@@ -21,7 +21,7 @@ from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch.environment import attempt, launch_request, max_restarts
 from toolkit.training.resume import Origin, choose_origin, previous_attempt_in
-from toolkit.utils.files import refuse_link_out, remove_drafts
+from toolkit.utils.files import remove_drafts
 
 _FILES = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "model", "checkpoints", "report.html")
 
@@ -74,9 +74,6 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")
     lock = _lock(path)
-    for name in _FILES:
-        if not (path / name).is_dir():  # a folder may be a link to another disk
-            refuse_link_out(path / name, path)
     content = [name for name in _FILES if (path / name).exists()]
     if content == ["config.json"] and "identity" in _config_of(path):
         content = []  # a run failed before its first step
