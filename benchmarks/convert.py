@@ -3,8 +3,8 @@
     python benchmarks/convert.py --write      (about 4 minutes on 2 cores; 16 GB of memory, 20 GB of disk)
 
 Four processes on gloo make a BERT-like model of 2.5 GB in fp32 under DeepSpeed's ZeRO-3 in bf16, with AdamW's states
-but without a step, and save it. Then each program converts it in turn: seconds of the whole process, imports included, and
-the peak of its anonymous memory (RssAnon: mapped files do not count). The outputs must be equal.
+but without a step, and save it. Then each program converts it in turn: seconds of the whole process, imports included,
+and the peak of its anonymous memory (RssAnon: mapped files do not count). The outputs must be equal.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def table(figures: dict[str, list[tuple[float, int]]], options: argparse.Namespa
         rows.append(f"| {name} | {min(seconds):.1f} | {median:.1f} | {median / base:.2f} | {peak / 1e9:.2f} GB |")
     return f"""# Conversion
 
-A model of {options.gigabytes:g} GB in fp32, saved by DeepSpeed's ZeRO-3 on {RANKS} processes ({size / 1e9:.1f} GB on disk).
-Each row is a whole process, imports included, {options.repeats} times in turns;
-load average {os.getloadavg()[0]:.1f} at the end. {processor()}. `python benchmarks/convert.py --write`
+A model of {options.gigabytes:g} GB in fp32, saved by DeepSpeed's ZeRO-3 on {RANKS} processes, {size / 1e9:.1f} GB
+on disk. Each row is a whole process, imports included, {options.repeats} times in turns; load average
+{os.getloadavg()[0]:.1f} at the end. {processor()}. `python benchmarks/convert.py --write`
 
 | | seconds, least | median | of the copy | peak RssAnon |
 |---|---|---|---|---|

@@ -11,6 +11,7 @@ from tests.runs import groups
 
 # number of processes -> kinds
 WORLDS: dict[int, tuple[str, ...]] = {
+    1: ("zero3-frozen",),
     2: (*KINDS, *OTHERS),
     3: ("zero1-frozen", "zero1-bf16-optimizer", "zero2-bf16", "zero2-aligned", "zero3-bf16", "zero3-frozen"),
 }

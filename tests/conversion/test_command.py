@@ -13,18 +13,18 @@ from tests.runs import ROOT, begin, fork, start
 from toolkit.commands.convert import parse_size
 
 BIG = 1 << 28
-"""Bytes of a model of eight tensors."""
+"""Bytes of a model of 32 tensors."""
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("big") / "model.pt"
-    torch.save({f"layer.{number}.weight": torch.randn(BIG // 32, 1) for number in range(8)}, path)
+    torch.save({f"layer.{number}.weight": torch.randn(BIG // 128, 1) for number in range(32)}, path)
     return path
 
 
 def test_its_memory_is_not_the_models(big: Path, tmp_path: Path) -> None:
-    """Anonymous memory beyond that of torch itself: about a tensor in bf16, of eight."""
+    """Anonymous memory beyond that of torch itself: some copies of a tensor, of 32."""
     peaks = {}
     for name, code in {"torch": "import time, torch, toolkit.conversion.convert; time.sleep(1)", "convert": ""}.items():
         command = ["-m", "toolkit", "convert", str(big), str(tmp_path / "out"), "--dtype", "bf16"]
@@ -36,7 +36,7 @@ def test_its_memory_is_not_the_models(big: Path, tmp_path: Path) -> None:
                 time.sleep(0.01)
             process.finish(60).succeeded()
         peaks[name] = peak
-    assert peaks["convert"] - peaks["torch"] < BIG // 2, peaks
+    assert peaks["convert"] - peaks["torch"] < BIG // 4, peaks
 
 
 def test_a_full_disk_leaves_nothing(big: Path, tmp_path: Path) -> None:

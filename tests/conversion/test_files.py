@@ -189,7 +189,7 @@ def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], config: Path, *
         "optimizer.safetensors": {"step.x": (torch.float32, ())},
     }
     every = [*(tensors[name] for name in file_order(tables["weights.safetensors"])), torch.tensor(7.0)]
-    known = {"step": 7, "tied": {}, "excluded": {}, "base_model": None, "settings": {}}
+    known = {"step": 7, "tied": {}, "excluded": {}, "base_model": None, "settings": {}, "identity": {"model": ""}}
     folders.save(folder, tables, every, {**known, **facts}, lambda draft: shutil.copytree(config, draft / "model"))
     return folder
 

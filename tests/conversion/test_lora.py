@@ -13,6 +13,7 @@ from tests.conversion.test_files import write_run
 from tests.conversion.test_real_folders import assert_equal, bert_config, read_folder
 from tests.faults import refusal
 from tests.runs import edit_json
+from toolkit.training.resume import digest_of_model
 
 
 def make_peft(model: Path, **options: Any) -> Any:
@@ -113,9 +114,12 @@ def test_what_cannot_be_merged_is_refused(tiny_model: Path, base: Path, tmp_path
 def test_what_was_trained_beside_the_adapter_is_not_lost(tiny_model: Path, base: Path, tmp_path: Path) -> None:
     live = make_peft(tiny_model)
     next(each for name, each in live.named_parameters() if "LayerNorm.weight" in name).requires_grad_(True)
-    run = saved(live, tmp_path / "run", tiny_model, base_model=str(base))
+    identity = {"model": digest_of_model(base)}
+    run = saved(live, tmp_path / "run", tiny_model, base_model=str(base), identity=identity)
     refusal(toolkit.convert, run, tmp_path / "out", says=["LayerNorm.weight was trained", "--merge_lora"])
     toolkit.convert(run, tmp_path / "out", merge_lora=True)  # the run's own base model
+    edit_json(base / "config.json", changed=True)
+    refusal(toolkit.convert, run, tmp_path / "other", merge_lora=True, says=[str(base), "has changed"])
 
 
 def test_other_adapters_are_no_models(tmp_path: Path) -> None:

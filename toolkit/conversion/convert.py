@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import folder as folders
 from toolkit.conversion import lora, write
 from toolkit.conversion.model_class import CONFIG, model_class, read_config
-from toolkit.conversion.open import open_checkpoint
+from toolkit.conversion.open import STATE, open_checkpoint
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.demo import model_path
 from toolkit.errors import UserError
@@ -89,7 +88,7 @@ def _check_out(out: Path) -> None:
     """Raises UserError if writing `out` could replace anything, or be lost with the checkpoint."""
     if out.is_symlink() or out.is_file() or any(out.glob("*")):
         raise UserError(f"{out} already exists: name another folder")
-    if any(folders.step_number(parent) is not None for parent in out.resolve().parents):
+    if any((parent / STATE).is_file() for parent in out.resolve().parents):
         raise UserError(f"{out} is in a checkpoint, and would be removed with it: name another folder")
 
 
@@ -144,21 +143,22 @@ def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) 
 
 
 def _base_folder(plain: Checkpoint, settings: ConvertSettings) -> Path | None:
-    """The folder of the model with the parameters that the checkpoint leaves out, if it is known."""
-    folder = settings.base_model
-    if folder is None and plain.excluded and plain.base_model:
-        folder = Path(model_path(plain.base_model))
-    if folder is None or not folder.is_dir():
+    """The folder of the model with the parameters that the checkpoint leaves out, if it is known. Raises UserError if
+    the run's base model has changed."""
+    if settings.base_model is not None or not plain.excluded:
+        return settings.base_model
+    from toolkit.training.resume import digest_of_model  # imports all of training
+
+    folder = Path(model_path(plain.base_model))
+    if not folder.is_dir():
         return None
+    if Path(plain.base_model).is_dir() and digest_of_model(folder) != plain.base_identity:
+        raise UserError(f"{folder} has changed since {plain.path} was trained on it: pass the old one as --base_model")
     return folder
 
 
 def _unchecked(plain: Checkpoint, line: str, folder: Path | None, config: Mapping[str, Any] | None) -> _Output:
-    """Of no class that transformers has: the names stay as they are, tied ones are written once."""
+    """Of no class that transformers has: all names stay as they are, those of tied weights too."""
     if plain.excluded:
         raise UserError(f"{line}, and {plain.path} has only a part of the weights")
-    names: dict[Stored, str] = {}
-    for name, tensor in plain.tensors.items():
-        if names.setdefault(tensor, name) != name:
-            line += f"; left out: {name}, tied to {names[tensor]}"
-    return _Output({name: tensor for tensor, name in names.items()}, line, folder, config)
+    return _Output(plain.tensors, line, folder, config)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit.conversion.stored import Checkpoint, Stored
+from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import check_tensors, flattened, load, stored
 from toolkit.errors import UserError, listing
 
@@ -60,44 +60,45 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
     Raises UserError if a rank's file is missing, damaged or of another save.
     """
     files, ranks = _load(folder)
-    models = list(files.values())
-    first = models[0]
+    first = next(iter(files.values()))
     groups: list[Shapes] = first.get("param_shapes") or []
-    frozen: Shapes = first.get("frozen_param_shapes") or {}
+    stage3 = next(iter(files)).name != _MODEL
+    split = _split_stage3 if stage3 else _split_buffer
     trained: dict[str, Pieces] = {}
-    split = _split_buffer if len(models) == 1 else _split_stage3
     for number, shapes in enumerate(groups):
         trained |= split(ranks, number, shapes)
+    checks: list[Check] = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
+    for file, content in files.items():
+        used = list(dict(flattened((), content)).values())
+        checks.append(functools.partial(check_tensors, file, used))
+    checks.append(functools.partial(_check_copies, folder, first["module"], trained))
+    tensors = _named_tensors(list(files.values()), trained, stage3)
+    in_order = {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors}
+    return Checkpoint(path, in_order, step=first["global_steps"], checks=tuple(checks))
+
+
+def _named_tensors(models: Sequence[Any], trained: Mapping[str, Pieces], stage3: bool) -> dict[str, Stored]:
+    """Parameters and buffers; tied ones are one object."""
+    frozen: Shapes = models[0].get("frozen_param_shapes") or {}
     pieces = {**trained, **_fragments(models, frozen)}
-    tensors = stored(_whole_tensors(models, pieces))
-    for shapes in (*groups, frozen):
+    # buffers, under stage 0 all parameters, under stage 1 the frozen ones; stage 3 leaves parameters empty there
+    module = dict(models[0]["module"])
+    buffers = models[0].get("buffer_names") or ()
+    for name in list(module):
+        if name in pieces or (stage3 and name not in buffers):
+            del module[name]
+    tensors = stored(module)
+    for shapes in (*(models[0].get("param_shapes") or ()), frozen):
         tensors |= {name: _join(pieces[name], shapes[name]) for name in shapes if name in pieces}
-    for pair in (first.get("shared_params") or {}).items():
+    for pair in (models[0].get("shared_params") or {}).items():
         for one, other in (pair, pair[::-1]):
             if one in pieces and other not in pieces:
                 tensors[other] = tensors[one]
-    checks = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
-    for file, content in files.items():
-        checks.append(functools.partial(check_tensors, file, list(dict(flattened((), content)).values())))
-    return Checkpoint(
-        path,
-        {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors},
-        step=first["global_steps"],
-        checks=(*checks, functools.partial(_check_copies, folder, first["module"], trained)),
-    )
+    return tensors
 
 
 def _join(pieces: Pieces, shape: torch.Size) -> Stored:
     return Stored(tuple(shape), pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
-
-
-def _whole_tensors(models: Sequence[Any], others: Collection[str]) -> dict[str, torch.Tensor]:
-    """What is in `module` alone: buffers, under stage 0 all parameters, under stage 1 the frozen ones."""
-    buffers = models[0].get("buffer_names") or ()
-    names = set(models[0]["module"]).difference(others)
-    if len(models) > 1:  # stage 3 has parameters there, empty
-        names = names.intersection(buffers)
-    return {name: models[0]["module"][name] for name in names}
 
 
 def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:

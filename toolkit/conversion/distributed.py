@@ -20,7 +20,6 @@ from toolkit.conversion.stored import Checkpoint, Stored, model_states
 from toolkit.conversion.torch_files import unpickle
 from toolkit.errors import UserError, first_line, listing
 
-METADATA = ".metadata"
 _CLASSES = (
     metadata.Metadata,
     metadata.MetadataIndex,
@@ -54,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
 
 def open_distributed(path: Path, folder: Path) -> Checkpoint:
     """`path`: as the user named it. Raises UserError if a file is missing or damaged, or would execute code."""
-    listed = _read_metadata(folder / METADATA)
+    listed = _read_metadata(folder / ".metadata")
     files = {info.relative_path for info in listed.storage_data.values()}
     if missing := sorted(name for name in files if not (folder / name).is_file()):
         raise UserError(
@@ -68,7 +67,7 @@ def open_distributed(path: Path, folder: Path) -> Checkpoint:
             places[keys] = _stored(folder, name, entry, listed.storage_data)
     tensors = model_states(places, _is_weight)
     if not tensors:
-        raise UserError(f"{folder / METADATA} lists no tensors of a model")
+        raise UserError(f"{folder}/.metadata lists no tensors of a model")
     return Checkpoint(path, tensors)
 
 

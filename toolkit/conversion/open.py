@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES
 from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.conversion.distributed import METADATA, open_distributed
 from toolkit.conversion.model_class import CONFIG
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.files import read_table, refuse_lfs_pointer
 
+STATE = "state.json"
 _EXPECTED = (
     "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint, of accelerator.save_state or of "
     "torch.distributed.checkpoint, a file of torch.save, or a Hugging Face model"
@@ -55,7 +55,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if tag := find_tag_folder(path):
         return _with_config(open_deepspeed(path, tag), path)
     for folder in (path, path / "pytorch_model_fsdp_0"):
-        if (folder / METADATA).is_file() or any(folder.glob("*.distcp")):
+        if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
+            from toolkit.conversion.distributed import open_distributed  # takes a second
+
             return _with_config(open_distributed(path, folder), folder, folder.parent)
     for name in _MODEL_FILES:
         if (path / name).is_file() or (path / f"{name}.index.json").is_file():
@@ -75,11 +77,15 @@ def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
 
 def _run_checkpoint(path: Path) -> Path | None:
     """The folder of a run's checkpoint that `path` is, or the newest that it has."""
-    choices = [path, *folders.newest_first(path / "checkpoints"), *folders.newest_first(path)]
-    return next((folder for folder in choices if (folder / folders.STATE_FILE).is_file()), None)
+    choices = [path]
+    for checkpoints in (path / "checkpoints", path):
+        choices += [checkpoints / "last", *sorted(checkpoints.glob("step-*"), reverse=True)]
+    return next((folder for folder in choices if (folder / STATE).is_file()), None)
 
 
 def _open_run(path: Path, folder: Path) -> Checkpoint:
+    from toolkit.checkpoint import folder as folders  # imports what trains
+
     state = folders.read_state(folder)
     tensors = _safetensors(folder / folders.WEIGHTS_FILE)
     tensors |= {other: tensors[name] for other, name in state["tied"].items() if name in tensors}
@@ -93,12 +99,13 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
         model_folder=folder / "model",
         excluded=state["excluded"],
         base_model=str(state["base_model"] or ""),
-        checks=(functools.partial(_require_whole, folder),),
+        base_identity=state["identity"]["model"],
+        checks=(functools.partial(_require_whole, folder, folders.find_fault),),
     )
 
 
-def _require_whole(folder: Path) -> None:
-    if fault := folders.find_fault(folder):
+def _require_whole(folder: Path, find_fault: Callable[[Path], str]) -> None:
+    if fault := find_fault(folder):
         raise UserError(f"{fault}; copy {folder} again, or take another checkpoint")
 
 
@@ -108,7 +115,7 @@ def _require_whole(folder: Path) -> None:
 def _open_file(path: Path) -> Checkpoint:
     """A file that is a whole model's state."""
     is_shard = re.search(r"-\d{5}-of-\d{5}\.|\.distcp$", path.name)
-    if is_shard or is_tag_folder(path.parent) or (path.parent / folders.STATE_FILE).is_file():
+    if is_shard or is_tag_folder(path.parent) or (path.parent / STATE).is_file():
         raise UserError(f"{path} is not a complete checkpoint: name its folder, {path.parent}")
     return _open_state(path)
 

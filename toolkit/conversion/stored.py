@@ -43,6 +43,8 @@ class Checkpoint:
     """Shapes of the frozen parameters that were left out, by name."""
     base_model: str = ""
     """The model from which those come: a folder, or a name on the hub."""
+    base_identity: str = ""
+    """Its digest when it was a folder."""
     checks: tuple[Check, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
