@@ -15,7 +15,7 @@ PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 # options of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
-          "help_all", "write", "ntasks-per-node", "no-deps", "signal", "machines", "max_restarts", "rendezvous_timeout",
+          "write", "ntasks-per-node", "no-deps", "signal", "machines", "max_restarts", "rendezvous_timeout",
           "peer_timeout", "stop_timeout", "ddp_timeout", "failure_detector",
           "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
           "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export", "bind-to", "cpus-per-task",

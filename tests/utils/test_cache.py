@@ -2,9 +2,7 @@
 
 import argparse
 import errno
-import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,17 +43,6 @@ class Tokens:
 @pytest.fixture
 def tokens(toolkit_cache: Path) -> Tokens:
     return Tokens()
-
-
-def test_a_long_wait_for_a_lock_is_logged(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cache, "_LOG_SECONDS", 0.01)
-    (path := cache.cache_folder() / "tokens" / "abc.lock").parent.mkdir(parents=True)
-    fcntl.flock(lock := path.open("w"), fcntl.LOCK_EX)
-    threading.Timer(0.3, lock.close).start()
-    assert tokens().is_dir()
-    assert f"remove {path}" in capsys.readouterr().err
 
 
 def test_flush_comes_before_the_rename(tokens: Tokens, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_a_library_older_than_supported_is_refused_and_a_newer_one_returned(
     if not fault:
         assert [line.split(" (")[0] for line in versions.check_requirements()] == ["peft 0.99"] * (version == "0.99")
         return
-    refusal(versions.check_requirements, extra, [package], says=[fault, f"pip install '{package}<"])
+    refusal(versions.check_requirements, extra, says=[fault, f"pip install '{package}<"])
     if not extra:  # before the imports, which would fail
         code = "from toolkit import launch; launch.start('__main__')"
         done = start([sys.executable, "-c", code], env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import shutil
 import sys
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -31,13 +32,6 @@ Fields = Mapping[str, Any]
 
 _SWITCHES = (bool, bool | None)
 _LAUNCH = "To choose how it runs: --config_file accelerate_configs/NAME.yaml (docs/launching.md)."
-# the settings in `--help`; `--help_all` lists all
-_FIRST = {
-    "model_name_or_path", "train_file", "validation_file", "test_file", "dataset_name",
-    "text_column", "label_column", "max_length", "output_dir", "num_train_epochs",
-    "global_batch_size", "per_device_batch_size", "learning_rate", "mixed_precision",
-    "checkpoint_every",
-}  # fmt: skip
 # other trainers' name of a setting -> ours; those without a twin are in docs/migrating.md
 _OTHER_NAMES = {
     "per_device_train_batch_size": "per_device_batch_size",
@@ -71,8 +65,13 @@ def tasks() -> dict[str, type[Any]]:
 
 
 def sections_of(settings_class: type) -> dict[str, type]:
-    """Field name -> section class; those of features last."""
-    return _declared_sections(_with_features(settings_class))
+    """Field name -> section class; those of features last. Raises UserError for a class without
+    `@section`."""
+    sections = _declared_sections(settings_class) | _feature_sections(settings_class)
+    for part in sections.values():
+        if not hasattr(part, "__pydantic_fields__"):
+            raise UserError(f"{part.__name__}: write @section (toolkit.config) above its class")
+    return sections
 
 
 def fields_of(section: type) -> dict[str, Any]:
@@ -120,13 +119,9 @@ def _all_fields(settings_class: type) -> dict[str, Any]:
 
 
 def _declared_sections(settings_class: type) -> dict[str, type]:
-    """Field name -> section class. Raises UserError for a class without `@section`."""
+    """Field name -> section class."""
     hints = get_type_hints(settings_class)
-    sections = {field.name: hints[field.name] for field in dataclasses.fields(settings_class)}
-    for part in sections.values():
-        if not hasattr(part, "__pydantic_fields__"):
-            raise UserError(f"{part.__name__}: write @section (toolkit.config) above its class")
-    return sections
+    return {field.name: hints[field.name] for field in dataclasses.fields(settings_class)}
 
 
 def _feature_sections(settings_class: type) -> dict[str, type]:
@@ -137,26 +132,14 @@ def _feature_sections(settings_class: type) -> dict[str, type]:
     return added
 
 
-def _with_features(settings_class: type[Settings]) -> type[Settings]:
-    """The class with the sections of features as further fields."""
-    declared = _declared_sections(settings_class)
-    added = _feature_sections(settings_class).items()
-    new = tuple(part for part in added if part[0] not in declared)
-    extended = _extend_class(cast(Hashable, settings_class), new)
-    return cast(type[Settings], extended)
-
-
 @functools.cache  # so that equal settings have the same class
 def _extend_class(settings_class: Any, added: tuple[tuple[str, type], ...]) -> Any:
-    if not added:
-        return settings_class
-    fields = [(name, part, dataclasses.field(default_factory=part)) for name, part in added]
-    namespace = {"__module__": settings_class.__module__, "__doc__": settings_class.__doc__}
+    """The class with the sections of features as further fields."""
     return dataclasses.make_dataclass(
         settings_class.__name__,
-        fields,
+        added,
         bases=(settings_class,),
-        namespace=namespace,
+        namespace={"__module__": settings_class.__module__},
         frozen=True,
         kw_only=True,
     )
@@ -178,8 +161,8 @@ def parse(
     UserError with all faults: unknown names (with the nearest known one), values of the wrong type
     or out of range, contradictions."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help", "--help_all"} & set(words):
-        _help_page(settings_class, "--help_all" in words, description, program).print_help()
+    if {"-h", "--help"} & set(words):
+        _help_page(settings_class, description, program).print_help()
         raise SystemExit(0)
     faults = Faults()
     fields = _all_fields(settings_class)
@@ -219,7 +202,9 @@ def build(
             faults.extend(_value_faults(error))
     faults.extend(_contradictions(settings_class, checked))
     faults.raise_if_any()
-    return _with_features(settings_class)(**sections)
+    added = tuple(_feature_sections(settings_class).items())
+    extended: Any = _extend_class(cast(Any, settings_class), added)
+    return cast(Settings, extended(**sections))
 
 
 def _checked(name: str, value: Any, field: Any, faults: Faults) -> dict[str, Any]:
@@ -255,21 +240,21 @@ def _names_no_job(values: Mapping[str, Any], faults: Faults) -> bool:
         faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME")
     if model and not data:
         faults.add("no data is named: pass --train_file FILE or --dataset_name NAME")
-    evaluates = values.get("validation_file") or values.get("test_file")
-    return not data and not model and not evaluates
+    return not data and not model
 
 
 # --- settings that exclude or need each other
 
 
-def _alternatives(settings_class: type) -> Iterator[tuple[str, str, str]]:
-    for section in sections_of(settings_class).values():
-        yield from getattr(section, "alternatives", ())
+def _pairs(settings_class: type, kind: str) -> list[tuple[str, str, str]]:
+    """The `alternatives` or `conflicts` of all sections."""
+    pairs = [getattr(section, kind, ()) for section in sections_of(settings_class).values()]
+    return list(itertools.chain.from_iterable(pairs))
 
 
 def _override(settings_class: type, lower: Fields, upper: Fields) -> dict[str, Any]:
     """The settings of both; those of `upper` replace the same and the excluded ones of `lower`."""
-    pairs = [(one, other) for one, other, _ in _alternatives(settings_class)]
+    pairs = [(one, other) for one, other, _ in _pairs(settings_class, "alternatives")]
     pairs.append(("num_train_epochs", "max_steps"))  # the second overrides the first
     values = dict(lower)
     for pair in pairs:
@@ -282,21 +267,16 @@ def _override(settings_class: type, lower: Fields, upper: Fields) -> dict[str, A
 
 def _contradictions(settings_class: type, values: Mapping[str, Any]) -> Iterator[str]:
     """A fault for each combination of settings that has no effect or no meaning."""
-    pairs = list(_alternatives(settings_class))
     for section in sections_of(settings_class).values():
-        pairs += getattr(section, "conflicts", ())
-        yield from _missing_needs(getattr(section, "needs", {}), values)
+        for name, needed in getattr(section, "needs", {}).items():
+            if values.get(name) is not None and values.get(needed) is None:
+                yield f"--{name} is given without --{needed}"
         if hasattr(section, "contradictions"):
             yield from section.contradictions(values)
+    pairs = _pairs(settings_class, "alternatives") + _pairs(settings_class, "conflicts")
     for one, other, why in pairs:
         if values.get(one) is not None and values.get(other) is not None:
             yield f"--{one} and --{other} contradict each other ({why}): give one of them"
-
-
-def _missing_needs(needs: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[str]:
-    for name, needed in needs.items():
-        if values.get(name) is not None and values.get(needed) is None:
-            yield f"--{name} is given without --{needed}"
 
 
 # --- the YAML file, the command line, its help
@@ -346,7 +326,7 @@ def _from_command_line(words: Sequence[str], fields: Fields, faults: Faults) -> 
         if name in fields:
             values[name] = value
         else:
-            faults.add(f"unknown setting --{name}{_hint(name, fields)}; --help_all lists them all")
+            faults.add(f"unknown setting --{name}{_hint(name, fields)}; --help lists them all")
     if strays:
         way = "settings are given as --name value, a pattern of files in quotes: 'part-*.csv'"
         faults.add(f"{listing(strays, 3)} is not a setting: {way}")
@@ -364,39 +344,29 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 def _help_page(
     settings_class: type,
-    lists_all: bool,
     description: str | None,
     program: str | None,
 ) -> argparse.ArgumentParser:
-    """The most used settings, or all, by section; argparse only prints them."""
-    count = len(_all_fields(settings_class))
-    more = "" if lists_all else f"--help_all lists all {count} settings.\n\n"
+    """All settings, by section; argparse only prints them."""
     width = min(shutil.get_terminal_size().columns, 120)
     formatter = argparse.RawDescriptionHelpFormatter
     page = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
         description=description,
-        epilog=more + _LAUNCH,
+        epilog=_LAUNCH,
         formatter_class=functools.partial(formatter, max_help_position=30, width=width),
         add_help=False,
     )
-    first = set(_FIRST)
-    for feature in features():
-        first |= set(feature.first_settings)
     for section in sections_of(settings_class).values():
         group = page.add_argument_group((section.__doc__ or "").strip().rstrip("."))
-        is_users = not section.__module__.startswith("toolkit.")
         for name, field in fields_of(section).items():
-            if lists_all or is_users or name in first:
-                text = _help_text(field).replace("%", "%%")
-                group.add_argument(f"--{name}", metavar=metavar(field.annotation), help=text)
+            text = field.description or ""
+            if field.default is not None:
+                text = f"{text} [{str(field.default).lower()}]"
+            kind = metavar(field.annotation)
+            group.add_argument(f"--{name}", metavar=kind, help=text.replace("%", "%%"))
     return page
-
-
-def _help_text(field: Any) -> str:
-    text = field.description or ""
-    return text if field.default is None else f"{text} [{str(field.default).lower()}]"
 
 
 def metavar(annotation: Any) -> str:
@@ -406,8 +376,6 @@ def metavar(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     kinds = [metavar(part) for part in get_args(annotation) if part is not type(None)]
-    if len(kinds) == 1:
-        return kinds[0]
-    if kinds:  # choices first; what else a choice may be is a path
-        return "|".join(sorted(kinds, key=str.isupper)).replace("TEXT", "PATH")
+    if kinds:
+        return "|".join(kinds)
     return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(annotation, "TEXT")

@@ -81,8 +81,8 @@ class ModelSettings(PretrainedSettings):
     default."""
     lora_alpha: int | None = Field(default=None, ge=1)
     """LoRA's output is scaled by lora_alpha / lora_r; default: twice the rank."""
-    lora_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Dropout of the input of LoRA's matrices, default 0; `dropout` overrides it."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the input of LoRA's matrices; `dropout` overrides it."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; default: peft's choice for the
     architecture."""
@@ -107,8 +107,8 @@ class ObjectiveSettings:
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
     """The loss of classes; focal (Lin et al., 2017) gives rows with confident correct predictions
     less weight."""
-    focal_gamma: float | None = Field(default=None, ge=0)
-    """The exponent of `--loss focal`, default 2; 0 is the cross entropy."""
+    focal_gamma: float = Field(default=2.0, ge=0)
+    """The exponent of `--loss focal`; 0 is the cross entropy."""
     class_weights: str | None = None
     """Weights of the loss by class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5`
     (others 1)."""
@@ -127,9 +127,7 @@ class ObjectiveSettings:
     @property
     def gamma(self) -> float | None:
         """`focal_gamma` for the focal loss, else None."""
-        if self.loss != "focal":
-            return None
-        return 2.0 if self.focal_gamma is None else self.focal_gamma
+        return self.focal_gamma if self.loss == "focal" else None
 
     @staticmethod
     def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
@@ -154,14 +152,8 @@ class DistillationSettings:
     cached."""
     distillation_temperature: float | None = Field(default=None, gt=0)
     """Divides the logits of teacher and student: above 1 probabilities become softer; default 2."""
-    distillation_alpha: float | None = Field(default=None, ge=0, le=1)
-    """The weight of the teacher's loss, default 0.5; the labels' loss has the rest."""
-
-    @property
-    def mixture(self) -> tuple[float, float]:
-        """(alpha, temperature)."""
-        alpha, temperature = self.distillation_alpha, self.distillation_temperature
-        return 0.5 if alpha is None else alpha, 2.0 if temperature is None else temperature
+    distillation_alpha: float = Field(default=0.5, ge=0, le=1)
+    """The weight of the teacher's loss; the labels' loss has the rest."""
 
 
 @section
@@ -371,10 +363,7 @@ class TrainingSettings:
         """`per_device_batch_size` as a number. Raises UserError for `auto` in a recipe that does
         not resolve it."""
         if self.per_device_batch_size == "auto":
-            raise UserError(
-                "--per_device_batch_size auto: this recipe does not call toolkit.training.estimate."
-                "fit_batch_size before Steps, as recipes/cls.py does: pass a number"
-            )
+            raise UserError("--per_device_batch_size auto: this recipe does not call toolkit.prepare: pass a number")
         return self.per_device_batch_size
 
     @staticmethod

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,7 +23,6 @@ from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.pretrained import check_reachable
 from toolkit.utils.cache import cached_folder, digest_of_file, digest_of_files, digest_of_text
 from toolkit.utils.files import cache_folder
-from toolkit.utils.memory import limit_memory
 
 if TYPE_CHECKING:  # a process whose tokens are cached does not import them
     import datasets
@@ -274,28 +271,13 @@ def _read_entries(path: Path) -> list[Any]:
 
 
 def _read_parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """A file of a few kB may expand to gigabytes: its statistics are checked first, but may be false."""
     import pyarrow
     import pyarrow.parquet
 
-    limit, size = text_files.max_unpacked_bytes(path), 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             text_files.check_column_names(path, file.schema_arrow.names)
-            if sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups)) > limit:
-                raise text_files.too_large(path, limit)
-            batches = file.iter_batches(batch_size=BATCH_ROWS)
-            while True:
-                with limit_memory(limit):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                size += batch.nbytes
-                if size > limit:
-                    raise text_files.too_large(path, limit)
-                yield batch
-    except MemoryError as error:
-        raise text_files.too_large(path, limit) from error
+            yield from file.iter_batches(batch_size=BATCH_ROWS)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
@@ -305,7 +287,7 @@ def read_demo(name: str) -> dict[str, Table]:
     path = demo.locate(name, demo.DATASETS)
     source = demo.demo_entry(name)
     content = digest_of_files(path, path.glob(source.files)) if source.files else digest_of_file(path)
-    return {"train": Table(partial(_load_demo, source, path), name, f"{content}-{source.version}")}
+    return {"train": Table(partial(_load_demo, source, path), name, content)}
 
 
 def _load_demo(source: demo.Demo, path: Path) -> tuple[datasets.Dataset, list[FileRows]]:
@@ -321,25 +303,22 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     only the times of files. Raises UserError."""
     import datasets
 
-    folder, content, cache, limit = Path(name), "", None, sys.maxsize
+    folder, content, cache = Path(name), "", None
     if folder.is_dir():
         files = [path for path in folder.rglob("*") if path.is_file()]
-        content, limit = digest_of_files(folder, files), text_files.max_unpacked_bytes(*files)
+        content = digest_of_files(folder, files)
         cache = str(cache_folder() / "datasets" / content)
     else:
         check_reachable(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
-        with limit_memory(limit) if folder.is_dir() else contextlib.nullcontext():
-            if folder.is_dir():
-                _refuse_addresses(folder)
-            splits = datasets.load_dataset(name, config, cache_dir=cache)
+        if folder.is_dir():
+            _refuse_addresses(folder)
+        splits = datasets.load_dataset(name, config, cache_dir=cache)
     except UserError:
         raise
     except Exception as error:
-        if isinstance(error.__cause__ or error, MemoryError):
-            raise text_files.too_large(folder, limit) from error
         hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
         raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
     digests = {split: f"{content}-{config}-{split}" if content else rows._fingerprint for split, rows in splits.items()}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from toolkit.errors import UserError, first_line
-from toolkit.utils.extras import no_statistics, require_extra
+from toolkit.utils.extras import require_extra
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
 """File names of graphs, as in optimum and text-embeddings-inference."""
@@ -26,6 +29,15 @@ def export_format(folder: Path) -> str | None:
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
     return next((kind for kind, name in FILES.items() if (folder / name).is_file()), None)
+
+
+@contextlib.contextmanager
+def no_statistics() -> Iterator[None]:
+    """Turns off the usage statistics of openvino and nncf: from its import on, openvino sends them
+    to Google Analytics without asking, in a process forked beside threads, for which a command may
+    wait forever at its end."""
+    with mock.patch.dict(os.environ, {"CI": "true", "NNCF_CI": "1"}):
+        yield
 
 
 class ExportedClassifier(torch.nn.Module):

@@ -28,7 +28,7 @@ def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> An
         task_type=peft.TaskType.SEQ_CLS,
         r=settings.lora_r,
         lora_alpha=settings.lora_alpha or 2 * (settings.lora_r or 0),
-        lora_dropout=(settings.lora_dropout or 0.0) if settings.dropout is None else settings.dropout,
+        lora_dropout=settings.lora_dropout if settings.dropout is None else settings.dropout,
         target_modules=target_modules(model, settings.lora_target_modules, fully_trained),
         modules_to_save=[name for name in fully_trained if name not in ("classifier", "score")],  # peft adds these two
     )

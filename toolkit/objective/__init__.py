@@ -45,7 +45,8 @@ def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses
     options = {"label_smoothing": smoothing, "focal_gamma": terms.gamma, "pos_weight": data.pos_weight}
     objective = Objective(losses or partial(sample_losses, problem_type=problem_type, **options))
     if settings.distillation.teacher:
-        objective = with_teacher(objective, problem_type, *settings.distillation.mixture)
+        alpha = settings.distillation.distillation_alpha
+        objective = with_teacher(objective, problem_type, alpha, temperature or 2.0)
     if terms.r_drop_alpha:
         if not _has_dropout(model) and PartialState().is_main_process:
             logger.info(f"--r_drop_alpha {terms.r_drop_alpha}: no effect, since a model without dropout draws nothing")

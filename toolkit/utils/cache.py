@@ -18,14 +18,12 @@ import xxhash
 from toolkit import launch
 from toolkit.errors import UserError
 from toolkit.utils.files import cache_folder, replace_folder
-from toolkit.utils.log import logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 SOURCE = "source.txt"
 """In each cached folder: what it was made from. Its mtime is the folder's last use."""
-_LOG_SECONDS = 300.0
 
 
 @contextlib.contextmanager
@@ -63,17 +61,10 @@ def cached_folder(
 @contextlib.contextmanager
 def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
     """Yields None if another process has filled the folder while this one waited for the lock."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{folder}.lock")
-    try:
-        acquired = lock.acquire(timeout=_LOG_SECONDS)
-    except Timeout:  # on a disk without flock that of a process killed on another machine stays
-        remedy = f"if there is none, remove {lock.lock_file}"
-        logger.warning(f"waiting for the process that builds {folder}; {remedy}")
-        acquired = lock.acquire()
-    with acquired:
+    with FileLock(f"{folder}.lock"):
         if folder.is_dir():
             yield None
             return
@@ -93,8 +84,6 @@ def remove(folder: Path) -> bool:
             _remove_drafts(folder)
     except Timeout:
         return False
-    except FileNotFoundError:  # another machine, which shares this cache, has removed it
-        pass
     except OSError as error:
         raise UserError(f"cannot remove {folder}: {error.strerror}") from error
     return True

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-from collections.abc import Iterator
-from unittest import mock
 
 from toolkit.errors import UserError
 from toolkit.utils.versions import check_requirements
@@ -30,13 +26,4 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
     missing = [name for name in packages if not is_installed(name)]
     if missing:
         raise UserError(f"{what} needs {' and '.join(missing)}: {install_command(extra)}")
-    check_requirements(extra, packages)
-
-
-@contextlib.contextmanager
-def no_statistics() -> Iterator[None]:
-    """Turns off the usage statistics of openvino and nncf: from its import on, openvino sends them
-    to Google Analytics without asking, in a process forked beside threads, for which a command may
-    wait forever at its end."""
-    with mock.patch.dict(os.environ, {"CI": "true", "NNCF_CI": "1"}):
-        yield
+    check_requirements(extra)

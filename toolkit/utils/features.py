@@ -67,8 +67,6 @@ class Feature:
     """The feature's recipes: name -> class of settings."""
     switches: ClassVar[Sequence[str]] = ()
     """Settings, any of which turns the feature on."""
-    first_settings: ClassVar[Sequence[str]] = ()
-    """Settings for the short `--help`; `--help_all` lists all."""
     files: ClassVar[Sequence[str]] = ()
     """Names of the files that `results` writes."""
     paths: ClassVar[Sequence[str]] = ()

@@ -74,17 +74,11 @@ def replace_folder(
 
     With `flush` its content is on the disk before. Without `overwrite` it raises OSError if there
     is anything but an empty folder at `path`; with it, `check_old` gets the old content, moved
-    aside, and may raise to restore it. If the block fails (Ctrl-C included), the draft and the
-    parent folders created for it are removed."""
+    aside, and may raise to restore it. If the block fails (Ctrl-C included), the draft is
+    removed."""
     draft = draft_path(path)
-    new_parents: list[Path] = []
     try:
-        for parent in reversed(draft.parents):
-            if not parent.exists():
-                with contextlib.suppress(FileExistsError):  # another process was first, and may need it
-                    parent.mkdir()
-                    new_parents.insert(0, parent)
-        draft.mkdir()
+        draft.mkdir(parents=True)
         yield draft
         if flush:
             for file in filter(Path.is_file, draft.rglob("*")):
@@ -93,9 +87,6 @@ def replace_folder(
         _move(draft, path, overwrite, check_old)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
-        for parent in new_parents:  # the innermost first, and only when empty
-            with contextlib.suppress(OSError):
-                parent.rmdir()
         raise
     if flush:
         flush_path(path.parent)
@@ -140,8 +131,7 @@ def make_readable(folder: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
-        with contextlib.suppress(PermissionError):  # a mounted disk of another user
-            path.chmod(0o666 & ~mask)
+        path.chmod(0o666 & ~mask)
 
 
 def remove_drafts(folder: Path) -> None:
@@ -205,22 +195,12 @@ def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(table, dict):
         raise UserError(f"{path} holds a {type(table).__name__} where a table should be")
-    check_values(table, kinds, path)
-    return table
-
-
-def check_values(table: Mapping[str, Any], kinds: Kinds, where: object) -> None:
-    """Raises UserError naming `where` and the key of the first invalid value."""
     for key, (fits, description) in kinds.items():
         value = table.get(key)
         if value is not None and not fits(value):
             text = json.dumps(value)[:60]
-            raise UserError(f"{where}: {key} is {text} and should be {description}")
-
-
-def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is an int or float from `low` to `high`; neither bool nor NaN."""
-    return type(value) in (int, float) and low <= value <= high
+            raise UserError(f"{path}: {key} is {text} and should be {description}")
+    return table
 
 
 def refuse_lfs_pointer(path: Path) -> None:

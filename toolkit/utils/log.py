@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+
+from tqdm import tqdm
 
 logger = logging.getLogger("toolkit")
 
 
-class _StandardError(logging.StreamHandler):
+class _StandardError:
     """Writes to the current `sys.stderr` (a notebook or a test may replace it), above a progress
     bar."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr, end="")
 
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (tqdm := sys.modules.get("tqdm")) is None:
-            super().emit(record)
-        else:
-            with tqdm.tqdm.external_write_mode(file=sys.stderr):
-                super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """A closed terminal must not end a run."""
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def configure() -> None:
@@ -42,6 +32,6 @@ def configure() -> None:
 
 
 def add_handler() -> None:
-    logger.addHandler(_StandardError())
+    logger.addHandler(logging.StreamHandler(_StandardError()))
     logger.setLevel(logging.INFO)
     logger.propagate = False  # `logging.info` of a library adds a root handler: lines printed twice

@@ -1,15 +1,13 @@
-"""Explains out-of-memory errors by the settings that help, keeps freed memory, and limits what a
-file may allocate."""
+"""Explains out-of-memory errors by the settings that help, and keeps freed memory."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +41,18 @@ def explain(batch: Any, recomputes: bool | None, error: Exception) -> str | None
     if not is_out_of_memory(error):
         return None
     samples = len(batch.ids)
-    width = -(-batch.inputs["input_ids"].numel() // samples)  # tokens, on average
-    fewer = samples // 2
-    tokens = f"--max_tokens_per_batch {max(width, samples * width // 2)}"
-    ways = []
+    width = math.ceil(batch.inputs["input_ids"].numel() / samples)  # tokens, on average
+    when = "a training step, with a micro-batch"
+    size_setting = "--per_device_batch_size"
+    in_predict = ""
     if recomputes is None:
         when = "an evaluation, with a batch"
-        size = f"--per_device_eval_batch_size {fewer}"
-        smaller = [f"{size} (toolkit predict: --per_device_batch_size {fewer})", tokens]
-    else:
-        when = "a training step, with a micro-batch"
-        same = "(the global batch and the losses stay the same)"
-        smaller = [f"--per_device_batch_size {fewer}, or {tokens} {same}"]
+        size_setting = "--per_device_eval_batch_size"
+        in_predict = f" (toolkit predict: --per_device_batch_size {samples // 2})"
+    ways = []
     if samples > 1:
-        ways += smaller
+        ways.append(f"{size_setting} {samples // 2}{in_predict}")
+        ways.append(f"--max_tokens_per_batch {max(width, samples * width // 2)}")
     if recomputes is False:
         ways.append("--gradient_checkpointing true")
     ways.append(f"--max_length {width // 2}")
@@ -92,17 +88,16 @@ def _quoted(error: Exception) -> str:
 
 
 def peak_resident_bytes() -> int:
-    """This process's largest resident size (proc(5)), or getrusage's, which on Linux begins at the
-    size of the process that started this one."""
-    with contextlib.suppress(OSError):
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        line = re.search(r"VmHWM:\s+(\d+) kB", status)
-        if line:
-            return 1024 * int(line[1])
+    """This process's largest resident size: on Linux from proc(5), as getrusage(2) starts there at
+    the size of the parent process."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))
+        if peak:
+            return 1024 * int(peak[1])
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def manage_freed_memory() -> None:
@@ -118,7 +113,8 @@ def manage_freed_memory() -> None:
         return
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     keeps = peak_resident_bytes() < _KEEP_BELOW * machine_memory() / processes
-    for name, value in (_KEEPING if keeps else _DEFAULTS).items():
+    options = _KEEPING if keeps else _DEFAULTS
+    for name, value in options.items():
         libc.mallopt(name, value)
 
 
@@ -137,37 +133,17 @@ def machine_memory() -> int:
     """Bytes of the machine, or of the container if its limit is lower."""
     import psutil
 
+    size = psutil.virtual_memory().total
     limit, _, _ = container_memory()
-    return min(psutil.virtual_memory().total, int(limit) if limit.isdigit() else sys.maxsize)
+    return min(size, int(limit)) if limit.isdigit() else size
 
 
 def container_memory() -> list[str]:
     """A container's memory limit, use and statistics; empty if there are none."""
-    names = (("max", "limit_in_bytes"), ("current", "usage_in_bytes"), ("stat", "stat"))
-    return [read_cgroup(f"memory.{second}", f"memory/memory.{first}") for second, first in names]
+    return [read_cgroup(f"memory.{name}") for name in ("max", "current", "stat")]
 
 
-def read_cgroup(*names: str) -> str:
-    """The first of these files of a container (version 2, then 1); empty if there is none."""
-    files = (_CGROUP / name for name in names)
-    return next((file.read_text(encoding="ascii").strip() for file in files if file.is_file()), "")
-
-
-@contextlib.contextmanager
-def limit_memory(size: int) -> Iterator[None]:
-    """Limits what the process may allocate within the block to `size` bytes; beyond it MemoryError.
-    On Linux only."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    import psutil
-
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    most = psutil.Process().memory_info().data + size
-    resource.setrlimit(resource.RLIMIT_DATA, (min(most, limits[0] % 2**63), limits[1]))  # -1: none
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
+def read_cgroup(name: str) -> str:
+    """This file of a container's control group (version 2); empty if there is none."""
+    file = _CGROUP / name
+    return file.read_text(encoding="ascii").strip() if file.is_file() else ""

@@ -15,33 +15,35 @@ class Progress:
     seconds in a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
-        self.what, self.total, self.unit = what, total, unit
+        self.what = what
+        self.total = total
+        self.unit = unit
         self.started = time.monotonic()
         self.due = self.started + FIRST_SECONDS
-        self.terminal, self.shown = sys.stderr.isatty(), False
+        self.in_terminal = sys.stderr.isatty()
+        self.is_shown = False
 
     def update(self, done: int, part: float | None = None) -> None:
         """`part`: the share of the work that is done, if it is not that of the rows."""
         now = time.monotonic()
-        if part is None:
-            part = done / max(1, self.total)
-        if now < self.due or not part:
+        if now < self.due or not done:
             return
-        self.due = now + (SCREEN_SECONDS if self.terminal else LINE_SECONDS)
-        self.shown = True
         seconds = now - self.started
-        remaining = tqdm.format_interval(seconds * (1 - part) / part)
+        remaining = tqdm.format_interval(seconds / (part or done / self.total) - seconds)
         rate = f"{done / seconds:.0f} {self.unit}/s"
         line = f"{self.what}: {done} of {self.total} {self.unit}, {rate}, {remaining} left"
-        before, after = ("\r", "\x1b[K") if self.terminal else ("", "\n")
-        print(before + line + after, end="", file=sys.stderr, flush=True)
-
-    def update_part(self, before: int, size: int, _: int, part: float) -> None:
-        """`update` for a part of `size` rows, after `before` others."""
-        rows = before + part * size
-        self.update(round(rows), rows / self.total)
+        if self.in_terminal:
+            self.due = now + SCREEN_SECONDS
+            self.is_shown = True
+            self._rewrite(line)
+        else:
+            self.due = now + LINE_SECONDS
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Removes the line from a terminal."""
-        if self.shown and self.terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if self.is_shown:
+            self._rewrite("")
+
+    def _rewrite(self, line: str) -> None:
+        print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)

@@ -12,10 +12,7 @@ Result = TypeVar("Result")
 
 def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
     """Returns or raises what `work` does; TimeoutError after `seconds`, with its thread left
-    running.
-
-    Where no thread can be started, as after an out-of-memory error, it waits for `work` without a
-    timeout."""
+    running."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -24,11 +21,8 @@ def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result:
         except BaseException as error:
             future.set_exception(error)
 
-    try:
-        # an executor would block the exit
-        threading.Thread(target=run, daemon=True, name="call_with_timeout").start()
-    except RuntimeError:  # no memory is left for a thread
-        return work()
+    # an executor would block the exit
+    threading.Thread(target=run, daemon=True, name="call_with_timeout").start()
     if not wait([future], seconds).done:
         raise TimeoutError(f"no answer in {seconds:.0f} s")
     return future.result()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import re
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 Table = tuple[str, Mapping[str, Any]]
 """(host, its {name: version})."""
 _ROOT = Path(__file__).resolve().parent.parent  # the package
-_PROJECT = _ROOT.parent / "pyproject.toml"
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
@@ -34,39 +31,29 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     return installed
 
 
-def requirements(package: str, extra: str = "") -> list[Any]:
-    """What a package requires, or what an extra of it adds, as packaging's `Requirement`s. Ours are
-    those of pyproject.toml in a clone, whose metadata stay those of the day it was installed."""
+def requirements(extra: str = "") -> list[Any]:
+    """What this toolkit requires, or what an extra of it adds, as packaging's `Requirement`s."""
     from packaging.requirements import Requirement
 
-    def applies(line: Requirement, extra: str) -> bool:
-        return line.marker is None or line.marker.evaluate({"extra": extra})
-
-    if package == OURS and _PROJECT.is_file():
-        project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
-        texts = project["optional-dependencies"][extra] if extra else project["dependencies"]
-        return [line for line in map(Requirement, texts) if applies(line, "")]
-    try:
-        lines = [Requirement(text) for text in importlib.metadata.requires(package) or []]
-    except importlib.metadata.PackageNotFoundError:
-        return []
+    lines = [Requirement(text) for text in importlib.metadata.requires(OURS) or []]
+    core = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
     if not extra:
-        return [line for line in lines if applies(line, "")]
-    return [line for line in lines if applies(line, extra) and not applies(line, "")]
+        return core
+    others = [line for line in lines if line not in core]
+    return [line for line in others if line.marker and line.marker.evaluate({"extra": extra})]
 
 
-def check_requirements(extra: str = "", modules: Sequence[str] = ()) -> list[str]:
+def check_requirements(extra: str = "") -> list[str]:
     """`transformers 5.30.0 (tested: <5.25,>=5.18)` for each library newer than pyproject.toml
-    allows.
+    allows; of an extra's, those that are installed.
 
-    `modules`: those of an extra to look at. Raises UserError for missing and older ones: they lack
-    what is imported, or compute something else.
+    Raises UserError for missing and older ones: they lack what is imported, or compute something
+    else.
     """
     newer, faults, remedies = [], [], []
-    for needed in requirements(OURS, extra):
+    for needed in requirements(extra):
         version = versions([needed.name])[needed.name]
-        # onnxruntime-gpu is imported as onnxruntime, too
-        if extra and (needed.name.replace("-", "_") not in modules or not version):
+        if version is None and extra:
             continue
         age = _age(version, needed.specifier)
         if age == "older":
@@ -136,9 +123,8 @@ def remedy(tables: Sequence[Table]) -> str:
     for _, values in tables[1:]:
         names |= {name for name in {**first, **values} if first.get(name) != values.get(name)}
     ways = []
-    # checked, since another machine may send anything and this becomes a command
     libraries = [name for name in ALL_PACKAGES if name in names]
-    pins = [f"{name}=={first[name]}" for name in libraries if _is_version(first.get(name))]
+    pins = [f"{name}=={first[name]}" for name in libraries if first.get(name)]
     if pins:
         ways.append(f"`pip install {' '.join(pins)}` on the others")
     if "code" in names or "toolkit" in names:
@@ -148,7 +134,3 @@ def remedy(tables: Sequence[Table]) -> str:
     if "python" in names:
         ways.append("use the same Python on all machines")
     return ", and ".join(ways)
-
-
-def _is_version(text: object) -> bool:
-    return re.fullmatch(r"\d[\w.+!]{0,40}", str(text), re.ASCII) is not None

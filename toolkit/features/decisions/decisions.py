@@ -28,7 +28,7 @@ from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.report.curves import DASHED, Chart, chart
 from toolkit.report.files import write_atomically
-from toolkit.utils.files import Kinds, as_json, is_number, read_table
+from toolkit.utils.files import Kinds, as_json, read_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,11 +124,16 @@ class Decisions(ClassAnswers):
 
 
 def _is_share(value: Any) -> bool:
-    return is_number(value, 0, 1) and value not in (0, 1)
+    return type(value) in (int, float) and 0 < value < 1
+
+
+def _is_temperature(value: Any) -> bool:
+    low, high = _TEMPERATURES
+    return type(value) in (int, float) and low <= value <= high
 
 
 _KINDS: Kinds = {
-    "temperature": (lambda value: is_number(value, *_TEMPERATURES), "a number from {} to {}".format(*_TEMPERATURES)),
+    "temperature": (_is_temperature, "a number from {} to {}".format(*_TEMPERATURES)),
     "thresholds": (
         lambda value: isinstance(value, dict) and all(map(_is_share, value.values())),
         "a table of numbers between 0 and 1",

@@ -17,7 +17,7 @@ from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.machines import Machines
 from toolkit.launch.options import clean_environment
-from toolkit.utils.versions import ALL_PACKAGES, OURS, check_requirements, requirements, versions
+from toolkit.utils.versions import ALL_PACKAGES, check_requirements, requirements, versions
 
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
 # launcher variables that belong to a job, or do no harm
@@ -27,7 +27,7 @@ _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_", "CUDA_VISI
 
 def install_command(name: str) -> str:
     """The command that reinstalls a library in the version that this package needs."""
-    needed = next(f"{line.name}{line.specifier}" for line in requirements(OURS) if line.name == name)
+    needed = next(f"{line.name}{line.specifier}" for line in requirements() if line.name == name)
     return f"pip install --force-reinstall '{needed}'"
 
 

@@ -30,9 +30,9 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import DECISIONS, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, choose_columns, choose_labels, training_quoting, training_run
-from toolkit.models.exported import FILES, INPUTS, export_format
+from toolkit.models.exported import FILES, INPUTS, export_format, no_statistics
 from toolkit.pretrained import quiet_transformers
-from toolkit.utils.extras import no_statistics, require_extra
+from toolkit.utils.extras import require_extra
 from toolkit.utils.features import features
 from toolkit.utils.files import explain_write_errors, replace_folder
 

@@ -129,6 +129,12 @@ class _Window(NamedTuple):
     empty: list[int]  # rows of the file without a text
 
 
+def _update(bar: Progress, before: int, size: int, _: int, part: float) -> None:
+    """Shows the progress of a window of `size` rows, after `before` others."""
+    rows = before + part * size
+    bar.update(round(rows), rows / bar.total)
+
+
 @dataclass(frozen=True)
 class _Prediction:
     """Predicts a file window by window."""
@@ -189,7 +195,7 @@ class _Prediction:
             written: Future[Any] = writer.submit(int)
             while (window := following.result()) is not None:
                 following = reader.submit(next, windows, None)
-                outputs = saved.compute_outputs(window.split, partial(bar.update_part, rows, window.rows.num_rows))
+                outputs = saved.compute_outputs(window.split, partial(_update, bar, rows, window.rows.num_rows))
                 rows, computed = rows + window.rows.num_rows, computed + len(window.split)
                 empty += window.empty
                 if self.accelerator.is_main_process:

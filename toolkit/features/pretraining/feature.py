@@ -20,7 +20,6 @@ class PretrainingFeature(Feature):
     tasks: ClassVar = {"pretrain": PretrainSettings}
     usual_metrics: ClassVar = {_PROBLEM: "loss"}
     pipeline_tags: ClassVar = {_PROBLEM: "fill-mask"}
-    first_settings = ("mlm_probability", "whole_word_mask", "new_head")
     paths = ("init_new_tokens",)
 
     def targets(self, settings: Any) -> Any:

@@ -16,7 +16,6 @@ class TitlesFeature(Feature):
     tasks: ClassVar = {"title": TitleSettings}
     usual_metrics: ClassVar = {"title_generation": "rougeL"}
     pipeline_tags: ClassVar = {"title_generation": "summarization"}
-    first_settings = ("title_column",)
 
     def targets(self, settings: Any) -> Any:
         require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # fail now, not at the first ROUGE
