@@ -17,7 +17,7 @@ the lengths of real reviews. bf16 unless stated otherwise.
     plain     Trainer as in most scripts: every text padded to the longest, fp32, defaults
 
 Each run is a process of its own, and the contestants take turns. The second epoch of training is timed (of `plain`,
-whose batches all have one shape, the steps after the fifth). MFU counts real tokens only (docs/run-folder.md), not
+whose batches all have one shape, the steps after the fifth). MFU counts real tokens only (benchmarks/flops.py), not
 padding.
 """
 
@@ -172,7 +172,7 @@ def table(options: Namespace, name: str, contestants: list[str], spec: dict[str,
 
 def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], name: str) -> str:
     """Medians; ratios are within a round."""
-    from toolkit.training.mfu import peak_flops
+    from flops import peak_flops
 
     seconds = statistics.median(run["seconds"] for run in runs)
     peak, run = peak_flops(name, "bf16"), runs[0]
@@ -201,8 +201,7 @@ def work(spec: dict[str, Any]) -> dict[str, float]:
     import resource
 
     import torch
-
-    from toolkit.training.mfu import training_flops
+    from flops import training_flops
 
     clock = contestants.Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # Trainer prints its results

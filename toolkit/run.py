@@ -27,7 +27,6 @@ from toolkit.launch.exit_state import exit_state
 from toolkit.launch.signals import StopRequested
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, RunSummary, start_trackers, tracker_names
-from toolkit.training import mfu
 from toolkit.training.average import Average, average_as_weights
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.checks import OWN_SCHEDULE, check_scheduler, refuse_compiled
@@ -93,7 +92,6 @@ class Run:
         refuse_compiled(model)
         check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
-        self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         self._steps.checks.watch_optimizer(optimizer)
         decay = self.settings.training.ema_decay

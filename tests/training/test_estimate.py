@@ -191,4 +191,4 @@ def test_a_run_with_auto(way: str, tiny_model: Path, reviews: Path, tmp_path: Pa
     assert f"--per_device_batch_size auto: {size} (" in screen
     assert json.loads((run / "config.json").read_text())["data"]["micro_batch_size"] == size
     lines = lines_of(run / "metrics.jsonl")
-    assert all(0 <= line["padding"] < 1 and "mfu" not in line for line in lines)
+    assert all(0 <= line["padding"] < 1 for line in lines)

@@ -87,8 +87,6 @@ class StepMetrics:
     tokens_per_second: float
     padding: float
     """Fraction of padding among all computed tokens."""
-    mfu: float | None
-    """Utilization of all devices (`toolkit.training.mfu`); None if their peak is unknown."""
     peak_memory_bytes: int
     """Maximum over processes since the start or the last evaluation: device memory, or resident memory on a CPU."""
 
@@ -261,8 +259,6 @@ class Steps:
         """How many steps in a row, up to the last, had a gradient that was not finite."""
         self.stop_signal = 0
         """Number of a stop signal (SIGTERM, SIGUSR1, Ctrl-C) that any process received, or 0."""
-        self.utilization: Callable[[np.ndarray, float], float] | None = None
-        """(lengths of texts, seconds) -> MFU."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.checks = LoopChecks(accelerator)
         self.model: Any = None
@@ -356,8 +352,6 @@ class Steps:
         seconds = time.perf_counter() - start + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / count
         samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
-        lengths = self.train.lengths[np.concatenate([step.indices for step in finished])]
-        mfu = self.utilization and round(self.utilization(lengths, seconds), 4)
         for place, step in enumerate(finished, 3):
             step.metrics = StepMetrics(
                 step=step.number,
@@ -370,7 +364,6 @@ class Steps:
                 samples_per_second=round(samples / seconds, 2),
                 tokens_per_second=round(tokens / seconds, 1),
                 padding=round(1 - step.tokens / sum(rank[place] for rank in ranks), 4),
-                mfu=mfu,
                 peak_memory_bytes=peak,
             )
 

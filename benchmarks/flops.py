@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from toolkit.pretrained import full_attention_up_to
-from toolkit.utils.modules import unwrapped
 
 # Dense bf16 or fp16 operations per second, from NVIDIA's data sheets (without sparsity).
 _PEAK_TERAFLOPS = {
@@ -60,14 +58,3 @@ def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | No
         return float((lengths * (per_token + 12 * layers * hidden * context)).sum())
 
     return count
-
-
-def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[np.ndarray, float], float] | None:
-    """Returns a function (lengths of a step's texts, its seconds) -> MFU over all devices; None if the peak or the
-    operations are unknown."""
-    name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else ""
-    peak, count = peak_flops(name, accelerator.mixed_precision), training_flops(unwrapped(model))
-    if peak is None or count is None:
-        return None
-    available = peak * accelerator.num_processes
-    return lambda lengths, seconds: count(lengths) / seconds / available
