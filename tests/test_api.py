@@ -161,7 +161,7 @@ def test_anything_but_texts_is_refused(model: Path, tiny_model: Path, no_launche
                          (np.array([["good", "bad"]]), "ndarray")):  # fmt: skip
         refusal(toolkit.predict, model, wrong, says=[f"type {named}", "a list of str"])
     for wrong, row in ((["good", None], 2), (["good", ("good", "bad")], 2), ([("good", "bad"), "good"], 2),
-                       ([("good", "bad", "dull")], 1), ([("good",)], 1), ([("good", None)], 1), ([3.5], 1),
+                       ([("good", "bad", "dull")], 1), ([("good", None)], 1), ([3.5], 1),
                        (pd.Series(["good", float("nan")]), 2), (datasets.Dataset.from_pandas(frame), 1)):  # fmt: skip
         refusal(toolkit.predict, model, wrong, says=[f"texts, row {row}: ", "a list of str"])
     (model.parent / "config.json").write_text('{"settings": {}, "data": {"text_pair": "reply"}}')

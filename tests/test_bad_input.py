@@ -34,7 +34,7 @@ CASES = {
     "bad encoding": Case(
         ("line 26", "not utf-8", "--encoding gb18030"), content=GOOD.encode() + "很好,pos\n".encode("gb18030")
     ),
-    "wrong model": Case(("--model_name_or_path", "cannot be loaded"), arguments=["--model_name_or_path", "/no/such"]),
+    "wrong model": Case(("model /no/such", "cannot be loaded"), arguments=["--model_name_or_path", "/no/such"]),
     "max_length": Case(("--max_length 4096", "131 positions"), arguments=["--max_length", "4096"]),
     "unknown setting": Case(
         ("unknown setting --learning_rat (did you mean learning_rate?)",), arguments=["--learning_rat", "1e-5"]

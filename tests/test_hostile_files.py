@@ -7,7 +7,6 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,17 +34,8 @@ def model(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "model"))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"attn_implementation": "kernels-community/flash-attn"},  # code that a hub would send
-        {"chunk_size_feed_forward": 10**30},
-        {"return_dict": False},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_a_config_that_changes_no_answer_is_not_obeyed(changed: dict[str, Any], model: Path) -> None:
-    edit_json(model / "config.json", **changed)
+def test_a_config_that_names_code_on_the_hub_is_not_obeyed(model: Path) -> None:
+    edit_json(model / "config.json", attn_implementation="kernels-community/flash-attn")
     loaded = load_saved_classifier(ModelSettings(model_name_or_path=str(model)))
     assert loaded.config._attn_implementation == "sdpa"
     assert loaded(input_ids=loaded.dummy_inputs["input_ids"]).logits.shape[1] == 2

@@ -91,15 +91,12 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
     # the items of a dict or a DataFrame are its columns' names
     if not is_sequence or isinstance(texts, str | bytes | Mapping) or getattr(texts, "ndim", 1) > 1:
         raise UserError(f"the texts are of type {type(texts).__name__}: {hint}")
-    rows = []
-    for item in texts:
-        is_pair = isinstance(item, tuple | list) and len(item) == 2
-        rows.append(tuple(item) if is_pair else (item,))
+    rows = [tuple(item) if isinstance(item, tuple | list) else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
-        if len(row) != width or not all(isinstance(text, str) for text in row):
-            fault = f"{repr(row)[:60]} is not like the first, or no text"
-            raise UserError(f"texts, row {number}: {fault}: {hint}")
+        is_text = all(isinstance(text, str) for text in row)
+        if not is_text or len(row) != width or width > 2:
+            raise UserError(f"texts, row {number}: {repr(row)[:60]} is unlike the others: {hint}")
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 
@@ -141,13 +138,18 @@ def load_data(
         data = add_teacher_logits(accelerator, settings, data, tokenizer)  # in padded batches
     data = add_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, to truncate texts as here
+    tokenizer.init_kwargs[COLUMNS] = _training_columns(settings, data)  # saved, too
+    setattr(tokenizer, TOKENS, len(tokenizer))
+    return tokenizer, data
+
+
+def _training_columns(settings: Any, data: Prepared) -> dict[str, Any]:
     columns = {"text_column": data.text_column, "text_pair": data.text_pair}
     columns |= data.targets.source()
     if settings.data.quoting == "none":
-        columns |= {"quoting": "none", "train_file": Path(settings.data.train_file).name}
-    tokenizer.init_kwargs[COLUMNS] = columns  # saved, too
-    setattr(tokenizer, TOKENS, len(tokenizer))
-    return tokenizer, data
+        columns["quoting"] = "none"
+        columns["train_file"] = Path(settings.data.train_file).name
+    return columns
 
 
 def wait_for_all() -> None:

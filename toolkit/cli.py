@@ -79,13 +79,7 @@ def _call(command: Command, *arguments: Any) -> None:
     if isinstance(run, str):
         module, _, name = run.partition(":")
         run = getattr(importlib.import_module(module), name)
-    try:
-        run(*arguments)
-    except UserError as error:
-        if any("--model_name_or_path" in word for word in sys.argv):
-            raise
-        # the model was an argument, not a recipe's setting
-        raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
+    run(*arguments)
 
 
 if __name__ == "__main__":

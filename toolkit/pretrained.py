@@ -40,12 +40,8 @@ def load_config(settings: PretrainedSettings) -> Any:
     """Raises UserError for a config that cannot be read."""
     with explain_load_errors(str(settings.model_name_or_path)) as path:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    for part in filter(None, parts):
-        if "/" in str(part._attn_implementation):  # code on the hub: only the user may choose it
-            config._attn_implementation = None
-        part.return_dict = True
-        part.chunk_size_feed_forward = 0  # no result depends on it, and it must divide a length
+    if "/" in str(config._attn_implementation):  # code on the hub: only the user may choose it
+        config._attn_implementation = None
     return config
 
 
@@ -89,7 +85,7 @@ def refuse_unusable(tokenizer: Any, name: str) -> None:
     """Raises UserError for a tokenizer without a vocabulary or a padding token."""
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         remedy = "put tokenizer.json (or vocab.txt) beside it"
-        raise UserError(f"--model_name_or_path {name} has no tokenizer: {remedy}")
+        raise UserError(f"model {name} has no tokenizer: {remedy}")
     if tokenizer.pad_token_id is None:
         remedy = "set one in its tokenizer_config.json"
         raise UserError(f"{name}: its tokenizer has no padding token: {remedy}")
@@ -100,7 +96,7 @@ def refuse_random(name: str, missing: Iterable[str]) -> None:
     names = sorted(missing)
     if names:
         raise UserError(
-            f"--model_name_or_path {name}: its weights do not match its config.json "
+            f"model {name}: its weights do not match its config.json "
             f"({listing(names, 3)} would be random, or lost): use the config.json that belongs to "
             "the weights"
         )
@@ -142,25 +138,21 @@ def _refuse_wrong_folder(name: str) -> None:
     checkpoint, an adapter, a run's folder instead of the model in it, and the pointers of Git
     LFS."""
     path = Path(name)
-    is_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2
-    if len(path.parts) == 2 and (path.parent / "config.json").is_file():  # of a run
-        is_local = True
-    if is_local and not path.exists():
-        siblings = [other.name for other in path.parent.glob("*")]
-        hint = did_you_mean(path.name, siblings)
-        fault = f"cannot be loaded: there is no such folder{hint}"
-        raise UserError(f"--model_name_or_path {name} {fault} [config.json]")
     if not path.exists():
+        is_local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2
+        if is_local:
+            hint = did_you_mean(path.name, [other.name for other in path.parent.glob("*")])
+            raise UserError(f"model {name} cannot be loaded: there is no such folder{hint}")
         return
     is_run = (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file()
     if is_run:
         raise UserError(f"{name} is a run's folder: pass its model, {path / 'model'}")
     has_weights = any(any(path.glob(kind)) for kind in _WEIGHTS)
     is_model = has_weights and (path / "config.json").is_file()
-    names = [entry.name for entry in path.iterdir()] if path.is_dir() else [name]
+    names = [entry.name for entry in path.glob("*")]
     if not is_model and any(map(_CHECKPOINT_FILES.fullmatch, names)):
         raise UserError(
-            f"--model_name_or_path {name} is a training checkpoint or a LoRA adapter: convert it to "
+            f"model {name} is a training checkpoint or a LoRA adapter: convert it to "
             f"a model folder by `toolkit convert {name} OUT` (docs/convert.md)"
         )
     for file in path.glob("*"):
@@ -189,13 +181,13 @@ def _load_error(name: str, attention: str | None, error: Exception) -> str:
     reason = first_line(error)
     if "trust_remote_code" in str(error):
         return (
-            f"--model_name_or_path {name} needs its own Python code, which is not executed: use a "
+            f"model {name} needs its own Python code, which is not executed: use a "
             f"model whose architecture transformers {transformers.__version__} includes"
         )
     if attention and re.search("attn|attention|kernel", str(error), re.IGNORECASE):
         return f"--attn_implementation {attention} cannot be used: {reason}"
     hint = "give a folder with config.json and weights, or a hub name (needs a network)"
-    return f"--model_name_or_path {name} cannot be loaded: {hint} [{reason}]"
+    return f"model {name} cannot be loaded: {hint} [{reason}]"
 
 
 @cache

@@ -158,7 +158,7 @@ def test_an_attention_that_cannot_train_on_a_cpu_is_loaded(tiny_model: Path) -> 
 def test_a_name_that_cannot_be_found_offline(name: str, tiny_model: Path) -> None:
     path = str(tiny_model.with_name(name)) if name == "tiny-brt" else name
     nearest = "did you mean tiny-bert?" if name == "tiny-brt" else "config.json"
-    fault_of(path, says=[f"--model_name_or_path {path}", nearest])
+    fault_of(path, says=[f"model {path}", nearest])
 
 
 BREAKS: dict[str, Callable[[Path], object]] = {
@@ -178,7 +178,7 @@ BREAKS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", BREAKS)
 def test_a_broken_folder_names_the_setting(broken: Path, kind: str) -> None:
     BREAKS[kind](broken)
-    assert f"--model_name_or_path {broken}" in fault_of(broken)
+    assert f"model {broken}" in fault_of(broken)
 
 
 def test_a_tokenizer_that_cannot_pad_or_is_missing(broken: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_cannot_pad_or_is_missing(broken: Path) -> None:
     refusal(load_tokenizer, ModelSettings(model_name_or_path=str(broken)), match="no padding token")
     for path in (*broken.glob("tokenizer*"), broken / "vocab.txt"):
         path.unlink()
-    refusal(load_tokenizer, ModelSettings(model_name_or_path=str(broken)), match="--model_name_or_path")
+    refusal(load_tokenizer, ModelSettings(model_name_or_path=str(broken)), match=f"model {broken}")
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "convbert"])

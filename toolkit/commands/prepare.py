@@ -3,7 +3,7 @@ settings."""
 
 from __future__ import annotations
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError
 from toolkit.utils.features import Command
 
 
@@ -11,12 +11,11 @@ def run(arguments: list[str]) -> None:
     from toolkit.config.parse import parse, tasks
 
     known = tasks()
-    names_recipe = arguments and not arguments[0].startswith("-") and ".y" not in arguments[0]
-    task = arguments.pop(0) if names_recipe else "cls"
-    description = "Tokenizes and caches a recipe's data, as its first run would; takes its settings."
-    if task not in known:
-        raise UserError(f"toolkit prepare {task}{did_you_mean(task, known)}: {', '.join(known)}")
     usage = f"toolkit prepare [{'|'.join(known)}]"
+    description = "Tokenizes and caches a recipe's data, as its first run would; takes its settings."
+    task = "cls"
+    if arguments and arguments[0] in known:
+        task = arguments.pop(0)
     settings = parse(known[task], arguments, None, description, usage)
     has_data = settings.data.train_file or settings.data.dataset_name
     if settings.model.model_name_or_path is None or not has_data:

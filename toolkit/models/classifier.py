@@ -54,7 +54,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
     """
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
-        raise UserError(f"--model_name_or_path {name} is a title model: train it with recipes/title.py")
+        raise UserError(f"model {name} is a title model: train it with recipes/title.py")
     before = [str(label) for _, label in sorted(config.id2label.items())]
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
@@ -67,7 +67,7 @@ def load_classifier(settings: ModelSettings, labels: Any, seed: int) -> Any:
         AutoModelForSequenceClassification, name, config, settings.attn_implementation, ignore_mismatched_sizes=True
     )
     if "attention_mask" not in inspect.signature(model.forward).parameters:
-        raise UserError(f"--model_name_or_path {name}: {type(model).__name__} would read padding as part of the text")
+        raise UserError(f"model {name}: {type(model).__name__} would read padding as part of the text")
     if before != list(labels.names) and set(before) == set(labels.names):
         _reorder_head(model, [before.index(label) for label in labels.names])
     new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]

@@ -187,7 +187,7 @@ class Masks(Targets):
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
-        name = f"--model_name_or_path {settings.model.model_name_or_path}"
+        name = f"model {settings.model.model_name_or_path}"
         if smoothing := settings.training.label_smoothing_factor:
             raise UserError(f"--label_smoothing_factor {smoothing} has no effect in pretraining: leave it out")
         if tokenizer.mask_token_id is None:

@@ -41,7 +41,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     name, config = str(settings.model_name_or_path), load_config(settings)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
         why = f"transformers has no masked-language head for a {config.model_type}"
-        raise UserError(f"--model_name_or_path {name}: {why}: take an encoder like BERT (docs/models.md)")
+        raise UserError(f"model {name}: {why}: take an encoder like BERT (docs/models.md)")
     set_dropout(config, settings.dropout)
     config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
     set_seed(seed)
@@ -53,7 +53,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     if (head := [key for key in missing if not key.startswith(prefix)]) and not settings.new_head:
         why = f"has no weights of a masked-language head ({listing(head, 3)})"
         way = "take the pretrained checkpoint with its head, or pass --new_head true to train a new one"
-        raise UserError(f"--model_name_or_path {name} {why}: {way}")
+        raise UserError(f"model {name} {why}: {way}")
     init_new_tokens(model, tokenizer, settings)
     configure(model, settings)
     predict_masked_only(model, loss_fn)

@@ -82,7 +82,7 @@ def _decoder(settings: PretrainedSettings) -> Any:
     if sparse:
         if not config.use_bias or config.rescale_embeddings:
             why = "a decoder needs a BigBird with use_bias True and rescale_embeddings False"
-            raise UserError(f"--model_name_or_path {settings.model_name_or_path}: {why}: take another model")
+            raise UserError(f"model {settings.model_name_or_path}: {why}: take another model")
         config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
     decoder = _part(AutoModelForCausalLM, settings, config)
