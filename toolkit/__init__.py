@@ -9,7 +9,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _OFFERED = {
-    "api": ("convert", "evaluate", "load_data", "predict", "settings", "start_accelerator", "wait_for_all"),
+    "api": ("convert", "evaluate", "load_data", "predict", "settings", "start_accelerator",
+            "wait_for_all"),
     "data.prepare": ("prepare_data",),
     "data.tokens": ("Split", "load_tokenizer"),
     "evaluation": ("Evaluation", "Outputs", "classification_evaluation", "classification_metrics",
@@ -21,7 +22,8 @@ _OFFERED = {
     "objective.losses": ("Objective", "sample_losses", "token_losses"),
     "pretrained": ("load_config", "whole_weights"),
     "run": ("Run",),
-    "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler", "parameter_groups"),
+    "training.optimizer": ("custom_scheduler", "make_optimizer", "make_scheduler",
+                           "parameter_groups"),
     "training.prepare": ("align_strategy", "prepare"),
     "training.resume": ("precision_of",),
     "training.steps": ("Steps",),

@@ -33,8 +33,8 @@ _SYSTEM_ERRORS = {
 
 
 def system_error_line(error: BaseException) -> str | None:
-    """One line, with the file's name, for an error of files or memory; None for others, which need a
-    traceback."""
+    """One line, with the file's name, for an error of files or memory; None for others, which need
+    a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     if isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS:

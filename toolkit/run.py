@@ -55,25 +55,35 @@ class Run:
         compute_metrics: ComputeMetrics,
         recipe: str,
     ) -> None:
-        """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, a feature's setting
-        that does not fit the data, or a `compute_metrics` without `--metric_for_best_model`."""
+        """Raises UserError for a run in the folder that `--resume` excludes, a missing tracker, a
+        feature's setting that does not fit the data, or a `compute_metrics` without
+        `--metric_for_best_model`."""
         user_settings = settings
         for run_settings in hooks("run_settings", settings):
             settings = run_settings(settings, data, accelerator)
-        self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
-        self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
+        tracker_names(settings.training.report_to)  # raises before the folder is created
+        self.accelerator = accelerator
+        self.settings = settings
+        self.data = data
+        self.tokenizer = tokenizer
+        self.schedule = steps.schedule
+        self.recipe = recipe
+        self._steps = steps
         self._compute_metrics = compute_metrics
-        tracker_names(settings.training.report_to)  # raises for a missing package before it creates the folder
-        identity = identity_of(accelerator, settings, data, recipe)
         self.facts: dict[str, Any] = {
-            "settings": flat(settings), "versions": versions(), "identity": identity, "script": script_digest(),
-        }  # fmt: skip
+            "settings": flat(settings),
+            "versions": versions(),
+            "identity": identity_of(accelerator, settings, data, recipe),
+            "script": script_digest(),
+        }
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
         self.summary = RunSummary(accelerator, user_settings, data, self.schedule, self.folder.path)
-        self.answers: Answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
+        self.answers = Answers()
         """Converts the best model's outputs to answers."""
+        if data.facts.get("labels"):
+            self.answers = ClassAnswers(data.labels)
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
         self._last: tuple[int, Evaluation] | None = None
@@ -83,25 +93,35 @@ class Run:
         self._started = time.monotonic()
 
     def resume(
-        self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: AcceleratedScheduler,
+        evaluate: Evaluate | None = None,
     ) -> None:
-        """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the log. `evaluate`
-        runs if a stop signal has postponed an evaluation. Raises UserError for damaged or unsuitable checkpoints,
-        for an optimizer or scheduler that is not prepared, and for a compiled model."""
-        exit_state.unfinished = f"{self.folder.path}: `run.finish(evaluate)` was not called: no results were written"
+        """Loads the newest intact checkpoint of this run, if any, into these objects, and opens the
+        log. `evaluate` runs if a stop signal has postponed an evaluation. Raises UserError for
+        damaged or unsuitable checkpoints, for an optimizer or scheduler that is not prepared, and
+        for a compiled model."""
+        fault = "`run.finish(evaluate)` was not called: no results were written"
+        exit_state.unfinished = f"{self.folder.path}: {fault}"
         refuse_compiled(model)
         check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
-        self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
+        path = self.folder.path
+        self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, path, self.facts)
         self._steps.checks.watch_optimizer(optimizer)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        resumed = resume_from(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
+        free_settings = settings_of_features(self.settings)
+        resumed = resume_from(self.checkpoints, self.folder.origin, free_settings)
         if resumed:
             self._steps.checks.remember_weights(model)
         self._write_config(resumed)
-        done, settings = self._steps.done, self.facts["settings"]
-        start_trackers(self.accelerator, self.settings.training, self.folder.path, self.recipe, settings, done)
+        done = self._steps.done
+        training = self.settings.training
+        settings = self.facts["settings"]
+        start_trackers(self.accelerator, training, path, self.recipe, settings, done)
         self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, done)
         lines = resumed.lines if resumed else []
         for line in [*self.summary.start_lines(model), *lines, *self.checkpoints.notes()]:
@@ -115,28 +135,33 @@ class Run:
         launch.log_on_main(self.accelerator, line)
 
     def steps(self) -> Iterator[Step]:
-        """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience` evaluations without
-        improvement."""
+        """Yields the remaining steps, until the last, a stop signal, or `--early_stopping_patience`
+        evaluations without improvement."""
         if not hasattr(self, "checkpoints"):
-            raise UserError("call `run.resume(model, optimizer, scheduler, evaluate)` first, in a new run, too")
+            call = "`run.resume(model, optimizer, scheduler, evaluate)`"
+            raise UserError(f"call {call} first, in a new run, too")
         for step in self._steps:
             if self.best.patience_exhausted:
                 counter = self.best.patience_counter
-                self.say(f"{self.best.metric} has not improved in {counter} evaluations: stopping early")
+                metric = self.best.metric
+                self.say(f"{metric} has not improved in {counter} evaluations: stopping early")
                 return
-            step.learning_rate = float(unwrapped_optimizer(self.checkpoints.optimizer).param_groups[0]["lr"])
-            self._scheduled = self.checkpoints.scheduler.scheduler.last_epoch
+            groups = unwrapped_optimizer(self.checkpoints.optimizer).param_groups
+            step.learning_rate = float(groups[0]["lr"])
+            self._updates = self.checkpoints.scheduler.scheduler.last_epoch
             yield step
             if self._steps.done != step.number:
-                raise UserError(f"step {step.number}: call `run.after(step, grad_norm, evaluate)` at its end")
+                call = "`run.after(step, grad_norm, evaluate)`"
+                raise UserError(f"step {step.number}: call {call} at its end")
             if self._steps.stop_signal:
                 self._stop()
                 return
 
     def after(self, step: Step, grad_norm: Any, evaluate: Evaluate) -> None:
-        """Logs an optimizer step. Evaluates the validation rows every `--eval_every` steps, and saves the model if it
-        is the best so far. Saves a checkpoint every `--checkpoint_every` steps, and after a stop signal: then the
-        evaluation is postponed until the run is resumed."""
+        """Logs an optimizer step. Evaluates the validation rows every `--eval_every` steps, and
+        saves the model if it is the best so far. Saves a checkpoint every `--checkpoint_every`
+        steps, and after a stop signal: then the evaluation is postponed until the run is
+        resumed."""
         self.log(step, grad_norm)
         postponed = False
         if step.evaluates:
@@ -146,22 +171,30 @@ class Run:
         self._steps.checks.watch_weights(self.checkpoints.model)
 
     def log(self, step: Step, grad_norm: Any) -> None:
-        """Updates the average of the weights (`--ema_decay`), gathers the losses of `--logging_steps` steps, and logs
-        them. Raises UserError for a loss that is not finite, after logging the steps before it, and unless the
-        scheduler has been stepped with the optimizer."""
-        updates = self.checkpoints.scheduler.scheduler.last_epoch
+        """Updates the average of the weights (`--ema_decay`), gathers the losses of
+        `--logging_steps` steps, and logs them. Raises UserError for a loss that is not finite,
+        after logging the steps before it, and unless the scheduler has been stepped with the
+        optimizer."""
         updated = not self.checkpoints.optimizer.step_was_skipped
-        if (count := updates - self._scheduled) != updated and self.accelerator.sync_gradients:
-            raise UserError(
-                f"step {step.number}: call `scheduler.step()` once in each step, after `optimizer.step()`; it "
-                f"was stepped {count} times (a constant rate: --lr_scheduler_type constant; others: {OWN_SCHEDULE})"
-            )
-        if updated and not self._steps.checks.stepped and self.accelerator.sync_gradients:
-            raise UserError(f"step {step.number}: the weights were not updated: call `optimizer.step()` in each step")
+        if self.accelerator.sync_gradients:
+            self._check_calls(step, updated)
         if self._average and updated:
-            self._average.update(updates)
+            self._average.update(self.checkpoints.scheduler.scheduler.last_epoch)
         self._gathered = None
         self._log_steps(self._steps.finish(step, grad_norm))
+
+    def _check_calls(self, step: Step, updated: bool) -> None:
+        """`updated`: false if fp16 skipped this update, and with it the schedule's step."""
+        count = self.checkpoints.scheduler.scheduler.last_epoch - self._updates
+        if count != int(updated):
+            raise UserError(
+                f"step {step.number}: call `scheduler.step()` once in each step, after "
+                f"`optimizer.step()`; it was stepped {count} times (a constant rate: "
+                f"--lr_scheduler_type constant; others: {OWN_SCHEDULE})"
+            )
+        if updated and not self._steps.checks.stepped:
+            fault = "the weights were not updated: call `optimizer.step()` in each step"
+            raise UserError(f"step {step.number}: {fault}")
 
     def _log_steps(self, finished: Iterator[StepMetrics]) -> None:
         try:
@@ -174,10 +207,13 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """Returns False if a stop signal interrupted it."""
-        with average_as_weights(self.checkpoints.live) if self._average else contextlib.nullcontext():
-            model, checks = self.checkpoints.model, self._steps.checks
+        model = self.checkpoints.model
+        check = self._steps.checks.refuse_wrong_evaluation
+        with contextlib.ExitStack() as stack:
+            if self._average:
+                stack.enter_context(average_as_weights(self.checkpoints.live))
             try:
-                with unwrapped(model).register_forward_pre_hook(checks.refuse_wrong_evaluation, prepend=True):
+                with unwrapped(model).register_forward_pre_hook(check, prepend=True):
                     evaluation = evaluate(self.data.validation)
             except StopRequested as stop:
                 self._steps.stop_signal = stop.number
@@ -186,7 +222,8 @@ class Run:
             if improved:
                 with explain_write_errors(self.folder.model):
                     dtype = self.settings.training.save_dtype
-                    save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
+                    folder = self.folder.model
+                    save_model(self.accelerator, model, self.tokenizer, folder, step, dtype)
         self._last = step, evaluation
         self._log.log_evaluation(evaluation, step, improved)
         return True
@@ -195,11 +232,12 @@ class Run:
         self._close()
         self.stopped = True
         launch.set_exit_signal(self._steps.stop_signal)
-        name, done = signal.Signals(self._steps.stop_signal).name, self._steps.done
+        name = signal.Signals(self._steps.stop_signal).name
+        done = self._steps.done
         command = self.summary.command_to_continue()
         launch.log_on_main(
             self.accelerator,
-            f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
+            f"stopped by {name} after step {done} of {self.schedule.total_steps}, checkpoint in "
             f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
             logging.WARNING,  # shown with --log_level warning, too
         )
@@ -207,7 +245,8 @@ class Run:
             self.files.mark_stopped(signal=name, step=done, command=command)
             if self.accelerator.is_main_process:
                 self.summary.write_pages(self.best.step)
-        except (OSError, ValueError, UserError) as error:  # the checkpoint is saved: only the page failed
+        except (OSError, ValueError, UserError) as error:
+            # the checkpoint is saved: only the page failed
             self.say(f"no report of the stopped run: {first_line(error)}")
 
     def _close(self) -> None:
@@ -216,57 +255,88 @@ class Run:
         self._log.close()
 
     def best_evaluation(self, split: Split, evaluate: Evaluate) -> Evaluation:
-        """Evaluates a split with the best model, which must be loaded, unless that was the last evaluation."""
-        if self._last is None or (self._last[0], self._last[1].split) != (self.best.step, split.name):
-            self._last = self.best.step, evaluate(split)
+        """Evaluates a split with the best model, which must be loaded, unless that was the last
+        evaluation."""
+        if self._last:
+            step, evaluation = self._last
+            if step == self.best.step and evaluation.split == split.name:
+                return evaluation
+        self._last = self.best.step, evaluate(split)
         return self._last[1]
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Evaluates the best model on the test rows, or else the validation rows, writes the model card and
-        report.html, and prints the results and their paths. Does nothing after a stop signal: run the same command to
-        resume."""
+        """Evaluates the best model on the test rows, or else the validation rows, writes the model
+        card and report.html, and prints the results and their paths. Does nothing after a stop
+        signal: run the same command to resume."""
         if self.stopped:
             return
-        self._log_steps(self._steps.flush())
-        evaluated = self._last[0] if self._last else self.best.step
-        if not self.best.step or (self._gathered and evaluated != self._steps.done):  # the recipe has left the loop
-            self._evaluate(evaluate, self._steps.done)
-            if self._gathered:
-                self.checkpoints.save_if_due(self._gathered, last=True)
+        self._finish_training(evaluate)
         logged = self._last[1] if self._last else None
-        if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
+        if self.best.step != self._steps.done or self._average:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
         for feature in features():
             feature.best_model(self, evaluate)
-        final, comparison = self.data.test or self.data.validation, None
-        if length := section_in(self.settings, LongTextSettings).compare_max_length:
-            cut = evaluate(final.truncate(self.tokenizer, length, name=f"{final.name}_first_{length}"))
-            comparison = self.answers.evaluation(cut, self._compute_metrics)
-            self.files.append_evaluation(comparison, self.best.step, max_length=length)
-        evaluation = self.answers.evaluation(self.best_evaluation(final, evaluate), self._compute_metrics)
+        split = self.data.test or self.data.validation
+        comparison = self._compare_truncated(split, evaluate)
+        outputs = self.best_evaluation(split, evaluate)
+        evaluation = self.answers.evaluation(outputs, self._compute_metrics)
         if evaluation is not logged:
             self._log.log_evaluation(evaluation, self.best.step)
         self._close()
         lines = write_results(self.folder.path, self.settings, self.data, evaluation, self.answers)
         if self.accelerator.is_main_process:
-            self.summary.write_pages(self.best.step)
-            seconds = time.monotonic() - self._started
-            lines = [*self.answers.describe(evaluation), *lines]
-            # printed with any --log_level
-            print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
-            for finished in hooks("finished", self.settings):
-                for line in finished(self.folder.path, self.settings):
-                    print(line, flush=True)
+            self._print_results(evaluation, comparison, lines)
+
+    def _finish_training(self, evaluate: Evaluate) -> None:
+        """Also where the recipe has left the loop: evaluates its last weights, and saves them."""
+        self._log_steps(self._steps.flush())
+        evaluated_step = self._last[0] if self._last else self.best.step
+        is_behind = self._gathered is not None and evaluated_step != self._steps.done
+        if is_behind or not self.best.step:
+            self._evaluate(evaluate, self._steps.done)
+            if self._gathered:
+                self.checkpoints.save_if_due(self._gathered, last=True)
+
+    def _compare_truncated(self, split: Split, evaluate: Evaluate) -> Evaluation | None:
+        """The best model on the same texts, truncated to `--compare_max_length`, if set."""
+        length = section_in(self.settings, LongTextSettings).compare_max_length
+        if not length:
+            return None
+        truncated = split.truncate(self.tokenizer, length, name=f"{split.name}_first_{length}")
+        comparison = self.answers.evaluation(evaluate(truncated), self._compute_metrics)
+        self.files.append_evaluation(comparison, self.best.step, max_length=length)
+        return comparison
+
+    def _print_results(
+        self,
+        evaluation: Evaluation,
+        comparison: Evaluation | None,
+        lines: list[str],
+    ) -> None:
+        """Writes the pages, and prints the results with any --log_level."""
+        self.summary.write_pages(self.best.step)
+        seconds = time.monotonic() - self._started
+        lines = [*self.answers.describe(evaluation), *lines]
+        print("\n".join(self.summary.end_lines(evaluation, comparison, seconds, lines)), flush=True)
+        for finished in hooks("finished", self.settings):
+            for line in finished(self.folder.path, self.settings):
+                print(line, flush=True)
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
         self.files.truncate_to_checkpoint(resumed.state if resumed and resumed.same_run else None)
         facts = {
-            "samples": data.sizes, **data.facts, **data.targets.source(), "text_column": data.text_column,
+            "samples": data.sizes,
+            **data.facts,
+            **data.targets.source(),
+            "text_column": data.text_column,
             "max_length": data.max_length,
-            "digest": data.digest, "file_digests": data.file_digests, "notes": data.notes, **asdict(self.schedule),
+            "digest": data.digest,
+            "file_digests": data.file_digests,
+            "notes": data.notes,
+            **asdict(self.schedule),
             "metric_for_best_model": self.best.metric,
-        }  # fmt: skip
+        }
         extra_fields = {
             "identity": self.facts["identity"],
             "model_class": type(unwrapped(self.checkpoints.model)).__name__,

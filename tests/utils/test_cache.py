@@ -13,7 +13,6 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.commands import cache as cache_command
-from toolkit.utils import cache
 from toolkit.utils.cache import cached_folder
 
 
@@ -106,7 +105,6 @@ def test_list_and_prune(tokens: Tokens, toolkit_cache: Path, capsys: pytest.Capt
     cache_command.run(argparse.Namespace(action="prune", unused_days=30.0))
     assert capsys.readouterr().out.splitlines()[1].startswith("removed tokens/abc")
     assert (folder.exists(), other.exists()) == (False, True)
-    assert cache.remove(folder)  # a machine that shares the cache was faster
     tokens()  # is rebuilt
     cache_command.run(argparse.Namespace(action="prune", unused_days=0.0))
     assert not [path for path in toolkit_cache.rglob("*") if path.is_dir() and path.parent != toolkit_cache]

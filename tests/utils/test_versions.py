@@ -32,7 +32,6 @@ def test_versions_are_those_of_the_installed_libraries() -> None:
     ("peft", "0.10.1", "", "peft 0.10.1"),
     ("peft", "0.99", "", None),
     ("torch", "2.13.0a0+5.nv26.3", "", None),  # of NVIDIA's containers
-    ("torch", "2.13.0-custom.rocm", "", None),  # not a version of PEP 440
     ("deepspeed", "0.19.6", "deepspeed", "deepspeed 0.19.6"),
     ("deepspeed", "0.19.6", "", None),  # this run may not need it
 ])  # fmt: skip

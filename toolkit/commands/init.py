@@ -70,6 +70,9 @@ def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
 
 
 COMMAND = Command(
-    "init", "copy the recipes and config files to a folder, ready to edit", run, add_arguments,
-    description="Copies recipes/, accelerate_configs/ and ds_configs/ to FOLDER. Never replaces a file.",
-)  # fmt: skip
+    "init",
+    "copy the recipes and config files to a folder, ready to edit",
+    run,
+    add_arguments,
+    "Copies recipes/, accelerate_configs/ and ds_configs/ to FOLDER. Never replaces a file.",
+)

@@ -12,7 +12,7 @@ def run(arguments: list[str]) -> None:
 
     known = tasks()
     usage = f"toolkit prepare [{'|'.join(known)}]"
-    description = "Tokenizes and caches a recipe's data, as its first run would; takes its settings."
+    description = "Tokenizes and caches a recipe's data, as its first run would."
     task = "cls"
     if arguments and arguments[0] in known:
         task = arguments.pop(0)

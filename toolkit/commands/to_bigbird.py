@@ -13,13 +13,15 @@ from toolkit.utils.features import Command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    size = functools.partial(parser.add_argument, type=int, metavar="N")
-    parser.add_argument("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
-    parser.add_argument("out", metavar="OUT", help="the folder to create")
+    add = parser.add_argument
+    size = functools.partial(add, type=int, metavar="N")
+    add("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
+    add("out", metavar="OUT", help="the folder to create")
     size("--max_length", default=4096, help="the longest text that OUT reads, in tokens [4096]")
     size("--block_size", default=64, help="tokens of an attention block [64]")
     size("--num_random_blocks", default=3, help="random blocks that each block attends to [3]")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if unchanged since this command wrote it")
+    unchanged = "replace OUT if unchanged since this command wrote it"
+    add("--overwrite", action="store_true", help=unchanged)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -27,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit to-bigbird runs in one process: start it without a launcher")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # so that DeepSpeed does not warn of a missing accelerator
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of a missing accelerator
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
     sizes = SparseSizes(arguments.max_length, arguments.block_size, arguments.num_random_blocks)
@@ -35,7 +37,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    "to-bigbird", "make a BERT that reads long texts", run, add_arguments,
-    description="Writes a BigBird with the weights and the tokenizer of BERT to OUT, for texts of --max_length.",
-    epilog="OUT is written completely or not at all. Its vocabulary and language are BERT's.",
-)  # fmt: skip
+    "to-bigbird",
+    "make a BERT that reads long texts",
+    run,
+    add_arguments,
+    "Writes a BigBird with the weights and the tokenizer of BERT to OUT, for long texts.",
+    "OUT is written completely or not at all. Its vocabulary and language are BERT's.",
+)

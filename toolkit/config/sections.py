@@ -363,7 +363,7 @@ class TrainingSettings:
         """`per_device_batch_size` as a number. Raises UserError for `auto` in a recipe that does
         not resolve it."""
         if self.per_device_batch_size == "auto":
-            raise UserError("--per_device_batch_size auto: this recipe does not call toolkit.prepare: pass a number")
+            raise UserError("--per_device_batch_size auto needs toolkit.prepare in the recipe: pass a number")
         return self.per_device_batch_size
 
     @staticmethod

@@ -69,14 +69,11 @@ def check_requirements(extra: str = "") -> list[str]:
 
 def _age(version: str | None, specifier: Any) -> str:
     """`older` (or missing), `newer` or `` for a version within the specifier."""
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     if version is None:
         return "older"
-    try:
-        release = Version(version).base_version  # a vendor's 2.13.0a0 is its build of 2.13.0
-    except InvalidVersion:
-        return ""
+    release = Version(version).base_version  # a vendor's 2.13.0a0 is its build of 2.13.0
     if specifier.contains(release):
         return ""
     is_newer = all(part.operator == "<" or part.contains(release) for part in specifier)
