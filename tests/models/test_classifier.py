@@ -157,7 +157,7 @@ def test_an_attention_that_cannot_train_on_a_cpu_is_loaded(tiny_model: Path) -> 
 @pytest.mark.parametrize("name", ["bert-base-chinese", "./no/such/folder", "user/no-such-model", "tiny-brt"])
 def test_a_name_that_cannot_be_found_offline(name: str, tiny_model: Path) -> None:
     path = str(tiny_model.with_name(name)) if name == "tiny-brt" else name
-    nearest = "did you mean tiny-bert?" if name == "tiny-brt" else "config.json"
+    nearest = "did you mean tiny-bert?" if name == "tiny-brt" else "cannot be loaded"
     fault_of(path, says=[f"model {path}", nearest])
 
 
