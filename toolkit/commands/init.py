@@ -8,7 +8,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-from toolkit.errors import UserError
 from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
@@ -43,29 +42,19 @@ def run(options: argparse.Namespace) -> None:
 
 def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
     """Copies the files that `folder` lacks. Returns (copied files, existing files that differ from
-    ours).
-
-    Raises UserError if the folder cannot be written.
-    """
+    ours). Raises OSError."""
     source = templates()
     ours = [path for pattern in _PATTERNS for path in source.glob(pattern)]
-    if not ours:
-        fault = f"no recipes in {source}: this installation is incomplete"
-        raise UserError(f"{fault}; reinstall finetune-toolkit")
     new, different = [], []
     for path in sorted(ours):
         name = path.relative_to(source)
         target = folder / name
-        try:
-            if not target.exists():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
-                new.append(str(name))
-            elif not filecmp.cmp(path, target, shallow=False):
-                different.append(str(name))
-        except OSError as error:
-            fault = f"{target} cannot be written: {error.strerror}"
-            raise UserError(f"{fault}: name another folder") from error
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            new.append(str(name))
+        elif not filecmp.cmp(path, target, shallow=False):
+            different.append(str(name))
     return new, different
 
 

@@ -363,7 +363,8 @@ class TrainingSettings:
         """`per_device_batch_size` as a number. Raises UserError for `auto` in a recipe that does
         not resolve it."""
         if self.per_device_batch_size == "auto":
-            raise UserError("--per_device_batch_size auto needs toolkit.prepare in the recipe: pass a number")
+            fault = "--per_device_batch_size auto needs toolkit.prepare in the recipe"
+            raise UserError(f"{fault}: pass a number")
         return self.per_device_batch_size
 
     @staticmethod

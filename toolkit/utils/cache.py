@@ -84,8 +84,6 @@ def remove(folder: Path) -> bool:
             _remove_drafts(folder)
     except Timeout:
         return False
-    except OSError as error:
-        raise UserError(f"cannot remove {folder}: {error.strerror}") from error
     return True
 
 
