@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from toolkit import __version__, launch
-from toolkit.commands import cache, convert, init, prepare, report, to_bigbird
+from toolkit.commands import convert, init, prepare, report, to_bigbird
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.utils import collector
 from toolkit.utils.features import Command, features
@@ -16,7 +16,7 @@ from toolkit.utils.features import Command, features
 
 def commands() -> dict[str, Command]:
     """All commands by name: the core's, then the features'."""
-    modules = (init, cache, prepare, convert, to_bigbird, report)
+    modules = (init, prepare, convert, to_bigbird, report)
     table = {module.COMMAND.name: module.COMMAND for module in modules}
     for feature in features():
         table |= {command.name: command for command in feature.commands}

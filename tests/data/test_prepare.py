@@ -149,7 +149,7 @@ def test_few_files_run_between_a_csv_and_its_tokens(
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """Of all files but source.txt, whose time is that of the last use."""
+    """Of all files but source.txt."""
     paths = [path for path in folder.glob("*/**/*") if path.is_file() and path.name != "source.txt"]
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in paths)
 

@@ -1,6 +1,5 @@
 """toolkit/utils/cache.py: a folder is built once per machine, whole or not at all."""
 
-import argparse
 import errno
 import os
 import time
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.faults import refusal
-from toolkit.commands import cache as cache_command
 from toolkit.utils.cache import cached_folder
 
 
@@ -91,20 +89,3 @@ def test_drafts_of_killed_builds_are_removed(tokens: Tokens, toolkit_cache: Path
         (toolkit_cache / "tokens" / f".abc.{kind}-0123456789abcdef").mkdir(parents=True)
     folder = tokens()
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
-
-
-def test_list_and_prune(tokens: Tokens, toolkit_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tokens()
-    other = build_once("models", "bert-bigbird", lambda draft: None, "bert")
-    month_ago = time.time() - 31 * 24 * 3600
-    os.utime(folder / "source.txt", (month_ago, month_ago))
-    cache_command.run(argparse.Namespace(action="list", unused_days=30.0))
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["models/bert-bigbird", "tokens/abc"]
-    assert "used 31 days ago  reviews.csv" in lines[1]
-    cache_command.run(argparse.Namespace(action="prune", unused_days=30.0))
-    assert capsys.readouterr().out.splitlines()[1].startswith("removed tokens/abc")
-    assert (folder.exists(), other.exists()) == (False, True)
-    tokens()  # is rebuilt
-    cache_command.run(argparse.Namespace(action="prune", unused_days=0.0))
-    assert not [path for path in toolkit_cache.rglob("*") if path.is_dir() and path.parent != toolkit_cache]

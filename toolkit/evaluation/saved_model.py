@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -27,7 +28,7 @@ from toolkit.launch import log_on_main
 from toolkit.launch.precision import autocast
 from toolkit.models.exported import ExportedClassifier
 from toolkit.pretrained import load_config
-from toolkit.utils.cache import digest_of_text, remove
+from toolkit.utils.cache import digest_of_text
 
 COLUMNS = "training_columns"
 """The key in tokenizer_config.json, which transformers saves and does not interpret: the columns of the training file,
@@ -145,6 +146,6 @@ class SavedModel:
             outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, report)
         folder = split.folder.parent
         if folder in self._shared and self.accelerator.is_local_main_process:
-            remove(folder)  # every process has mapped its files by now
+            shutil.rmtree(folder)  # every process has mapped its files by now
             Path(f"{folder}.lock").unlink(missing_ok=True)
         return outputs

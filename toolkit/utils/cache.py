@@ -22,9 +22,6 @@ from toolkit.utils.files import cache_folder, replace_folder
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-SOURCE = "source.txt"
-"""In each cached folder: what it was made from. Its mtime is the folder's last use."""
-
 
 @contextlib.contextmanager
 def cached_folder(
@@ -36,8 +33,8 @@ def cached_folder(
     """Yields (the cache folder `kind`/`digest`, a draft to fill, or None if the folder exists).
 
     The draft becomes the folder when the block ends. One process per machine fills it; the others
-    wait for a file lock, not in a collective, which could time out. `toolkit cache` prints
-    `source`. Raises UserError if the folder cannot be written, or if the digests of the ranks
+    wait for a file lock, not in a collective, which could time out. `source`, what it is
+    made from, is in its source.txt. Raises UserError if the folder cannot be written, or if the digests of the ranks
     differ."""
     folder = cache_folder() / kind / digest
     try:
@@ -52,7 +49,7 @@ def cached_folder(
             "folder (export TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full"
         ) from error
     with contextlib.suppress(OSError):  # read-only for this user
-        os.utime(folder / SOURCE)
+        os.utime(folder)  # the time of its last use
     if accelerator is not None:
         launch.wait_for_all(f"the {kind} {digest}")
         launch.require_equal(accelerator, f"the {kind}", {"source": digest})
@@ -68,29 +65,11 @@ def _locked_draft(folder: Path, source: str) -> Iterator[Path | None]:
         if folder.is_dir():
             yield None
             return
-        _remove_drafts(folder)
+        for draft in folder.parent.glob(f".{folder.name}.*-*"):  # of killed builds
+            shutil.rmtree(draft, ignore_errors=True)
         with replace_folder(folder) as draft:
             yield draft
-            (draft / SOURCE).write_text(source, encoding="utf-8")
-
-
-def remove(folder: Path) -> bool:
-    """Removes a cached folder; returns False if it is being built."""
-    from filelock import FileLock, Timeout
-
-    try:
-        with FileLock(f"{folder}.lock", timeout=0):
-            shutil.rmtree(folder)
-            _remove_drafts(folder)
-    except Timeout:
-        return False
-    return True
-
-
-def _remove_drafts(folder: Path) -> None:
-    """Removes what killed builds left. The caller holds the folder's lock."""
-    for draft in folder.parent.glob(f".{folder.name}.*-*"):
-        shutil.rmtree(draft, ignore_errors=True)
+            (draft / "source.txt").write_text(source, encoding="utf-8")
 
 
 def digest_of_file(path: Path) -> str:
