@@ -44,7 +44,9 @@ def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]
     the main one gets the answers, the others an empty list. Raises UserError for a model that
     cannot be loaded, and for anything but texts."""
     saved, outputs = _outputs(model, _columns(texts), **sizes)
-    return [] if outputs is None else list(saved.answers.answers(outputs))
+    if outputs is None:
+        return []
+    return list(saved.answers.answers(outputs))
 
 
 def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
@@ -56,7 +58,9 @@ def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) 
         counts = f"{len(columns[0])} texts and {len(truth)} labels"
         raise UserError(f"{counts}: pass one label for each text, at least one")
     saved, outputs = _outputs(model, columns, **sizes)
-    return {} if outputs is None else saved.answers.metrics(outputs, truth)
+    if outputs is None:
+        return {}
+    return saved.answers.metrics(outputs, truth)
 
 
 def _outputs(
@@ -81,7 +85,8 @@ def _outputs(
         warnings.warn(empty_text_warning(empty, len(columns[0])), stacklevel=3)
     length = saved.choose_max_length(None, pairs)
     saved.load(accelerator, length, per_device_batch_size, max_tokens)
-    return saved, saved.compute_outputs(saved.tokenize(columns[0], columns[1] if pairs else None))
+    split = saved.tokenize(columns[0], columns[1] if pairs else None)
+    return saved, saved.compute_outputs(split)
 
 
 def _columns(texts: Any) -> tuple[list[str], ...]:

@@ -59,7 +59,9 @@ def locate(name: str, demos: Mapping[str, Demo]) -> Path:
 
 def model_path(name: str) -> str:
     """A model's name for `from_pretrained`: `demo:` names become paths."""
-    return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
+    if name.startswith(PREFIX):
+        return str(locate(name, MODELS))
+    return name
 
 
 def demo_entry(name: object) -> Demo:

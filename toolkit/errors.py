@@ -100,8 +100,10 @@ def printable(text: object, limit: int = 1000) -> str:
 def listing(items: Iterable[object], limit: int = 10) -> str:
     """`a, b, c and 7 more`: at most `limit` items."""
     texts = [str(item) for item in items]
-    rest = len(texts) - limit
-    return ", ".join(texts[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    shown = ", ".join(texts[:limit])
+    if len(texts) <= limit:
+        return shown
+    return f"{shown} and {len(texts) - limit} more"
 
 
 def size_text(size: float) -> str:

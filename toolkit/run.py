@@ -297,7 +297,9 @@ class Run:
     def _finish_training(self, evaluate: Evaluate) -> None:
         """Also where the recipe has left the loop: evaluates its last weights, and saves them."""
         self._log_steps(self._steps.flush())
-        evaluated_step = self._last[0] if self._last else self.best.step
+        evaluated_step = self.best.step
+        if self._last:
+            evaluated_step, _ = self._last
         is_behind = self._gathered is not None and evaluated_step != self._steps.done
         if is_behind or not self.best.step:
             self._evaluate(evaluate, self._steps.done)

@@ -27,8 +27,9 @@ def run(arguments: list[str]) -> None:
     from toolkit.models.to_bigbird import long_model
     from toolkit.pretrained import load_config
 
-    is_long = isinstance(settings.training, LongTrainingSettings)
-    pretrained = long_model(settings.model, settings.data.max_length) if is_long else settings.model
+    pretrained = settings.model
+    if isinstance(settings.training, LongTrainingSettings):
+        pretrained = long_model(settings.model, settings.data.max_length)
     data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
     for name, split in data.splits.items():
         lengths = split.lengths
