@@ -170,8 +170,11 @@ def parse(
     if words and not words[0].startswith("-"):
         values = _from_yaml(Path(words.pop(0)), fields, faults)
     values = _override(settings_class, values, _from_command_line(words, fields, faults))
-    if demo and _names_no_job(values, faults):
-        values = _override(settings_class, _from_yaml(demo, fields, faults), values)
+    if demo:
+        if _has_data(values) or _has_model(values):
+            faults.extend(_missing_half(values))
+        else:
+            values = _override(settings_class, _from_yaml(demo, fields, faults), values)
     settings = build(settings_class, values, faults)
     level = flat(settings).get("log_level")
     if level:
@@ -232,15 +235,20 @@ def _value_faults(error: ValidationError) -> Iterator[str]:
             yield f"--{name} {fault['input']!r}: {fault['msg']}"
 
 
-def _names_no_job(values: Mapping[str, Any], faults: Faults) -> bool:
-    """Whether neither data nor a model is named; half of them is a fault."""
-    data = values.get("train_file") is not None or values.get("dataset_name") is not None
-    model = values.get("model_name_or_path") is not None
-    if data and not model:
-        faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME")
-    if model and not data:
-        faults.add("no data is named: pass --train_file FILE or --dataset_name NAME")
-    return not data and not model
+def _has_data(values: Mapping[str, Any]) -> bool:
+    return values.get("train_file") is not None or values.get("dataset_name") is not None
+
+
+def _has_model(values: Mapping[str, Any]) -> bool:
+    return values.get("model_name_or_path") is not None
+
+
+def _missing_half(values: Mapping[str, Any]) -> Iterator[str]:
+    """A fault for data without a model, or a model without data."""
+    if not _has_model(values):
+        yield "no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME"
+    if not _has_data(values):
+        yield "no data is named: pass --train_file FILE or --dataset_name NAME"
 
 
 # --- settings that exclude or need each other
