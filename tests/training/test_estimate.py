@@ -177,7 +177,7 @@ def test_strategy_of_an_offload_section(section: dict[str, Any] | None) -> None:
 def test_a_number_is_kept_and_an_unresolved_auto_is_an_error(tokenizer: Any) -> None:
     settings = TrainingSettings(per_device_batch_size=3)
     assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings
-    with pytest.raises(UserError, match="auto: this recipe does not call"):
+    with pytest.raises(UserError, match="--per_device_batch_size auto"):
         make_schedule(TrainingSettings(per_device_batch_size="auto"), of_lengths(LENGTHS), 1)
 
 

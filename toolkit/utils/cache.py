@@ -33,9 +33,9 @@ def cached_folder(
     """Yields (the cache folder `kind`/`digest`, a draft to fill, or None if the folder exists).
 
     The draft becomes the folder when the block ends. One process per machine fills it; the others
-    wait for a file lock, not in a collective, which could time out. `source`, what it is
-    made from, is in its source.txt. Raises UserError if the folder cannot be written, or if the digests of the ranks
-    differ."""
+    wait for a file lock, not in a collective, which could time out. Its source.txt holds `source`:
+    what it is made from. Raises UserError if the folder cannot be written, or if the digests of the
+    ranks differ."""
     folder = cache_folder() / kind / digest
     try:
         if folder.is_dir():
