@@ -98,7 +98,7 @@ def _named_tensors(models: Sequence[Any], trained: Mapping[str, Pieces], stage3:
 
 
 def _join(pieces: Pieces, shape: torch.Size) -> Stored:
-    return Stored(tuple(shape), pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
+    return Stored(tuple(shape), pieces[0].dtype, lambda: pieces)
 
 
 def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:

@@ -93,14 +93,14 @@ def _stored(folder: Path, name: str, entry: metadata.TensorStorageMetadata, chun
     if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
         raise UserError(f"{folder}: the chunks of {name} do not fill its shape {list(entry.size)}")
 
-    def read() -> torch.Tensor:
+    def read() -> list[torch.Tensor]:
         tensor = torch.empty(entry.size, dtype=dtype)
         for chunk in entry.chunks:
             info = chunks[metadata.MetadataIndex(name, chunk.offsets)]
             starts = zip(chunk.offsets, chunk.sizes, strict=True)
             place = tuple(slice(start, start + length) for start, length in starts)
             tensor[place] = _read_chunk(folder / info.relative_path, info, chunk.sizes)
-        return tensor
+        return [tensor]
 
     return Stored(tuple(entry.size), dtype, read)
 

@@ -108,10 +108,10 @@ def merged_layers(
     return merged
 
 
-def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> torch.Tensor:
+def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> list[torch.Tensor]:
     """A parameter of a layer with LoRA, merged in fp32."""
     layer = copy.deepcopy(layer)  # on the meta device: to fill the model's own would keep the memory
     weights = {key: tensor.read().to(torch.float32, copy=True) for key, tensor in state.items()}
     layer.load_state_dict(weights, assign=True)
     layer.merge()
-    return layer.get_base_layer().get_parameter(name).detach()
+    return [layer.get_base_layer().get_parameter(name).detach()]

@@ -154,6 +154,10 @@ def _safetensors(path: Path) -> dict[str, Stored]:
         header = file.get_slice(name)
         if header.get_dtype() not in _DTYPES:
             raise UserError(f"{path}: {name} has the dtype {header.get_dtype()}, which cannot be converted")
-        read = functools.partial(file.get_tensor, name)
+        read = functools.partial(_read, file, name)
         tensors[name] = Stored(tuple(header.get_shape()), _DTYPES[header.get_dtype()], read)
     return tensors
+
+
+def _read(file: Any, name: str) -> list[torch.Tensor]:
+    return [file.get_tensor(name)]

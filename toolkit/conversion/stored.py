@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +26,16 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-    """The tensor, which may be a view of a mapped file: it must not be changed."""
+    pieces: Callable[[], Sequence[torch.Tensor]]
+    """Reads its elements, as one or more consecutive tensors, which may be views of mapped files:
+    they must not be changed."""
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor."""
+        pieces = self.pieces()
+        if len(pieces) > 1:
+            pieces = [torch.cat([piece.reshape(-1) for piece in pieces])]
+        return pieces[0].reshape(self.shape)
 
 
 @dataclass(frozen=True)

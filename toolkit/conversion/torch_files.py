@@ -135,6 +135,6 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     every = {}
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
+        each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, [tensor]))
         every[name] = first.setdefault(elements, each)
     return every

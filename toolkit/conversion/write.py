@@ -45,7 +45,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Stored], dtype: torch.dtyp
             file = f"{stem}.safetensors"
         with SafetensorsWriter(folder / file, {name: layout[name] for name in names}) as writer:
             for name in writer.names:
-                writer.write(name, _cast(name, tensors[name].read(), layout[name][0]))
+                kind = layout[name][0]
+                writer.write_pieces(name, (_cast(name, piece, kind) for piece in tensors[name].pieces()))
         files |= dict.fromkeys(names, file)
     total = sum(sizes.values())
     if len(shards) > 1:
