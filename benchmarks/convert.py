@@ -100,7 +100,6 @@ def measure_all(folder: Path, options: argparse.Namespace) -> str:
         "`zero_to_fp32.py`": [sys.executable, "-c", _THEIRS, str(saved), str(theirs)],
     }
     convert = programs["`toolkit convert`"]
-    convert += ["--max_shard_size", "100GB"]  # one file, to be copied
     measure(convert)  # into the page cache
     figures: dict[str, list[tuple[float, int]]] = {name: [] for name in programs}
     for _ in range(options.repeats):

@@ -123,7 +123,7 @@ def test_files_of_another_world_or_save(stage: int, copied: Copy) -> None:
 
 def test_latest_and_other_parallelism(copied: Copy) -> None:
     root = copied("zero3-frozen x2")
-    for tag in ("global_step7", "", "../saved/global_step2", "/etc"):
+    for tag in ("global_step7", "", "/etc"):
         (root / "latest").write_text(tag)
         fault_of(root, str(root / "latest"), str(root / "global_step2"))
     (root / "epoch-1").mkdir()

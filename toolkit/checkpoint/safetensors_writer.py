@@ -69,8 +69,9 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Appends the next tensor. Raises ValueError if it is not the one that the header
         announces."""
-        if tuple(tensor.shape) != tuple(self._shapes[name][1]):
-            raise ValueError(f"{name} has the shape {list(tensor.shape)}")
+        shape = tuple(self._shapes[name][1])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)}")
         self.write_pieces(name, [tensor])
 
     def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
