@@ -98,9 +98,8 @@ def _adapter_config(opened: Checkpoint, settings: ConvertSettings) -> Path | Non
 
 def _adapter(opened: Checkpoint, config: Path) -> _Output:
     if config.parent == opened.path:
-        raise UserError(
-            f"{opened.path} is an adapter's folder already; for the merged model pass --merge_lora --base_model FOLDER"
-        )
+        remedy = "for the merged model pass --merge_lora --base_model FOLDER"
+        raise UserError(f"{opened.path} is an adapter's folder already; {remedy}")
     line = "an adapter: PeftModel.from_pretrained(base, FOLDER) loads it; --merge_lora merges it"
     return _Output(lora.adapter_tensors(opened, config), line, config.parent)
 

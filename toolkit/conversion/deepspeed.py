@@ -100,12 +100,16 @@ def _named_tensors(
             module[name] = tensor
     tensors = stored(module)
     for name, parts in pieces.items():
-        tensors[name] = Stored(tuple(shapes[name]), parts[0].dtype, functools.partial(list[torch.Tensor], parts))
+        tensors[name] = _join(parts, shapes[name])
     for pair in (first.get("shared_params") or {}).items():
         for one, other in (pair, pair[::-1]):
             if one in pieces and other not in pieces:
                 tensors[other] = tensors[one]
     return tensors
+
+
+def _join(pieces: Pieces, shape: torch.Size) -> Stored:
+    return Stored(tuple(shape), pieces[0].dtype, lambda: pieces)
 
 
 def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:

@@ -96,14 +96,14 @@ def merged_layers(
     for path, layer in injected.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        state = {}
+        state: dict[str, Stored] = {}
         for name, parameter in layer.named_parameters():
             saved_name = _saved_name(f"{path}.{name}".replace(".base_layer.", "."))
-            tensor, shape = available.get(saved_name), tuple(parameter.shape)
-            if tensor is None or tensor.shape != shape:
+            shape = tuple(parameter.shape)
+            if saved_name not in available or available[saved_name].shape != shape:
                 missing = f"{saved_name} of shape {list(shape)}"
                 raise UserError(f"{checkpoint.path} lacks {missing}, which {config} promises")
-            state[name] = tensor
+            state[name] = available[saved_name]
             unused.discard(saved_name)
         for name, parameter in layer.get_base_layer().named_parameters():
             read = functools.partial(_merge, layer, state, name)
