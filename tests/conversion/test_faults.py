@@ -77,7 +77,7 @@ def weights_in(content: bytes) -> list[int]:
         ("zero2-bf16 x3", "*rank_[12]_*", "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt, bf16_zero_pp_rank_2"),
         ("zero3-bf16 x3", "*rank_2_*", "lacks zero_pp_rank_2_mp_rank_00_model_states.pt, bf16_zero_pp_rank_2"),
         ("zero3-bf16 x3", "*rank_1_*optim*", "lacks bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        ("zero3-bf16 x3", "*model_states.pt", "lacks zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        ("zero3-bf16 x3", "*model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt: No such file"),
     ],
 )
 def test_missing_ranks_are_named(name: str, gone: str, lacks: str, copied: Copy, fault: Fault) -> None:

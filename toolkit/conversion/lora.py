@@ -81,7 +81,7 @@ def merged_layers(
     from peft.tuners.lora import LoraLayer
 
     settings: Any = peft.PeftConfig.from_pretrained(str(config.parent))
-    start = str(getattr(settings, "init_lora_weights", ""))
+    start = str(getattr(settings, "init_lora_weights", "")).lower()
     if start.startswith(_CHANGES_BASE):
         raise UserError(f"{config}: {start} changes the base model's weights: merge it with peft")
     settings.init_lora_weights = False  # nothing to compute on the meta device
@@ -117,7 +117,7 @@ def merged_layers(
 def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> list[torch.Tensor]:
     """A parameter of a layer with LoRA, merged in fp32."""
     layer = copy.deepcopy(layer)  # to fill the model's own would keep the memory
-    weights = {key: tensor.read().to(torch.float32, copy=True) for key, tensor in state.items()}
+    weights = {key: tensor.read().float() for key, tensor in state.items()}
     layer.load_state_dict(weights, assign=True)
     layer.merge()
     return [layer.get_base_layer().get_parameter(name).detach()]

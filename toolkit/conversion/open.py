@@ -45,32 +45,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
         UserError: `path` is none of these, or a file is missing, damaged, of another save, or would
             execute code.
     """
+    checkpoint = _open(path)
+    for folder in (path, path.parent):
+        if checkpoint.model_folder is None and (folder / CONFIG).is_file():
+            return replace(checkpoint, model_folder=folder)
+    return checkpoint
+
+
+def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path} does not exist; expected {_EXPECTED}")
     if path.is_file():
-        return _with_config(_open_file(path), path.parent)
+        return _open_file(path)
     if run := _run_checkpoint(path):
         return _open_run(path, run)
     if is_tag_folder(path):
-        return _with_config(open_deepspeed(path, path), path, path.parent)
+        return open_deepspeed(path, path)
     if tag := find_tag_folder(path):
-        return _with_config(open_deepspeed(path, tag), path)
+        return open_deepspeed(path, tag)
     for folder in (path, path / "pytorch_model_fsdp_0"):
         if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
             from toolkit.conversion.distributed import open_distributed  # takes a second
 
-            return _with_config(open_distributed(path, folder), folder, folder.parent)
+            return open_distributed(path, folder)
     for name in _MODEL_FILES:
         if (path / name).is_file() or (path / f"{name}.index.json").is_file():
-            return _with_config(_open_model(path, name), path)
+            return _open_model(path, name)
     entries = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
     raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {entries}")
-
-
-def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
-    """With the first of the folders that has a config."""
-    model_folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-    return replace(checkpoint, model_folder=model_folder)
 
 
 # ---- a run's own
@@ -78,9 +80,8 @@ def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
 
 def _run_checkpoint(path: Path) -> Path | None:
     """The folder of a run's checkpoint that `path` is, or the newest that it has."""
-    choices = [path]
-    for checkpoints in (path / "checkpoints", path):
-        choices += [checkpoints / "last", *sorted(checkpoints.glob("step-*"), reverse=True)]
+    steps = sorted([*path.glob("step-*"), *path.glob("checkpoints/step-*")], reverse=True)
+    choices = [path, path / "last", path / "checkpoints" / "last", *steps]
     return next((folder for folder in choices if (folder / STATE).is_file()), None)
 
 
