@@ -4,6 +4,7 @@ errors of one line that name the file; nothing is written, and nothing is execut
 import io
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,27 @@ def test_no_code_of_other_pickles_is_executed(copied: Copy, tmp_path: Path) -> N
     torch.save({"state_dict": {"weight": torch.ones(2)}, "bomb": Bomb(trace)}, tmp_path / "last.ckpt")
     fault_of(tmp_path / "last.ckpt", "last.ckpt", "posix.system")
     assert not trace.exists()
+
+
+def test_a_damaged_pickle_does_not_take_the_memory(copied: Copy) -> None:
+    """One byte of the index under which a pickle remembers a value: 2 GB, if space is made for it.
+    (With a larger index one such process took 20 GB, and was killed.)"""
+    root = copied("fsdp-sharded x2")
+    metadata = root / "pytorch_model_fsdp_0" / ".metadata"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metadata.write_bytes(b"\x80\x02}r\x00\x00\x00\x08.")
+    fault_of(root, str(metadata), "damaged")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+def test_the_list_of_tensors_is_checked_before_it_is_read(copied: Copy) -> None:
+    """A pickle in a file of torch.save that is valid, and not the one that was written."""
+    root = copied("fsdp-full x2")
+    file = root / "pytorch_model_fsdp.bin"
+    content = file.read_bytes()
+    assert content.count(b"first.weight") == 1
+    file.write_bytes(content.replace(b"first.weight", b"first.height"))
+    fault_of(root, str(file), "data.pkl")
 
 
 def test_no_code_of_a_chunk_is_executed(copied: Copy) -> None:
