@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.conversion import lora, write
-from toolkit.conversion.model_class import CONFIG, model_class, read_config
-from toolkit.conversion.open import STATE, open_checkpoint
+from toolkit.conversion.model_class import CONFIG, model_class
+from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.demo import model_path
 from toolkit.errors import UserError
-from toolkit.utils.files import explain_write_errors, replace_folder
+from toolkit.utils.files import explain_write_errors, read_table, replace_folder
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]
     exists; nothing is written then."""
     if out.is_symlink() or out.is_file() or any(out.glob("*")):
         raise UserError(f"{out} already exists: name another folder")
-    if any((parent / STATE).is_file() for parent in out.resolve().parents):
-        raise UserError(f"{out} is in a checkpoint, and would be removed with it")
     opened = open_checkpoint(checkpoint).select(settings.prefix)
     adapter = _adapter_config(opened, settings)
     if adapter is None or settings.merge_lora:
@@ -112,7 +110,7 @@ def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) 
     if folder is None:
         line = f"weights only: {plain.path} has no config; pass a folder with one as --config_from"
         return _unchecked(plain, _Output(plain.tensors, line, None))
-    config = read_config(folder)
+    config = read_table(folder / CONFIG, {})
     model = model_class(config, folder / CONFIG)
     if model is None:
         line = f"not compared with {folder / CONFIG}: its class is not in transformers"

@@ -156,7 +156,6 @@ class _Rank:
         self.facts = {
             "the numbers of ranks": state.get("partition_count"),
             "their steps": self.steps,
-            "the gaps between parameters": self.gaps,
         }
 
 

@@ -1,11 +1,8 @@
 """The model that a config.json promises: transformers builds it without memory (on the meta
-device), and tells its parameters' names, shapes and ties, and what it calls the names of older
-checkpoints today."""
+device), and tells its parameters' names, shapes and ties."""
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,19 +12,8 @@ import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, UserError, first_line, listing
-from toolkit.utils.files import read_table
 
 CONFIG = "config.json"
-_IGNORED = r"(^|\.)position_ids$|rotary_emb\.inv_freq$"
-"""Constants that older versions of transformers saved, and all models ignore."""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """A model's config. Raises UserError for the config of something else."""
-    config = read_table(folder / CONFIG, {})
-    if "model_type" not in config:
-        raise UserError(f"{folder / CONFIG} is not the config of a model: it has no model_type")
-    return config
 
 
 def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
@@ -36,7 +22,7 @@ def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
     import transformers
 
     kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None or config["model_type"] not in transformers.CONFIG_MAPPING:
+    if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     try:
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
@@ -71,45 +57,34 @@ class ModelClass:
     def fit(self, checkpoint: Checkpoint) -> dict[str, Stored]:
         """A checkpoint's tensors by this class's names, as far as it has them, tied ones once.
 
-        Names become those that `from_pretrained` gives them (`LayerNorm.gamma` ->
-        `LayerNorm.weight`). A `model.` or `net.` of a module around the model is removed if all
-        names begin with it.
+        A missing or superfluous prefix of the base model (`bert.`) is corrected, as by
+        `from_pretrained`. A `model.` or `net.` of a module around the model is removed if all names
+        begin with it.
         """
         old = new = list(checkpoint.tensors)
-        fits = [self._today(name) for name in new]
+        fits = [self._known_name(name) for name in new]
         while len({name.partition(".")[0] for name in new}) == 1 and "." in new[0]:
             new = [name.partition(".")[2] for name in new]
-            shorter = [self._today(name) for name in new]
+            shorter = [self._known_name(name) for name in new]
             fits = max(fits, shorter, key=lambda names: len(self.shapes.keys() & names))
         return self._untied(dict(checkpoint.renamed(dict(zip(old, fits, strict=True))).tensors))
 
-    def _today(self, name: str) -> str:
-        from transformers.core_model_loading import rename_source_key
-
-        if name in self.shapes:
-            return name
-        prefix = self.model.base_model_prefix
-        return rename_source_key(name, self._renamings, [], prefix, self.shapes)[0]
-
-    @functools.cached_property
-    def _renamings(self) -> list[Any]:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
-
-        every = get_model_conversion_mapping(self.model)
-        return [each for each in every if isinstance(each, WeightRenaming)]
+    def _known_name(self, name: str) -> str:
+        """The class's name, which may have the prefix of the base model, or lack it."""
+        prefix = f"{self.model.base_model_prefix}."
+        for candidate in (f"{prefix}{name}", name.removeprefix(prefix)):
+            if name not in self.shapes and candidate in self.shapes:
+                return candidate
+        return name
 
     def _untied(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
-        """Without other names of the same numbers, and without constants that models ignore."""
+        """Without other names of the same numbers."""
         for first, *others in self.ties:
             for name in set(others) & set(tensors):
                 tensor = tensors[name]
                 same = tensors.setdefault(first, tensor)
                 if same is tensor or torch.equal(same.read(), tensor.read()):
                     del tensors[name]
-        for name in tensors.keys() - self.shapes.keys():
-            if re.search(_IGNORED, name):
-                del tensors[name]
         return tensors
 
     def check(self, tensors: Mapping[str, Stored], where: Path) -> None:

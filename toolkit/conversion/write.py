@@ -22,13 +22,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FILES = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab",
     "*.py", "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
-    "config_sentence_transformers.json", "sentence_*_config.json", "modules.json",
-    "[0-9]_[A-Z]*/config.json",
 )  # fmt: skip
-# what belongs to the weights of one checkpoint: thresholds, layers of sentence-transformers
-_OWN_FILES = (
-    "decisions.json", "[0-9]_[A-Z]*/model.safetensors", "[0-9]_[A-Z]*/pytorch_model.bin"
-)  # fmt: skip
+_DECISIONS = "decisions.json"
+"""Thresholds, which belong to the weights of one checkpoint."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: torch.dtype) -> str:
@@ -66,8 +62,6 @@ def copy_files(source: Path, folder: Path, is_own: bool) -> None:
     `is_own`: `source` is the checkpoint's own folder."""
     patterns: tuple[str, ...] = _FILES
     if is_own:
-        patterns += _OWN_FILES
+        patterns += (_DECISIONS,)
     for path in {path for pattern in patterns for path in source.glob(pattern)}:
-        target = folder / path.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
+        shutil.copyfile(path, folder / path.name)
