@@ -7,6 +7,7 @@ Python: the faster unpickler in C allocates as much as a damaged byte says.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import zipfile
@@ -48,18 +49,22 @@ class _Unpickler(pickle._Unpickler):
 def open_distributed(path: Path, folder: Path) -> Checkpoint:
     """`path`: as the user named it. Raises UserError if a file is missing or damaged, or would
     execute code."""
-    listed = _read_metadata(folder / ".metadata")
-    files = {info.relative_path for info in listed.storage_data.values()}
+    listing_file = folder / ".metadata"
+    try:
+        with listing_file.open("rb") as file:
+            listed = _Unpickler(file).load()
+        files = {info.relative_path for info in listed.storage_data.values()}
+        places = _stored_tensors(folder, listed)
+    except OSError as error:
+        raise UserError(f"cannot read {listing_file}: {error.strerror}; copy it again") from None
+    except Exception as error:
+        fault = first_line(error)
+        raise UserError(f"{listing_file} is damaged: {fault}; copy it again") from None
     if missing := sorted(name for name in files if not (folder / name).is_file()):
         raise UserError(f"{folder} lacks {listing(missing)}: copy it again, from each machine")
-    places = {}
-    for name, entry in listed.state_dict_metadata.items():
-        if isinstance(entry, metadata.TensorStorageMetadata):
-            keys = (listed.planner_data or {}).get(name) or (name,)
-            places[keys] = _stored(folder, name, entry, listed.storage_data)
     tensors = model_states(places, _is_weight)
     if not tensors:
-        raise UserError(f"{folder}/.metadata lists no tensors of a model")
+        raise UserError(f"{listing_file} lists no tensors of a model")
     return Checkpoint(path, tensors)
 
 
@@ -67,44 +72,40 @@ def _is_weight(tensor: Stored) -> bool:
     return tensor.dtype.is_floating_point and bool(tensor.shape)
 
 
-def _read_metadata(path: Path) -> metadata.Metadata:
-    try:
-        with path.open("rb") as file:
-            listed: metadata.Metadata = _Unpickler(file).load()
-        listed.storage_data.values()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; copy the folder again") from None
-    except Exception as error:
-        raise UserError(f"{path} is damaged: {first_line(error)}; copy it again") from None
-    return listed
-
-
-def _stored(
-    folder: Path, name: str, entry: metadata.TensorStorageMetadata, chunks: Any
-) -> Stored:  # fmt: skip
-    """Raises UserError if a tensor's chunks do not fill its shape."""
-    if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-        raise UserError(f"{folder}: the chunks of {name} do not fill its shape {list(entry.size)}")
-
-    def read() -> list[torch.Tensor]:
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+def _stored_tensors(folder: Path, listed: metadata.Metadata) -> dict[tuple[Any, ...], Stored]:
+    """By their keys in nested dicts. Raises an error if the list is damaged."""
+    places = {}
+    for name, entry in listed.state_dict_metadata.items():
+        if not isinstance(entry, metadata.TensorStorageMetadata):
+            continue
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise ValueError(f"the chunks of {name} do not fill its shape {list(entry.size)}")
+        chunks = []
         for chunk in entry.chunks:
-            info = chunks[metadata.MetadataIndex(name, chunk.offsets)]
-            part = tensor
-            for axis, start in enumerate(chunk.offsets):
-                part = part.narrow(axis, start, chunk.sizes[axis])
-            part.copy_(_read_chunk(folder / info.relative_path, info, chunk.sizes))
-        return [tensor]
+            info = listed.storage_data[metadata.MetadataIndex(name, chunk.offsets)]
+            chunks.append((chunk, info))
+        read = functools.partial(_read, folder, entry, chunks)
+        keys = (listed.planner_data or {}).get(name) or (name,)
+        places[keys] = Stored(tuple(entry.size), entry.properties.dtype, read)
+    return places
 
-    return Stored(tuple(entry.size), entry.properties.dtype, read)
+
+def _read(folder: Path, entry: Any, chunks: Any) -> list[torch.Tensor]:
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk, info in chunks:
+        part = tensor
+        for axis, start in enumerate(chunk.offsets):
+            part = part.narrow(axis, start, chunk.sizes[axis])
+        part.copy_(_read_chunk(folder / info.relative_path, info, chunk.sizes))
+    return [tensor]
 
 
 def _read_chunk(path: Path, info: Any, shape: torch.Size) -> torch.Tensor:
     """Raises UserError if its checksum is wrong, or it is no tensor of this shape."""
-    with path.open("rb") as file:
-        file.seek(info.offset)
-        content = io.BytesIO(file.read(info.length))
     try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            content = io.BytesIO(file.read(info.length))
         with zipfile.ZipFile(content) as archive:
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
