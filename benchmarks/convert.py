@@ -4,7 +4,8 @@
 
 Four processes on gloo make a BERT-like model of 2.5 GB in fp32 under DeepSpeed's ZeRO-3 in bf16, with AdamW's states
 but without a step, and save it. Then each program converts it in turn: seconds of the whole process, imports included,
-and the peak of its anonymous memory (RssAnon: mapped files do not count). The outputs must be equal.
+those of all its threads on a processor, and the peak of its anonymous memory (RssAnon: mapped files do not count). The
+outputs must be equal.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from machine import processor
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.5, help="of fp32 weights [2.5]")
     parser.add_argument("--repeats", type=int, default=3, help="of each program, in turns [3]")
     parser.add_argument("--folder", default=None, help="for temporary files")
+    parser.add_argument("--saved", type=Path, default=None, help="the checkpoint, made there once [temporary]")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -89,20 +93,21 @@ def bert(size: int) -> object:
 
 
 def measure_all(folder: Path, options: argparse.Namespace) -> str:
-    saved, out, theirs, copy = (folder / name for name in ("saved", "out", "theirs", "copy"))
+    out, theirs, copy = (folder / name for name in ("out", "theirs", "copy"))
+    saved = options.saved or folder / "saved"
     env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error", **os.environ}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     words = [__file__, "--make", str(saved), "--gigabytes", str(options.gigabytes)]
-    subprocess.run([*torchrun, *words], env=env, check=True)
+    if not saved.exists():
+        subprocess.run([*torchrun, *words], env=env, check=True)
     programs = {
         "a copy of the same bytes, flushed": [sys.executable, "-c", _COPY, str(out / "model.safetensors"), str(copy)],
         "`toolkit convert`": [sys.executable, "-m", "toolkit", "convert", str(saved), str(out)],
         "`zero_to_fp32.py`": [sys.executable, "-c", _THEIRS, str(saved), str(theirs)],
     }
     convert = programs["`toolkit convert`"]
-    convert += ["--max_shard_size", "100GB"]  # one file, to be copied
     measure(convert)  # into the page cache
-    figures: dict[str, list[tuple[float, int]]] = {name: [] for name in programs}
+    figures: dict[str, list[Figures]] = {name: [] for name in programs}
     for _ in range(options.repeats):
         for name, command in programs.items():
             for path in (copy, theirs, *([out] if command is convert else [])):
@@ -114,9 +119,19 @@ def measure_all(folder: Path, options: argparse.Namespace) -> str:
     return table(figures, options, size)
 
 
-def measure(command: list[str]) -> tuple[float, int]:
-    """(seconds, peak RssAnon in bytes) of a program."""
+@dataclass
+class Figures:
+    """Of a program."""
+
+    seconds: float
+    processor_seconds: float
+    peak: int
+    """Of RssAnon, in bytes."""
+
+
+def measure(command: list[str]) -> Figures:
     started, peak = time.perf_counter(), 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "LOG_LEVEL": "error"}
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -126,7 +141,9 @@ def measure(command: list[str]) -> tuple[float, int]:
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"{command} failed")
-    return time.perf_counter() - started, peak
+    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Figures(seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, peak)
 
 
 def require_equal(out: Path, theirs: Path) -> None:
@@ -143,22 +160,25 @@ def require_equal(out: Path, theirs: Path) -> None:
     assert not names, names
 
 
-def table(figures: dict[str, list[tuple[float, int]]], options: argparse.Namespace, size: int) -> str:
-    base = statistics.median(seconds for seconds, _ in next(iter(figures.values())))
+def table(figures: dict[str, list[Figures]], options: argparse.Namespace, size: int) -> str:
     rows = []
+    base: list[float] = []
     for name, runs in figures.items():
-        seconds = [each for each, _ in runs]
-        median = statistics.median(seconds)
-        peak = max(memory for _, memory in runs)
-        rows.append(f"| {name} | {min(seconds):.1f} | {median:.1f} | {median / base:.2f} | {peak / 1e9:.2f} GB |")
+        seconds = [run.seconds for run in runs]
+        numbers = [min(seconds), statistics.median(seconds)]
+        base = base or numbers
+        ratios = [each / first for each, first in zip(numbers, base, strict=True)]
+        processor_seconds = min(run.processor_seconds for run in runs)
+        cells = [*(f"{number:.2f}" for number in (*numbers, *ratios, processor_seconds))]
+        rows.append(f"| {name} | {' | '.join(cells)} | {max(run.peak for run in runs) / 1e9:.2f} GB |")
     return f"""# Conversion
 
 A model of {options.gigabytes:g} GB in fp32, saved by DeepSpeed's ZeRO-3 on {RANKS} processes, {size / 1e9:.1f} GB
 on disk. Each row is a whole process, imports included, {options.repeats} times in turns; load average
 {os.getloadavg()[0]:.1f} at the end. {processor()}. `python benchmarks/convert.py --write`
 
-| | seconds, least | median | of the copy | peak RssAnon |
-|---|---|---|---|---|
+| | seconds, least | median | least, of the copy's | median, of the copy's | least on a processor | peak RssAnon |
+|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
 

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults import refusal
 from tests.runs import ROOT, begin, fork, start
-from toolkit.commands.convert import parse_size
 
 BIG = 1 << 28
 """Bytes of a model of 32 tensors."""
@@ -59,9 +57,6 @@ def test_a_signal_leaves_nothing(sent: signal.Signals, big: Path, tmp_path: Path
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    assert [parse_size(text) for text in ("5GB", "500MiB", "20kb")] == [5 * 10**9, 500 << 20, 20_000]
-    for text in ("0GB", "5", "many"):
-        refusal(parse_size, text, says=["--max_shard_size", "5GB"])
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "model.pt")
     start(["toolkit", "convert", tmp_path / "model.pt"]).says_in_one_line("toolkit convert CHECKPOINT OUT")
     out = start(["toolkit", "convert", tmp_path / "model.pt", tmp_path / "out"]).succeeded().out

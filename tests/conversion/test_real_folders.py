@@ -52,14 +52,12 @@ def bert_config(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "most"), [("zero2-bert x2", 5 * 10**9), ("zero3-bert x2", 20_000)])
-def test_from_pretrained_loads_it(
-    name: str, most: int, checkpoints: dict[str, Path], tiny_model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["zero2-bert x2", "zero3-bert x2"])
+def test_from_pretrained_loads_it(name: str, checkpoints: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     out, config = tmp_path / "out", bert_config(tiny_model, tmp_path / "config")
-    lines = toolkit.convert(checkpoints[name], out, config_from=config, max_shard_bytes=most)
+    lines = toolkit.convert(checkpoints[name], out, config_from=config)
     assert "BertForSequenceClassification" in lines[0]
     model: Any
     model, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
@@ -68,8 +66,6 @@ def test_from_pretrained_loads_it(
     assert_equal({key: state[key] for key in truth}, truth)
     assert model.config.id2label[2] == "label 2"
     assert AutoTokenizer.from_pretrained(out)("good film")["input_ids"]
-    files = list(out.glob("*.safetensors"))
-    assert (out / "model.safetensors.index.json").is_file() == (len(files) > 1) == (most == 20_000)
 
 
 @pytest.mark.parametrize("name", ["zero2-bf16 x3", "zero3-bf16 x3", "zero3-frozen x3"])

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,24 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Appends the next tensor. Raises ValueError if it is not the one that the header
         announces."""
+        shape = tuple(self._shapes[name][1])
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"expected {name} of shape {shape}, got {tuple(tensor.shape)}")
+        self.write_pieces(name, [tensor])
+
+    def write_pieces(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Appends the next tensor, whose elements come in consecutive pieces. Raises ValueError if
+        it is not the one that the header announces."""
         expected = self.names[self._written]
         dtype, shape = self._shapes[expected]
-        if name != expected or tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-            got = f"{name} ({tensor.dtype}, {list(tensor.shape)})"
-            raise ValueError(f"expected {expected} ({dtype}, {list(shape)}), got {got}")
-        self._append(tensor_bytes(tensor))
+        missing = math.prod(shape)
+        for piece in pieces:
+            if name != expected or piece.dtype != dtype:
+                raise ValueError(f"expected {expected} ({dtype}), got {name} ({piece.dtype})")
+            self._append(tensor_bytes(piece))
+            missing -= piece.numel()
+        if missing:
+            raise ValueError(f"{name} lacks {missing:,} elements of {list(shape)}")
         self._written += 1
 
     def _append(self, content: bytes | memoryview) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import signal
 from pathlib import Path
 
@@ -17,7 +16,6 @@ _EPILOG = (
     "its tags, a torch.distributed.checkpoint folder, a torch.save file (such as Lightning's .ckpt), an adapter's or a "
     "model's folder. No code in it is executed. OUT is written completely or not at all."
 )
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", type=Path, help="see below")
     add("out", nargs="?", type=Path, help="the folder to create")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
-    add("--max_shard_size", default=5 * 10**9, metavar="SIZE", type=parse_size, help="of a file: 500MB, 2GiB [5GB]")
     folder("--config_from", help="source of config.json and the tokenizer, or of the adapter's config")
     folder("--base_model", help="source of the frozen parameters that CHECKPOINT lacks")
     add("--prefix", default="", metavar="NAME", help="only the tensors NAME.*, renamed without NAME.")
@@ -42,21 +39,12 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes the draft
     settings = ConvertSettings(
         arguments.dtype,
-        arguments.max_shard_size,
         arguments.config_from,
         arguments.base_model,
         arguments.prefix,
         arguments.merge_lora,
     )
     print("\n".join(convert(arguments.checkpoint, arguments.out, settings)))
-
-
-def parse_size(text: str) -> int:
-    """`5GB` (10^9), `500MiB` (2^20) -> bytes. Raises UserError."""
-    match = re.fullmatch(r"(\d+)([kmg]i?)b?", text.strip().lower())
-    if match is None or not int(match[1]):
-        raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 COMMAND = Command(

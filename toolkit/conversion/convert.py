@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.conversion import lora, write
-from toolkit.conversion.model_class import CONFIG, model_class, read_config
-from toolkit.conversion.open import STATE, open_checkpoint
+from toolkit.conversion.model_class import CONFIG, model_class
+from toolkit.conversion.open import open_checkpoint
 from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.demo import model_path
 from toolkit.errors import UserError
-from toolkit.utils.files import explain_write_errors, replace_folder
+from toolkit.utils.files import explain_write_errors, read_table, replace_folder
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,6 @@ class ConvertSettings:
 
     dtype: str = "fp32"
     """A key of `write.DTYPES`."""
-    max_shard_bytes: int = 5 * 10**9
-    """Of one file."""
     config_from: Path | None = None
     """The folder of the config and the tokenizer, if the checkpoint has none."""
     base_model: Path | None = None
@@ -54,63 +52,53 @@ class _Output:
 def convert(checkpoint: Path, out: Path, settings: ConvertSettings) -> list[str]:
     """Writes a checkpoint as a Hugging Face folder, and returns the lines to print.
 
-    Raises UserError if the checkpoint is not complete, intact and as its config promises, or `out` exists; nothing is
-    written then.
-    """
-    _check_out(out)
+    Raises UserError if the checkpoint is not complete, intact and as its config promises, or `out`
+    exists; nothing is written then."""
+    if out.is_symlink() or out.is_file() or any(out.glob("*")):
+        raise UserError(f"{out} already exists: name another folder")
     opened = open_checkpoint(checkpoint).select(settings.prefix)
     adapter = _adapter_config(opened, settings)
     if adapter is None or settings.merge_lora:
-        stem, output = "model", _model(opened, adapter, settings)
+        file, output = "model.safetensors", _model(opened, adapter, settings)
+        adapter = None
     else:
-        stem, output = "adapter_model", _adapter(opened, adapter)
+        file, output = "adapter_model.safetensors", _adapter(opened, adapter)
     with ThreadPoolExecutor() as threads:
         for _ in threads.map(lambda check: check(), [*opened.checks, *output.checks]):
             pass  # raises the first error
     dtype = write.DTYPES[settings.dtype]
     with explain_write_errors(out), replace_folder(out) as draft:
-        size = write.write_tensors(draft, output.tensors, dtype, settings.max_shard_bytes, stem)
+        size = write.write_tensors(draft / file, output.tensors, dtype)
         if output.config is not None:
             write.write_config(draft, output.config, dtype)
-        if stem == "adapter_model" and adapter is not None:
+        if adapter is not None:
             shutil.copyfile(adapter, draft / lora.ADAPTER_CONFIG)
         if output.folder is not None:
             write.copy_files(output.folder, draft, is_own=output.folder == opened.model_folder)
-        if opened.model_folder is not None:
-            write.copy_decisions(opened.model_folder, draft, opened.step)
     step = ""
     if opened.step is not None:
         step = f" from step {opened.step}"
     return [output.line, f"wrote {out}{step}: {size} of {settings.dtype}"]
 
 
-def _check_out(out: Path) -> None:
-    """Raises UserError if writing `out` could replace anything, or be lost with the checkpoint."""
-    if out.is_symlink() or out.is_file() or any(out.glob("*")):
-        raise UserError(f"{out} already exists: name another folder")
-    if any((parent / STATE).is_file() for parent in out.resolve().parents):
-        raise UserError(f"{out} is in a checkpoint, and would be removed with it: name another folder")
-
-
 def _adapter_config(opened: Checkpoint, settings: ConvertSettings) -> Path | None:
-    """The adapter's config; None without LoRA. Raises UserError if there is none, or nothing to convert."""
+    """The adapter's config; None without LoRA. Raises UserError if the adapter has none."""
     if not any(".lora_" in name for name in opened.tensors):
         if settings.merge_lora or any(name.startswith(lora.PREFIX) for name in opened.tensors):
-            raise UserError(f"{opened.path} has no LoRA adapter, of which alone --merge_lora is")
+            raise UserError(f"{opened.path} has no LoRA adapter: others cannot be converted")
         return None
     for folder in (opened.path, opened.model_folder, settings.config_from):
         if folder is not None and (folder / lora.ADAPTER_CONFIG).is_file():
             return folder / lora.ADAPTER_CONFIG
-    raise UserError(f"{opened.path} has no {lora.ADAPTER_CONFIG}: pass the folder that has it as --config_from")
+    file = lora.ADAPTER_CONFIG
+    raise UserError(f"{opened.path} has no {file}: pass the folder that has it as --config_from")
 
 
 def _adapter(opened: Checkpoint, config: Path) -> _Output:
     if config.parent == opened.path:
-        raise UserError(
-            f"{opened.path} is an adapter's folder, which PeftModel.from_pretrained(base, FOLDER) loads; for the "
-            f"merged model: toolkit convert {opened.path} OUT --merge_lora --base_model FOLDER"
-        )
-    line = "an adapter: PeftModel.from_pretrained(base, FOLDER) loads it, and --merge_lora merges it"
+        remedy = "for the merged model pass --merge_lora --base_model FOLDER"
+        raise UserError(f"{opened.path} is an adapter's folder already; {remedy}")
+    line = "an adapter: PeftModel.from_pretrained(base, FOLDER) loads it; --merge_lora merges it"
     return _Output(lora.adapter_tensors(opened, config), line, config.parent)
 
 
@@ -118,15 +106,15 @@ def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) 
     """All parameters and persistent buffers of a model, with its adapter merged."""
     plain = opened if adapter is None else lora.without_lora(opened)
     choices = (settings.config_from, opened.model_folder, settings.base_model)
-    folder = next((each for each in choices if each is not None and (each / CONFIG).is_file()), None)
+    folder = next((each for each in choices if each and (each / CONFIG).is_file()), None)
     if folder is None:
-        line = f"weights only: {plain.path} has no config; pass a folder that has one as --config_from"
-        return _unchecked(plain, line, None, None)
-    config = read_config(folder, plain.tensors)
+        line = f"weights only: {plain.path} has no config; pass a folder with one as --config_from"
+        return _unchecked(plain, _Output(plain.tensors, line, None))
+    config = read_table(folder / CONFIG, {})
     model = model_class(config, folder / CONFIG)
     if model is None:
         line = f"not compared with {folder / CONFIG}: its class is not in transformers"
-        return _unchecked(plain, line, folder, config)
+        return _unchecked(plain, _Output(plain.tensors, line, folder, config))
     tensors = model.fit(plain)
     checks: tuple[Check, ...] = ()
     if base_folder := _base_folder(plain, settings):
@@ -138,13 +126,12 @@ def _model(opened: Checkpoint, adapter: Path | None, settings: ConvertSettings) 
     if adapter is not None:
         tensors |= lora.merged_layers(opened, adapter, model, tensors)
     line = f"the {len(tensors)} names and shapes are those of {model.promise}"
-    in_order = {name: tensors[name] for name in model.shapes if name in tensors}
-    return _Output(in_order, line, folder, config, checks)
+    return _Output(tensors, line, folder, config, checks)
 
 
 def _base_folder(plain: Checkpoint, settings: ConvertSettings) -> Path | None:
-    """The folder of the model with the parameters that the checkpoint leaves out, if it is known. Raises UserError if
-    the run's base model has changed."""
+    """The folder of the model with the parameters that the checkpoint leaves out, if it is known.
+    Raises UserError if the run's base model has changed."""
     if settings.base_model is not None or not plain.excluded:
         return settings.base_model
     from toolkit.training.resume import digest_of_model  # imports all of training
@@ -153,12 +140,12 @@ def _base_folder(plain: Checkpoint, settings: ConvertSettings) -> Path | None:
     if not folder.is_dir():
         return None
     if Path(plain.base_model).is_dir() and digest_of_model(folder) != plain.base_identity:
-        raise UserError(f"{folder} has changed since {plain.path} was trained on it: pass the old one as --base_model")
+        raise UserError(f"{folder} has changed since the run: pass the old one as --base_model")
     return folder
 
 
-def _unchecked(plain: Checkpoint, line: str, folder: Path | None, config: Mapping[str, Any] | None) -> _Output:
+def _unchecked(plain: Checkpoint, output: _Output) -> _Output:
     """Of no class that transformers has: all names stay as they are, those of tied weights too."""
     if plain.excluded:
-        raise UserError(f"{line}, and {plain.path} has only a part of the weights")
-    return _Output(plain.tensors, line, folder, config)
+        raise UserError(f"{output.line}, and {plain.path} has only a part of the weights")
+    return output

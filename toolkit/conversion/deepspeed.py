@@ -1,14 +1,16 @@
-"""DeepSpeed's folders, of `save_checkpoint` and of `accelerator.save_state`: where each parameter lies in the flat
-fp32 buffers of the ranks' optimizer files.
+"""DeepSpeed's folders, of `save_checkpoint` and of `accelerator.save_state`: where each parameter
+lies in the flat fp32 buffers of the ranks' optimizer files.
 
-Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): a parameter group is one buffer of its
-parameters in the order of `param_shapes`, with gaps under `parameter_alignment`; each rank has an equal part of it, and
-saves it without the padding at the buffer's end (BF16_Optimizer with it).
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): a parameter group is
+one buffer of its parameters in the order of `param_shapes`, with gaps under `parameter_alignment`;
+each rank has an equal part of it, and saves it without the padding at the buffer's end
+(BF16_Optimizer with it).
 
-Stage 3 (stage3.py): each parameter is split into equal parts, the last ones padded; a rank's buffer of a sub-group has
-its parts in the order of `param_shapes`.
+Stage 3 (stage3.py): each parameter is split into equal parts, the last ones padded; a rank's buffer
+of a sub-group has its parts in the order of `param_shapes`.
 
-DeepSpeed's own zero_to_fp32.py drops what was frozen under stage 1 and does not notice ranks of different steps.
+DeepSpeed's own zero_to_fp32.py drops what was frozen under stage 1 and does not notice ranks of
+different steps.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,11 @@ def find_tag_folder(root: Path) -> Path | None:
     latest = root / "latest"
     if not latest.is_file():
         return None
-    folder = root / latest.read_text(errors="replace").strip(" \n\0/")
-    several = (root / "pytorch_model_1").is_dir()  # of accelerate, where `latest` names the last model
-    if several or ".." in folder.parts or not is_tag_folder(folder):
+    folder = root / latest.read_text(errors="replace").strip()
+    several = (root / "pytorch_model_1").is_dir()  # accelerate's, where it names the last model
+    if several or not is_tag_folder(folder):
         choices = listing(entry for entry in sorted(root.iterdir()) if is_tag_folder(entry))
-        raise UserError(f"{latest} does not name the one checkpoint in {root}; name yours: {choices}")
+        raise UserError(f"{latest} does not name the one checkpoint in {root}; name {choices}")
     return folder
 
 
@@ -59,38 +61,47 @@ def open_deepspeed(path: Path, folder: Path) -> Checkpoint:
 
     Raises UserError if a rank's file is missing, damaged or of another save.
     """
-    files, ranks = _load(folder)
-    first = next(iter(files.values()))
-    groups: list[Shapes] = first.get("param_shapes") or []
-    stage3 = next(iter(files)).name != _MODEL
+    stage3 = not (folder / _MODEL).is_file()
+    files, ranks = _load(folder, stage3)
+    models = list(files.values())
     split = _split_stage3 if stage3 else _split_buffer
     trained: dict[str, Pieces] = {}
-    for number, shapes in enumerate(groups):
+    for number, shapes in enumerate(models[0].get("param_shapes") or []):
         trained |= split(ranks, number, shapes)
-    checks: list[Check] = [functools.partial(check_tensors, rank.path, rank.masters) for rank in ranks]
+    checks: list[Check] = []
+    for rank in ranks:
+        checks.append(functools.partial(check_tensors, rank.path, rank.masters))
     for file, content in files.items():
-        used = list(dict(flattened((), content)).values())
+        used = [tensor for _, tensor in flattened((), content)]
         checks.append(functools.partial(check_tensors, file, used))
-    checks.append(functools.partial(_check_copies, folder, first["module"], trained))
-    tensors = _named_tensors(list(files.values()), trained, stage3)
-    in_order = {name: tensors[name] for name in {**first["module"], **tensors} if name in tensors}
-    return Checkpoint(path, in_order, step=first["global_steps"], checks=tuple(checks))
+    checks.append(functools.partial(_check_copies, folder, models[0]["module"], trained))
+    tensors = _named_tensors(models, trained, stage3)
+    return Checkpoint(path, tensors, step=models[0]["global_steps"], checks=tuple(checks))
 
 
-def _named_tensors(models: Sequence[Any], trained: Mapping[str, Pieces], stage3: bool) -> dict[str, Stored]:
+def _named_tensors(
+    models: Sequence[Any],
+    trained: Mapping[str, Pieces],
+    stage3: bool,
+) -> dict[str, Stored]:
     """Parameters and buffers; tied ones are one object."""
-    frozen: Shapes = models[0].get("frozen_param_shapes") or {}
+    first = models[0]
+    frozen = first.get("frozen_param_shapes") or {}
+    shapes = dict(frozen)
+    for group in first.get("param_shapes") or ():
+        shapes |= group
     pieces = {**trained, **_fragments(models, frozen)}
-    # buffers, under stage 0 all parameters, under stage 1 the frozen ones; stage 3 leaves parameters empty there
-    module = dict(models[0]["module"])
-    buffers = models[0].get("buffer_names") or ()
-    for name in list(module):
-        if name in pieces or (stage3 and name not in buffers):
-            del module[name]
+    # buffers, under stage 0 all parameters, under stage 1 the frozen ones; stage 3 leaves
+    # parameters empty there
+    buffers = first.get("buffer_names") or ()
+    module = {}
+    for name, tensor in first["module"].items():
+        if name not in pieces and (name in buffers or not stage3):
+            module[name] = tensor
     tensors = stored(module)
-    for shapes in (*(models[0].get("param_shapes") or ()), frozen):
-        tensors |= {name: _join(pieces[name], shapes[name]) for name in shapes if name in pieces}
-    for pair in (models[0].get("shared_params") or {}).items():
+    for name, parts in pieces.items():
+        tensors[name] = _join(parts, shapes[name])
+    for pair in (first.get("shared_params") or {}).items():
         for one, other in (pair, pair[::-1]):
             if one in pieces and other not in pieces:
                 tensors[other] = tensors[one]
@@ -98,28 +109,34 @@ def _named_tensors(models: Sequence[Any], trained: Mapping[str, Pieces], stage3:
 
 
 def _join(pieces: Pieces, shape: torch.Size) -> Stored:
-    return Stored(tuple(shape), pieces[0].dtype, lambda: torch.cat(list(pieces)).view(shape))
+    return Stored(tuple(shape), pieces[0].dtype, lambda: pieces)
 
 
 def _fragments(models: Sequence[Any], shapes: Shapes) -> dict[str, Pieces]:
-    """Frozen parameters: whole under stage 2, under stage 3 a part in each rank's file, the last ones padded."""
+    """Frozen parameters: whole under stage 2, under stage 3 a part in each rank's file, the last
+    ones padded."""
+    if not models[0].get("frozen_param_fragments"):
+        return {}
     frozen: dict[str, Pieces] = {}
-    if models[0].get("frozen_param_fragments"):
-        for name, shape in shapes.items():
-            parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
-            frozen[name] = _elements(parts, 0, shape.numel())
+    for name, shape in shapes.items():
+        parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
+        frozen[name] = _elements(parts, 0, shape.numel())
     return frozen
 
 
-def _check_copies(folder: Path, module: Mapping[str, torch.Tensor], trained: Mapping[str, Pieces]) -> None:
-    """Under stages 1 and 2 the model's file has each parameter in the engine's dtype: compares small ones, which all
-    steps change. Raises UserError if one differs."""
+def _check_copies(
+    folder: Path,
+    module: Mapping[str, torch.Tensor],
+    trained: Mapping[str, Pieces],
+) -> None:
+    """Under stages 1 and 2 the model's file has each parameter in the engine's dtype: compares
+    small ones, which all steps change. Raises UserError if one differs."""
     for name, pieces in trained.items():
         copy = module.get(name)
         if copy is not None and 0 < copy.numel() <= _SMALL:
             master = torch.cat(list(pieces)).to(copy.dtype)
             if not torch.equal(master, copy.reshape(-1)):
-                raise UserError(f"{folder} has files of different saves: {name} differs; copy it again")
+                raise UserError(f"{folder} has files of several saves: {name} differs; copy again")
 
 
 class _Rank:
@@ -129,7 +146,7 @@ class _Rank:
         state = _load_file(path)["optimizer_state_dict"]
         masters = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
         if masters not in state:
-            raise UserError(f"{path} has no {masters}: it is of another ZeRO stage than the model's file")
+            raise _mixed(path, "the ZeRO stages")
         self.path = path
         self.masters: list[torch.Tensor] = state[masters]
         """By group: the flat fp32 elements of this rank."""
@@ -139,7 +156,6 @@ class _Rank:
         self.facts = {
             "the numbers of ranks": state.get("partition_count"),
             "their steps": self.steps,
-            "the gaps between parameters": self.gaps,
         }
 
 
@@ -156,51 +172,47 @@ def _steps(state: Any) -> Iterator[float]:
             yield from _steps(value)
 
 
-def _load(folder: Path) -> tuple[dict[Path, Any], list[_Rank]]:
+def _load(folder: Path, stage3: bool) -> tuple[dict[Path, Any], list[_Rank]]:
     """(the model's files, one under stages 0 to 2; the optimizer's by rank, none under stage 0).
 
     Raises UserError if files are missing, damaged, or of different saves.
     """
-    present = {path.name for path in folder.glob("*_states.pt")}
-    model_names = [_MODEL]
-    if _MODEL not in present:
-        model_names = [f"zero_pp_rank_0_{_MODEL}"]
-    if model_names[0] not in present:
-        raise UserError(f"{folder} lacks {model_names[0]}: copy it again")
+    model_names = [f"zero_pp_rank_0_{_MODEL}" if stage3 else _MODEL]
     first = _load_file(folder / model_names[0])
-    world = first.get("dp_world_size", 1)
-    stage3 = model_names != [_MODEL]
+    ranks = range(first.get("dp_world_size", 1))
     if stage3:
-        model_names = [f"zero_pp_rank_{rank}_{_MODEL}" for rank in range(world)]
+        model_names = [f"zero_pp_rank_{rank}_{_MODEL}" for rank in ranks]
     optimizer_names = []
     if first.get("param_shapes"):
-        name = next((name for name in sorted(present) if name.endswith(_OPTIMIZER)), "zero_pp_rank_0")
-        prefix = name.partition("zero_pp")[0]  # "", bf16_ or fp16_
-        optimizer_names = [f"{prefix}zero_pp_rank_{rank}_{_OPTIMIZER}" for rank in range(world)]
-    _require_files(folder, present, [*model_names, *optimizer_names], world)
+        precision = next((path.name for path in sorted(folder.glob(f"*{_OPTIMIZER}"))), "")
+        precision = precision.partition("zero_pp")[0]  # "", bf16_ or fp16_
+        optimizer_names = [f"{precision}zero_pp_rank_{rank}_{_OPTIMIZER}" for rank in ranks]
+    _require_files(folder, [*model_names, *optimizer_names])
     models = {folder / name: _load_file(folder / name) for name in model_names}
-    ranks = [_Rank(folder / name, stage3) for name in optimizer_names]
+    files = [_Rank(folder / name, stage3) for name in optimizer_names]
     _require_same({path: {key: model.get(key) for key in _SAME} for path, model in models.items()})
-    _require_same({rank.path: rank.facts for rank in ranks})
-    for rank in ranks:
-        if len(rank.masters) != len(first["param_shapes"]) or max(rank.steps, default=0) > first["global_steps"]:
-            raise _mixed(rank.path, "the numbers of groups or steps")
-    return models, ranks
+    _require_same({file.path: file.facts for file in files})
+    for file in files:
+        if len(file.masters) != len(first["param_shapes"]):
+            raise _mixed(file.path, "the numbers of groups")
+        if max(file.steps, default=0) > first["global_steps"]:
+            raise _mixed(file.path, "the steps")
+    return models, files
 
 
-def _require_files(folder: Path, present: Collection[str], expected: Sequence[str], world: int) -> None:
-    """Raises UserError naming all files that are missing, and those that this save did not write."""
-    missing = [name for name in expected if name not in present]
-    surplus = sorted(set(present).difference(expected))
-    if missing:
+def _require_files(folder: Path, expected: Sequence[str]) -> None:
+    """Raises UserError naming all files that are missing, and those that this save did not
+    write."""
+    present = {path.name for path in folder.glob("*_states.pt")}
+    if missing := [name for name in expected if name not in present]:
         raise UserError(
-            f"{folder} lacks {listing(missing, 16)} ({world} ranks saved it): copy it again; where machines share no "
-            f"disk, from each of them: `rsync -a OTHER_MACHINE:{folder}/ {folder}/`"
+            f"{folder} lacks {listing(missing, 16)}: copy it again; where machines share no disk, "
+            f"from each of them: `rsync -a OTHER_MACHINE:{folder}/ {folder}/`"
         )
-    if surplus:
+    if surplus := sorted(present.difference(expected)):
         raise UserError(
-            f"{folder} has {listing(surplus)}: of another save, or of tensor, pipeline or expert parallelism, which "
-            "are not supported"
+            f"{folder} has {listing(surplus)}: of another save, or of tensor, pipeline or expert "
+            "parallelism, which are not supported"
         )
 
 
@@ -210,7 +222,7 @@ def _load_file(path: Path) -> Any:
     with zipfile.ZipFile(path) as file:
         written_as = file.namelist()[0].partition("/")[0] + ".pt"
     if written_as != path.name and path.with_name(written_as).is_file():
-        raise UserError(f"{path} was written as {written_as}: ranks were exchanged; copy the folder again")
+        raise UserError(f"{path} was written as {written_as}: copy the folder again")
     return content
 
 
@@ -223,13 +235,13 @@ def _require_same(facts: Mapping[Path, Mapping[str, Any]]) -> None:
 
 
 def _mixed(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path} is of another save than the files beside it: {what} differ; copy the checkpoint again, or take another"
-    )
+    fault = f"of another save than the files beside it: {what} differ"
+    return UserError(f"{path} is {fault}; copy the checkpoint again, or take another")
 
 
 def _split_buffer(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[str, Pieces]:
-    """Stages 1 and 2: each parameter's range of the buffer, which the ranks' parts make together."""
+    """Stages 1 and 2: each parameter's range of the buffer, which the ranks' parts make
+    together."""
     masters = [rank.masters[number] for rank in ranks]
     gaps = ranks[0].gaps[number] if ranks[0].gaps else [0] * len(shapes)
     parameters: dict[str, Pieces] = {}
@@ -254,7 +266,7 @@ def _split_stage3(ranks: Sequence[_Rank], number: int, shapes: Shapes) -> dict[s
         start += size
     for rank in ranks:
         if rank.masters[number].numel() != start:
-            raise _mixed(rank.path, f"the elements of sub-group {number} (or they were offloaded to NVMe)")
+            raise _mixed(rank.path, f"the elements of sub-group {number} (or NVMe has them)")
     return parameters
 
 

@@ -1,73 +1,70 @@
 """Folders of torch.distributed.checkpoint: FSDP's sharded state, and any other.
 
-`.metadata` is a pickle that lists the chunks of each tensor; a chunk is a small file of torch.save within one of the
-`__RANK_N.distcp` files. Only the classes of that list are unpickled.
+`.metadata` is a pickle that lists the chunks of each tensor; a chunk is a small file of torch.save
+within one of the `__RANK_N.distcp` files. Only the classes of that list are unpickled, and in
+Python: the faster unpickler in C allocates as much as a damaged byte says.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 
 from toolkit.conversion.stored import Checkpoint, Stored, model_states
 from toolkit.conversion.torch_files import unpickle
 from toolkit.errors import UserError, first_line, listing
 
-_CLASSES = (
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.TensorStorageMetadata,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.TensorProperties,
-    metadata.StorageMeta,
-    metadata._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo,
-    torch.Size,
-    torch.serialization._get_layout,
-)
+_CLASSES = {
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+}
 
 
-class _Unpickler(pickle.Unpickler):
-    allowed: Mapping[str, Any] = {
-        **{f"{each.__module__}.{each.__qualname__}": each for each in _CLASSES},
-        "pathlib.PosixPath": Path,
-        "pathlib._local.PosixPath": Path,
-    }
-
+class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        dtype = getattr(torch, name, None)
-        if module == "torch" and isinstance(dtype, torch.dtype):
-            return dtype
-        if f"{module}.{name}" not in self.allowed:
+        if name == "PosixPath":  # its module depends on the version of Python
+            return Path
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and f"{module}.{name}" not in _CLASSES:
             raise pickle.UnpicklingError(f"it needs {module}.{name}: nothing was executed")
-        return self.allowed[f"{module}.{name}"]
+        return super().find_class(module, name)
 
 
 def open_distributed(path: Path, folder: Path) -> Checkpoint:
-    """`path`: as the user named it. Raises UserError if a file is missing or damaged, or would execute code."""
-    listed = _read_metadata(folder / ".metadata")
-    files = {info.relative_path for info in listed.storage_data.values()}
+    """`path`: as the user named it. Raises UserError if a file is missing or damaged, or would
+    execute code."""
+    listing_file = folder / ".metadata"
+    try:
+        with listing_file.open("rb") as file:
+            listed = _Unpickler(file).load()
+        files = {info.relative_path for info in listed.storage_data.values()}
+        places = _stored_tensors(folder, listed)
+    except OSError as error:
+        raise UserError(f"cannot read {listing_file}: {error.strerror}; copy it again") from None
+    except Exception as error:
+        fault = first_line(error)
+        raise UserError(f"{listing_file} is damaged: {fault}; copy it again") from None
     if missing := sorted(name for name in files if not (folder / name).is_file()):
-        raise UserError(
-            f"{folder} lacks {listing(missing)}: copy it again; where machines share no disk, from each "
-            f"of them: `rsync -a OTHER_MACHINE:{folder}/ {folder}/`"
-        )
-    places = {}
-    for name, entry in listed.state_dict_metadata.items():
-        if isinstance(entry, metadata.TensorStorageMetadata):
-            keys = (listed.planner_data or {}).get(name) or (name,)
-            places[keys] = _stored(folder, name, entry, listed.storage_data)
+        raise UserError(f"{folder} lacks {listing(missing)}: copy it again, from each machine")
     tensors = model_states(places, _is_weight)
     if not tensors:
-        raise UserError(f"{folder}/.metadata lists no tensors of a model")
+        raise UserError(f"{listing_file} lists no tensors of a model")
     return Checkpoint(path, tensors)
 
 
@@ -75,42 +72,40 @@ def _is_weight(tensor: Stored) -> bool:
     return tensor.dtype.is_floating_point and bool(tensor.shape)
 
 
-def _read_metadata(path: Path) -> metadata.Metadata:
-    try:
-        with path.open("rb") as file:
-            listed: metadata.Metadata = _Unpickler(file).load()
-            listed.storage_data.values()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; copy the folder again") from None
-    except (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError) as error:
-        raise UserError(f"{path} is damaged, or not of torch.distributed.checkpoint: {error}") from None
-    return listed
-
-
-def _stored(folder: Path, name: str, entry: metadata.TensorStorageMetadata, chunks: Any) -> Stored:
-    """Raises UserError if a tensor's chunks do not fill its shape."""
-    dtype = entry.properties.dtype
-    if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-        raise UserError(f"{folder}: the chunks of {name} do not fill its shape {list(entry.size)}")
-
-    def read() -> torch.Tensor:
-        tensor = torch.empty(entry.size, dtype=dtype)
+def _stored_tensors(folder: Path, listed: metadata.Metadata) -> dict[tuple[Any, ...], Stored]:
+    """By their keys in nested dicts. Raises an error if the list is damaged."""
+    places = {}
+    for name, entry in listed.state_dict_metadata.items():
+        if not isinstance(entry, metadata.TensorStorageMetadata):
+            continue
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise ValueError(f"the chunks of {name} do not fill its shape {list(entry.size)}")
+        chunks = []
         for chunk in entry.chunks:
-            info = chunks[metadata.MetadataIndex(name, chunk.offsets)]
-            starts = zip(chunk.offsets, chunk.sizes, strict=True)
-            place = tuple(slice(start, start + length) for start, length in starts)
-            tensor[place] = _read_chunk(folder / info.relative_path, info, chunk.sizes)
-        return tensor
+            info = listed.storage_data[metadata.MetadataIndex(name, chunk.offsets)]
+            chunks.append((chunk, info))
+        read = functools.partial(_read, folder, entry, chunks)
+        keys = (listed.planner_data or {}).get(name) or (name,)
+        places[keys] = Stored(tuple(entry.size), entry.properties.dtype, read)
+    return places
 
-    return Stored(tuple(entry.size), dtype, read)
+
+def _read(folder: Path, entry: Any, chunks: Any) -> list[torch.Tensor]:
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk, info in chunks:
+        part = tensor
+        for axis, start in enumerate(chunk.offsets):
+            part = part.narrow(axis, start, chunk.sizes[axis])
+        part.copy_(_read_chunk(folder / info.relative_path, info, chunk.sizes))
+    return [tensor]
 
 
 def _read_chunk(path: Path, info: Any, shape: torch.Size) -> torch.Tensor:
     """Raises UserError if its checksum is wrong, or it is no tensor of this shape."""
-    with path.open("rb") as file:
-        file.seek(info.offset)
-        content = io.BytesIO(file.read(info.length))
     try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            content = io.BytesIO(file.read(info.length))
         with zipfile.ZipFile(content) as archive:
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} is wrong")
@@ -118,6 +113,7 @@ def _read_chunk(path: Path, info: Any, shape: torch.Size) -> torch.Tensor:
         chunk = unpickle(content).detach()
         if chunk.shape != shape:
             raise ValueError(f"its shape is {list(chunk.shape)}, not {list(shape)}")
-    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is damaged at byte {info.offset:,}: {first_line(error)}; copy it again") from None
+    except Exception as error:
+        fault = f"damaged at byte {info.offset:,}: {first_line(error)}"
+        raise UserError(f"{path} is {fault}; copy it again") from None
     return chunk

@@ -3,8 +3,9 @@
 A live model has, under `base_model.model.`,
 
     X.base_layer.weight, X.base_layer.bias                 frozen, of a layer with LoRA
-    X.lora_A.default.weight, X.lora_B.default.weight, ...  trained; `lora_embedding_A.default` of an embedding
-    H.original_module.*, H.modules_to_save.default.*       a head before training, and the trained one
+    X.lora_A.default.weight, X.lora_B.default.weight, ...  trained
+    X.lora_embedding_A.default, ...                        trained, of an embedding
+    H.original_module.*, H.modules_to_save.default.*       a head before training, and after it
 
 and an adapter's file X.lora_A.weight, H.*.
 """
@@ -33,7 +34,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def adapter_tensors(checkpoint: Checkpoint, config: Path) -> dict[str, Stored]:
-    """What peft's adapter_model.safetensors holds. Raises UserError if other parameters were trained."""
+    """What peft's adapter_model.safetensors holds. Raises UserError if other parameters were
+    trained."""
     biases = {"all": ".bias", "lora_only": ".base_layer.bias"}
     bias = biases.get(str(read_table(config, {}).get("bias")), "\n")
     tensors = {}
@@ -45,8 +47,8 @@ def adapter_tensors(checkpoint: Checkpoint, config: Path) -> dict[str, Stored]:
         else:
             others.append(name)
     if others and checkpoint.excluded:  # without what is frozen, all of it was trained
-        names = listing(others, 3)
-        raise UserError(f"{checkpoint.path}: {names} was trained and is not part of the adapter: pass --merge_lora")
+        fault = f"{listing(others, 3)} was trained and is not part of the adapter"
+        raise UserError(f"{checkpoint.path}: {fault}: pass --merge_lora")
     return tensors
 
 
@@ -72,46 +74,50 @@ def merged_layers(
 ) -> dict[str, Stored]:
     """The parameters of all layers with LoRA, each of which peft merges when it is read.
 
-    `weights`: the model's without LoRA, by the class's names. Raises UserError if the checkpoint does not have the
-    parameters that the adapter's config promises.
+    `weights`: the model's without LoRA, by the class's names. Raises UserError if the checkpoint
+    does not have the parameters that the adapter's config promises.
     """
     import peft
     from peft.tuners.lora import LoraLayer
 
     settings: Any = peft.PeftConfig.from_pretrained(str(config.parent))
-    if str(getattr(settings, "init_lora_weights", "")).lower().startswith(_CHANGES_BASE):
-        raise UserError(
-            f"{config}: init_lora_weights {settings.init_lora_weights} changes base weights: merge it with peft"
-        )
+    start = str(getattr(settings, "init_lora_weights", "")).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise UserError(f"{config}: {start} changes the base model's weights: merge it with peft")
     settings.init_lora_weights = False  # nothing to compute on the meta device
-    factors = {_saved_name(name).removeprefix(PREFIX): name for name in checkpoint.tensors if ".lora_" in name}
-    layers = peft.inject_adapter_in_model(settings, copy.deepcopy(model.model), low_cpu_mem_usage=True)
+    available = dict(weights)
+    for name, tensor in checkpoint.tensors.items():
+        if ".lora_" in name:
+            available[_saved_name(name).removeprefix(PREFIX)] = tensor
+    unused = available.keys() - weights.keys()
+    injected = copy.deepcopy(model.model)
+    peft.inject_adapter_in_model(settings, injected, low_cpu_mem_usage=True)
     merged: dict[str, Stored] = {}
-    for path, layer in layers.named_modules():
+    for path, layer in injected.named_modules():
         if not isinstance(layer, LoraLayer):
             continue
-        state = {}
+        state: dict[str, Stored] = {}
         for name, parameter in layer.named_parameters():
-            live_name = f"{path}.{name}"
-            tensor = weights.get(live_name.replace(".base_layer.", "."))
-            if ".lora_" in live_name:
-                tensor = checkpoint.tensors.get(factors.pop(_saved_name(live_name), ""))
-            if tensor is None or tensor.shape != tuple(parameter.shape):
-                shape = list(parameter.shape)
-                raise UserError(f"{checkpoint.path} lacks {live_name} of shape {shape}, which {config} promises")
-            state[name] = tensor
+            saved_name = _saved_name(f"{path}.{name}".replace(".base_layer.", "."))
+            shape = tuple(parameter.shape)
+            if saved_name not in available or available[saved_name].shape != shape:
+                missing = f"{saved_name} of shape {list(shape)}"
+                raise UserError(f"{checkpoint.path} lacks {missing}, which {config} promises")
+            state[name] = available[saved_name]
+            unused.discard(saved_name)
         for name, parameter in layer.get_base_layer().named_parameters():
             read = functools.partial(_merge, layer, state, name)
             merged[f"{path}.{name}"] = Stored(tuple(parameter.shape), torch.float32, read)
-    if factors:
-        raise UserError(f"{checkpoint.path} has {listing(factors.values(), 3)}, which {config} does not promise")
+    if unused:
+        names = listing(sorted(unused), 3)
+        raise UserError(f"{checkpoint.path} has {names}, which {config} does not promise")
     return merged
 
 
-def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> torch.Tensor:
+def _merge(layer: Any, state: Mapping[str, Stored], name: str) -> list[torch.Tensor]:
     """A parameter of a layer with LoRA, merged in fp32."""
-    layer = copy.deepcopy(layer)  # on the meta device: to fill the model's own would keep the memory
-    weights = {key: tensor.read().to(torch.float32, copy=True) for key, tensor in state.items()}
+    layer = copy.deepcopy(layer)  # to fill the model's own would keep the memory
+    weights = {key: tensor.read().float() for key, tensor in state.items()}
     layer.load_state_dict(weights, assign=True)
     layer.merge()
-    return layer.get_base_layer().get_parameter(name).detach()
+    return [layer.get_base_layer().get_parameter(name).detach()]

@@ -1,12 +1,10 @@
-"""The model that a config.json promises: transformers builds it without memory (on the meta device), and tells its
-parameters' names, shapes and ties, and what it calls the names of older checkpoints today."""
+"""The model that a config.json promises: transformers builds it without memory (on the meta
+device), and tells its parameters' names, shapes and ties."""
 
 from __future__ import annotations
 
-import functools
-import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +12,25 @@ import torch
 
 from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, UserError, first_line, listing
-from toolkit.utils.files import read_table
 
 CONFIG = "config.json"
-_HEADS = (".score.weight", ".classifier.weight", ".classifier.out_proj.weight")
-"""Last weights of classifiers; their rows are the labels."""
-_WITHOUT_LABELS = r"(\w+?)(LMHeadModel|Model|ForMaskedLM|ForCausalLM|ForPreTraining)"
-_IGNORED = (r"(^|\.)position_ids$", r"rotary_emb\.inv_freq$")
-"""Constants that older versions of transformers saved, and all models ignore."""
-
-
-def read_config(folder: Path, tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    """A model's config. For the weights of a classifier of texts and the config of its language model, the
-    classifier's. Raises UserError for the config of something else."""
-    config = read_table(folder / CONFIG, {})
-    if "model_type" not in config:
-        raise UserError(f"{folder / CONFIG} is not the config of a model: it has no model_type")
-    language_model = re.fullmatch(_WITHOUT_LABELS, (config.get("architectures") or [""])[0])
-    heads = [tensor for name, tensor in tensors.items() if f".{name}".endswith(_HEADS)]
-    if language_model and heads:
-        rows = heads[0].shape[0]
-        config["architectures"] = [f"{language_model[1]}ForSequenceClassification"]
-        if len(config.get("id2label") or ()) != rows:
-            config |= {"num_labels": rows, "id2label": None, "label2id": None}
-    return config
 
 
 def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
-    """None for a class that is not of transformers. Raises UserError for a config that it cannot build."""
+    """None for a class that is not of transformers. Raises UserError for a config that it cannot
+    build."""
     import transformers
 
     kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None or config["model_type"] not in transformers.CONFIG_MAPPING:
+    if kind is None or config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     try:
         settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         with torch.device("meta"):
             return ModelClass(kind(settings), path)
     except Exception as error:
-        raise UserError(f"{path}: {kind.__name__} cannot be built from it: {first_line(error)}") from error
+        fault = f"{kind.__name__} cannot be built from it: {first_line(error)}"
+        raise UserError(f"{path}: {fault}") from error
 
 
 class ModelClass:
@@ -79,48 +57,35 @@ class ModelClass:
     def fit(self, checkpoint: Checkpoint) -> dict[str, Stored]:
         """A checkpoint's tensors by this class's names, as far as it has them, tied ones once.
 
-        Names become those that `from_pretrained` gives them (`LayerNorm.gamma` -> `LayerNorm.weight`). A `model.` or
-        `net.` of a module around the model is removed if all names begin with it.
+        A missing or superfluous prefix of the base model (`bert.`) is corrected, as by
+        `from_pretrained`. A `model.` or `net.` of a module around the model is removed if all names
+        begin with it.
         """
         old = new = list(checkpoint.tensors)
-        fits = [self._today(name) for name in new]
+        fits = [self._known_name(name) for name in new]
         while len({name.partition(".")[0] for name in new}) == 1 and "." in new[0]:
             new = [name.partition(".")[2] for name in new]
-            fits = max(fits, [self._today(name) for name in new], key=self._count)
+            shorter = [self._known_name(name) for name in new]
+            fits = max(fits, shorter, key=lambda names: len(self.shapes.keys() & names))
         return self._untied(dict(checkpoint.renamed(dict(zip(old, fits, strict=True))).tensors))
 
-    def _count(self, names: Iterable[str]) -> int:
-        return sum(name in self.shapes for name in names)
-
-    def _today(self, name: str) -> str:
-        from transformers.core_model_loading import rename_source_key
-
-        if name in self.shapes:
-            return name
-        return rename_source_key(name, self._renamings, [], self.model.base_model_prefix, self.shapes)[0]
-
-    @functools.cached_property
-    def _renamings(self) -> list[Any]:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
-
-        every = get_model_conversion_mapping(self.model)
-        return [each for each in every if isinstance(each, WeightRenaming)]
+    def _known_name(self, name: str) -> str:
+        """The class's name, which may have the prefix of the base model, or lack it."""
+        prefix = f"{self.model.base_model_prefix}."
+        for candidate in (f"{prefix}{name}", name.removeprefix(prefix)):
+            if name not in self.shapes and candidate in self.shapes:
+                return candidate
+        return name
 
     def _untied(self, tensors: dict[str, Stored]) -> dict[str, Stored]:
-        """Without other names of the same numbers, and without constants that the class ignores."""
+        """Without other names of the same numbers."""
         for first, *others in self.ties:
             for name in set(others) & set(tensors):
                 tensor = tensors[name]
                 same = tensors.setdefault(first, tensor)
                 if same is tensor or torch.equal(same.read(), tensor.read()):
                     del tensors[name]
-        ignored = [*_IGNORED, *(self.model._keys_to_ignore_on_load_unexpected or ())]
-        return {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name in self.shapes or not any(re.search(pattern, name) for pattern in ignored)
-        }
+        return tensors
 
     def check(self, tensors: Mapping[str, Stored], where: Path) -> None:
         """Raises UserError naming all tensors that are missing, unknown or of another shape."""
@@ -128,12 +93,14 @@ class ModelClass:
         lacks = self.lacks(tensors)
         unknown = [name for name in tensors if name not in self.shapes]
         if lacks:
-            remedy = "if they were frozen and left out, pass the folder of the base model as --base_model"
+            remedy = "if they were frozen and left out, pass their folder as --base_model"
             faults.add(f"{where} lacks {listing(lacks, 5)}, which {self.promise} has: {remedy}")
         if unknown:
-            faults.add(f"{where} has {listing(unknown, 5)}, which {self.promise} lacks; for a part: --prefix NAME")
-        for name, tensor in tensors.items():
-            if tensor.shape != self.shapes.get(name, tensor.shape):
-                shapes = f"{list(tensor.shape)}, and {self.promise} {list(self.shapes[name])}"
+            remedy = "for a part: --prefix NAME"
+            faults.add(f"{where} has {listing(unknown, 5)}, not {self.promise}; {remedy}")
+        for name in set(tensors).difference(unknown):
+            shape, promised = tensors[name].shape, self.shapes[name]
+            if shape != promised:
+                shapes = f"{list(shape)}, not {list(promised)} as {self.promise}"
                 faults.add(f"{where} has {name} of shape {shapes}")
         faults.raise_if_any()

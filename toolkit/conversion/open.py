@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,20 @@ from safetensors import SafetensorError, safe_open
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES
 from toolkit.conversion.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
 from toolkit.conversion.model_class import CONFIG
-from toolkit.conversion.stored import Checkpoint, Stored
+from toolkit.conversion.stored import Check, Checkpoint, Stored
 from toolkit.conversion.torch_files import open_torch_file
-from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table, refuse_lfs_pointer
 
 STATE = "state.json"
 _EXPECTED = (
-    "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint, of accelerator.save_state or of "
-    "torch.distributed.checkpoint, a file of torch.save, or a Hugging Face model"
+    "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint, of accelerator.save_state "
+    "or of torch.distributed.checkpoint, a file of torch.save, or a Hugging Face model"
 )
 # in the order in which transformers looks for them
 _MODEL_FILES = (
-    "pytorch_model_fsdp.bin", "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin"
+    "pytorch_model_fsdp.bin", "model.safetensors", "pytorch_model.bin",
+    "adapter_model.safetensors", "adapter_model.bin",
 )  # fmt: skip
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -36,40 +36,43 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint: reads the structure of its files, and no tensor.
 
     Args:
-        path: a run's folder (its newest checkpoint), its `checkpoints`, one of them, or the links `best` and `last`; a
-            folder of DeepSpeed's save_checkpoint or a tag in it; a folder of accelerator.save_state or of
-            torch.distributed.checkpoint; a Hugging Face model; a file of torch.save or safetensors.
+        path: a run's folder (its newest checkpoint), its `checkpoints`, one of them, or the links
+            `best` and `last`; a folder of DeepSpeed's save_checkpoint or a tag in it; a folder of
+            accelerator.save_state or of torch.distributed.checkpoint; a Hugging Face model; a file
+            of torch.save or safetensors.
 
     Raises:
-        UserError: `path` is none of these, or a file is missing, damaged, of another save, or would execute code.
+        UserError: `path` is none of these, or a file is missing, damaged, of another save, or would
+            execute code.
     """
+    checkpoint = _open(path)
+    for folder in (path, path.parent):
+        if checkpoint.model_folder is None and (folder / CONFIG).is_file():
+            return replace(checkpoint, model_folder=folder)
+    return checkpoint
+
+
+def _open(path: Path) -> Checkpoint:
     if not path.exists():
-        siblings = [entry.name for entry in path.parent.glob("*")]
-        raise UserError(f"{path} does not exist{did_you_mean(path.name, siblings)}; expected {_EXPECTED}")
+        raise UserError(f"{path} does not exist; expected {_EXPECTED}")
     if path.is_file():
-        return _with_config(_open_file(path), path.parent)
+        return _open_file(path)
     if run := _run_checkpoint(path):
         return _open_run(path, run)
     if is_tag_folder(path):
-        return _with_config(open_deepspeed(path, path), path, path.parent)
+        return open_deepspeed(path, path)
     if tag := find_tag_folder(path):
-        return _with_config(open_deepspeed(path, tag), path)
+        return open_deepspeed(path, tag)
     for folder in (path, path / "pytorch_model_fsdp_0"):
         if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
             from toolkit.conversion.distributed import open_distributed  # takes a second
 
-            return _with_config(open_distributed(path, folder), folder, folder.parent)
+            return open_distributed(path, folder)
     for name in _MODEL_FILES:
         if (path / name).is_file() or (path / f"{name}.index.json").is_file():
-            return _with_config(_open_model(path, name), path)
+            return _open_model(path, name)
     entries = listing(sorted(entry.name for entry in path.iterdir())) or "nothing"
     raise UserError(f"{path} is not a checkpoint; expected {_EXPECTED}; it contains {entries}")
-
-
-def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
-    """With the first of the folders that has a config."""
-    model_folder = next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-    return replace(checkpoint, model_folder=model_folder)
 
 
 # ---- a run's own
@@ -77,9 +80,8 @@ def _with_config(checkpoint: Checkpoint, *folders: Path) -> Checkpoint:
 
 def _run_checkpoint(path: Path) -> Path | None:
     """The folder of a run's checkpoint that `path` is, or the newest that it has."""
-    choices = [path]
-    for checkpoints in (path / "checkpoints", path):
-        choices += [checkpoints / "last", *sorted(checkpoints.glob("step-*"), reverse=True)]
+    steps = sorted([*path.glob("step-*"), *path.glob("checkpoints/step-*")], reverse=True)
+    choices = [path, path / "last", path / "checkpoints" / "last", *steps]
     return next((folder for folder in choices if (folder / STATE).is_file()), None)
 
 
@@ -92,6 +94,11 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
     if state["settings"].get("ema_decay") is not None:  # as the run's model/ has them
         moments = _safetensors(folder / folders.OPTIMIZER_FILE)
         tensors |= {name: moments[f"ema.{name}"] for name in tensors if f"ema.{name}" in moments}
+
+    def check() -> None:
+        if fault := folders.find_fault(folder):
+            raise UserError(f"{fault}; copy {folder} again, or take another checkpoint")
+
     return Checkpoint(
         path=path,
         tensors=tensors,
@@ -100,13 +107,8 @@ def _open_run(path: Path, folder: Path) -> Checkpoint:
         excluded=state["excluded"],
         base_model=str(state["base_model"] or ""),
         base_identity=state["identity"]["model"],
-        checks=(functools.partial(_require_whole, folder, folders.find_fault),),
+        checks=(check,),
     )
-
-
-def _require_whole(folder: Path, find_fault: Callable[[Path], str]) -> None:
-    if fault := find_fault(folder):
-        raise UserError(f"{fault}; copy {folder} again, or take another checkpoint")
 
 
 # ---- Hugging Face's
@@ -129,17 +131,19 @@ def _open_state(path: Path) -> Checkpoint:
 def _open_model(folder: Path, name: str) -> Checkpoint:
     """One file, or several with an index. Raises UserError if a file or a weight is missing."""
     if (second := folder / name.replace(".", "_1.", 1)).is_file():
-        raise UserError(f"{folder} has several models (also {second.name}): put each into its own folder")
+        raise UserError(f"{folder} has several models (also {second.name}): name a file")
     weight_map: dict[str, str] = {}
-    files = [name]
     if not (folder / name).is_file():
         weight_map = read_table(folder / f"{name}.index.json", {})["weight_map"]
-        files = sorted(set(weight_map.values()))
-    states = [_open_state(folder / file) for file in files]
-    tensors = {name: tensor for state in states for name, tensor in state.tensors.items()}
+    tensors: dict[str, Stored] = {}
+    checks: list[Check] = []
+    for file in sorted(set(weight_map.values())) or [name]:
+        state = _open_state(folder / file)
+        tensors |= state.tensors
+        checks += state.checks
     if lacks := [name for name in weight_map if name not in tensors]:
         raise UserError(f"{folder} lacks {listing(lacks)}, which its index names: copy it again")
-    return Checkpoint(folder, tensors, checks=tuple(check for state in states for check in state.checks))
+    return Checkpoint(folder, tensors, checks=tuple(checks))
 
 
 def _safetensors(path: Path) -> dict[str, Stored]:
@@ -148,12 +152,17 @@ def _safetensors(path: Path) -> dict[str, Stored]:
         refuse_lfs_pointer(path)
         file: Any = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is missing, damaged, or not a file of safetensors: {error}; copy it again") from None
+        raise UserError(f"{path} is missing or damaged: {error}; copy it again") from None
     tensors = {}
     for name in file.keys():  # noqa: SIM118 (not a dict)
         header = file.get_slice(name)
-        if header.get_dtype() not in _DTYPES:
-            raise UserError(f"{path}: {name} has the dtype {header.get_dtype()}, which cannot be converted")
-        read = functools.partial(file.get_tensor, name)
-        tensors[name] = Stored(tuple(header.get_shape()), _DTYPES[header.get_dtype()], read)
+        kind = header.get_dtype()
+        if kind not in _DTYPES:
+            raise UserError(f"{path}: {name} has the dtype {kind}, which cannot be converted")
+        read = functools.partial(_read, file, name)
+        tensors[name] = Stored(tuple(header.get_shape()), _DTYPES[kind], read)
     return tensors
+
+
+def _read(file: Any, name: str) -> list[torch.Tensor]:
+    return [file.get_tensor(name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +16,11 @@ from toolkit.errors import UserError, listing
 T = TypeVar("T")
 Check = Callable[[], None]
 """Reads a part of a checkpoint. Raises UserError if it is damaged."""
-# of torch.compile, FSDP, activation checkpointing and Lightning's strategies
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+# of DDP, torch.compile, FSDP, activation checkpointing and Lightning's strategies
+_WRAPPERS = re.compile(
+    r"^(module\.|_orig_mod\.|_forward_module\.)+"
+    r"|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +29,13 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-    """The tensor, which may be a view of a mapped file: it must not be changed."""
+    pieces: Callable[[], Sequence[torch.Tensor]]
+    """Reads its elements, as one or more consecutive tensors, which may be views of mapped files:
+    they must not be changed."""
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor."""
+        return torch.cat([piece.reshape(-1) for piece in self.pieces()]).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -48,35 +56,44 @@ class Checkpoint:
     checks: tuple[Check, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
-        """Only the tensors of `names`, under their new names. Raises UserError if two get the same one."""
+        """Only the tensors of `names`, under their new names. Raises UserError if two get the same
+        one."""
         tensors = {new: self.tensors[old] for old, new in names.items()}
         if len(tensors) < len(names):
-            raise UserError(f"{self.path} has tensors that would get the same name of {listing(tensors, 5)}")
+            raise UserError(f"{self.path} has tensors that would get the same name")
         return replace(self, tensors=tensors)
 
     def select(self, prefix: str) -> Checkpoint:
-        """The tensors under `prefix`, without it and without the names of wrappers. Raises UserError if there are
-        none."""
+        """The tensors under `prefix`, without it and without the names of wrappers. Raises
+        UserError if there are none."""
         prefix = prefix and prefix.rstrip(".") + "."
-        names = {name: _WRAPPERS.sub("", name.removeprefix(prefix)) for name in self.tensors if name.startswith(prefix)}
+        names = {}
+        for name in self.tensors:
+            if name.startswith(prefix):
+                names[name] = _WRAPPERS.sub("", name.removeprefix(prefix))
         if not names:
-            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {listing(self.tensors, 3)}")
-        while all(name.startswith("module.") for name in names.values()):
-            names = {old: name.removeprefix("module.") for old, name in names.items()}
+            choices = listing(self.tensors, 3)
+            raise UserError(f"{self.path} has no tensors under --prefix {prefix}; it has {choices}")
         return self.renamed(names)
 
 
-def model_states(values: Mapping[tuple[Any, ...], T], is_weight: Callable[[T], bool]) -> dict[str, T]:
-    """Finds the model's state in nested dicts: a dict that has weights in it, and is no optimizer's.
+def model_states(
+    values: Mapping[tuple[Any, ...], T], is_weight: Callable[[T], bool]
+) -> dict[str, T]:  # fmt: skip
+    """Finds the model's state in nested dicts: a dict that has weights in it, and is no
+    optimizer's.
 
-    `values`: by their keys from the outermost dict to the innermost. Returns the values of that dict by name; of
-    several dicts under names that begin with the keys of theirs.
+    `values`: by their keys from the outermost dict to the innermost. Returns the values of that
+    dict by name; of several dicts under names that begin with the keys of theirs.
     """
     states: dict[tuple[Any, ...], dict[str, T]] = defaultdict(dict)
     for keys, value in values.items():
         if all(isinstance(key, str) and not key.startswith("optim") for key in keys):
-            states[keys[:-1]][str(keys[-1])] = value
-    models = [keys for keys, state in states.items() if any(map(is_weight, state.values()))]
+            states[keys[:-1]][keys[-1]] = value
+    models = {keys: state for keys, state in states.items() if any(map(is_weight, state.values()))}
     if len(models) == 1:
-        return states[models[0]]
-    return {".".join((*keys, name)): states[keys][name] for keys in models for name in states[keys]}
+        return models.popitem()[1]
+    every: dict[str, T] = {}
+    for keys, state in models.items():
+        every |= {".".join((*keys, name)): value for name, value in state.items()}
+    return every

@@ -1,13 +1,13 @@
 """Files of torch.save: mapped into memory, and unpickled without executing anything.
 
-torch's own unpickler for weights refuses every name but those of tensors. DeepSpeed and Lightning write a few more; for
-these it gets stand-ins that hold nothing, so that neither package is imported.
+torch's own unpickler for weights refuses every name but those of tensors. DeepSpeed and Lightning
+write a few more; for these it gets stand-ins that hold nothing, so that neither package is
+imported.
 """
 
 from __future__ import annotations
 
 import functools
-import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -31,7 +31,7 @@ class _StandIn:
 
 
 def _same(value: Any) -> Any:
-    """For an enum; to read a tensor that is a view of a file."""
+    """For an enum."""
     return value
 
 
@@ -52,28 +52,30 @@ _STAND_INS: Mapping[str, Any] = {
     "numpy._core.multiarray.scalar": _StandIn,
     "numpy.core.multiarray.scalar": _StandIn,
 }
-_ERRORS = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError)
 
 
 def unpickle(file: Any, mmap: bool = False) -> Any:
-    """The content of a file of torch.save; nothing is executed. Raises one of `_ERRORS`."""
+    """The content of a file of torch.save; nothing is executed. Raises what torch raises."""
     with torch.serialization.safe_globals([(make, name) for name, make in _STAND_INS.items()]):
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def load(path: Path) -> Any:
-    """The content of a file, its tensors as views of the mapped file. Raises UserError if it is missing, truncated, or
-    needs more than tensors and plain values."""
+    """The content of a file, its tensors as views of the mapped file.
+
+    Raises UserError if it is missing, truncated, or needs more than tensors and plain values, or
+    if the pickle that lists these has a wrong checksum."""
     try:
         refuse_lfs_pointer(path)
         is_zip = zipfile.is_zipfile(path)
-        with path.open("rb") as file:
-            if not is_zip and file.read(1) != b"\x80":  # the old format is a pickle
-                raise ValueError("its end or its beginning is missing")
-        return unpickle(path, mmap=is_zip)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except _ERRORS as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; copy it again") from None
+    try:
+        if is_zip:
+            with zipfile.ZipFile(path) as file:
+                file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
+        return unpickle(path, mmap=is_zip)
+    except Exception as error:
         raise UserError(f"{path}: {_fault(error)}") from None
 
 
@@ -88,31 +90,29 @@ def _fault(error: Exception) -> str:
 
 
 def check_tensors(path: Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Raises UserError if the bytes of tensors, views of the mapped file, do not have a checksum that the file lists.
-    Files in torch's old format list none."""
+    """Raises UserError if the bytes of tensors, views of the mapped file, do not have a checksum
+    that the file lists. Files in torch's old format list none."""
     if not zipfile.is_zipfile(path):
         return
-    try:
-        with zipfile.ZipFile(path) as file:
-            known = {(entry.file_size, entry.CRC) for entry in file.infolist()}
-            file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{path} is damaged: {error}; copy it again") from None
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors if tensor.numel()}
-    for storage in storages.values():
+    with zipfile.ZipFile(path) as file:
+        known = {(entry.file_size, entry.CRC) for entry in file.infolist()}
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.numel()]
+    for storage in {storage.data_ptr(): storage for storage in storages}.values():
         content: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (storage.nbytes(), zlib.crc32(content)) not in known:
-            raise UserError(f"{path} is damaged: {storage.nbytes():,} bytes have a wrong checksum; copy it again")
+            fault = f"{storage.nbytes():,} bytes have a wrong checksum"
+            raise UserError(f"{path} is damaged: {fault}; copy it again")
 
 
 def open_torch_file(path: Path) -> Checkpoint:
-    """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises UserError."""
+    """A state dict, or nested dicts with one or several, as Lightning's `.ckpt`. Raises
+    UserError."""
     content = load(path)
     tensors = model_states(dict(flattened((), content)), _is_weight)
     if not tensors:
         raise UserError(f"{path} has no named tensors: it is not a model's state")
-    step = content.get("global_step")
     check = functools.partial(check_tensors, path, list(tensors.values()))
+    step = content.get("global_step")
     return Checkpoint(path, stored(tensors), step=step, checks=(check,))
 
 
@@ -135,6 +135,6 @@ def stored(tensors: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
     every = {}
     for name, tensor in tensors.items():
         elements = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(_same, tensor))
+        each = Stored(tuple(tensor.shape), tensor.dtype, functools.partial(list, (tensor,)))
         every[name] = first.setdefault(elements, each)
     return every
