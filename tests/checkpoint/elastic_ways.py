@@ -25,7 +25,6 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
-    "accumulates": {"data_types": {"grad_accum_dtype": "fp32"}},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
     "scattered": {"zero_optimization": {"contiguous_gradients": False}},
     "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
