@@ -88,7 +88,12 @@ def _gather_weights(live: LiveState) -> dict[str, torch.Tensor]:
     return state
 
 
-def _write_model(module: Any, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _write_model(
+    module: Any,
+    state: dict[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     plain = module
     if lora_config(module):
         plain, state = module.get_base_model(), merge_lora(module, state)
@@ -105,7 +110,12 @@ def _write_model(module: Any, state: dict[str, torch.Tensor], folder: Path, dtyp
         plain.save(folder, {name: _cast(name, tensor, dtype) for name, tensor in state.items()})
 
 
-def _write_adapter(module: Any, state: Mapping[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _write_adapter(
+    module: Any,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     adapter = {_saved_name(name): state[name] for name in _trained(module)}
     _write_tensors(adapter, folder / "adapter_model.safetensors", dtype)
     write_adapter_config(module, folder)
@@ -137,7 +147,12 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def write_config_files(module: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+def write_config_files(
+    module: Any,
+    tokenizer: Any,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
     """A model folder without weights: config, the code of a model that is not transformers' own,
     tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
     plain = module
@@ -206,7 +221,10 @@ def check_adapter(model: torch.nn.Module) -> None:
         raise UserError(f"the model's LoRA uses {listing(variants)}, {remedy}")
 
 
-def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merge_lora(
+    model: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al.,
     2021, section 4.1).
 

@@ -256,7 +256,12 @@ class LiveState:
         return whole
 
     @torch.no_grad()
-    def scatter(self, shapes: Shapes, fragments: Iterable[Fragment], read: Callable[[str], torch.Tensor]) -> None:
+    def scatter(
+        self,
+        shapes: Shapes,
+        fragments: Iterable[Fragment],
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
         """Fills this rank's fragments, one whole tensor at a time. `read`: returns a tensor by its
         name, on rank 0 alone. Collective."""
         own = {each.name: each for each in fragments}
@@ -335,7 +340,13 @@ class ZeroState(LiveState):
     GROUPS = ""
     """DeepSpeed's attribute with the parameters in each."""
 
-    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        zero: Any,
+        engine: Any,
+        device: torch.device,
+    ) -> None:
         super().__init__(module, zero.optimizer, device)
         self.zero, self.engine = zero, engine
         self.masters = require(zero, self.MASTERS, "deepspeed")
@@ -358,7 +369,13 @@ class FlatState(ZeroState):
     MASTERS = "single_partition_of_fp32_groups"
     GROUPS = "round_robin_bit16_groups"
 
-    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        zero: Any,
+        engine: Any,
+        device: torch.device,
+    ) -> None:
         super().__init__(module, zero, engine, device)
         self._offsets: dict[int, tuple[int, int]] = {}
         """id of a parameter -> (group, its first element in the group's flat buffer)."""

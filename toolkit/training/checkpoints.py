@@ -31,7 +31,11 @@ from toolkit.training.steps import StepMetrics, Steps
 from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none
 from toolkit.utils.modules import unwrapped
 
-_DISK_REMEDY = "Free some space (is the disk full?) or lower --keep_checkpoints, and run the same command again"
+_AFTER_A_FAILURE = (
+    "earlier checkpoints are untouched. "
+    "Free some space (is the disk full?) or lower --keep_checkpoints, "
+    "and run the same command again"
+)
 
 
 class Checkpoints:
@@ -66,7 +70,12 @@ class Checkpoints:
         """The weights and the optimizer state in memory."""
         return live_state(self.accelerator, self.model, self.optimizer)
 
-    def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False, last: bool = False) -> dict[str, Any]:
+    def save_if_due(
+        self,
+        metrics: StepMetrics,
+        evaluation_due: bool = False,
+        last: bool = False,
+    ) -> dict[str, Any]:
         """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop
         signal; the last step of a resumed run always. Returns the entries for the step's line in
         metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed run begins
@@ -104,7 +113,7 @@ class Checkpoints:
         if not self.settings.checkpoint_every:
             return []
         live = self.live()
-        self._check_dtypes(live)
+        _check_dtypes(live)
         live.changed_groups()
         if not self.accelerator.is_main_process:
             return []
@@ -167,7 +176,7 @@ class Checkpoints:
         """On rank 0; in the background in a thread, while `best` may already be of a later step
         than `facts`."""
         best_step = facts["best"]["step"]
-        with explain_write_errors(folder, f"earlier checkpoints are untouched. {_DISK_REMEDY}"):
+        with explain_write_errors(folder, _AFTER_A_FAILURE):
             folders.save(folder, tables, tensors, facts, partial(self._write_others, objects))
             folders.set_links(self.path, best_step)
             folders.prune(self.path, self.settings.keep_checkpoints, best_step)
@@ -227,15 +236,6 @@ class Checkpoints:
         flush_path(self.path.parent)
         return lines
 
-    def _check_dtypes(self, live: LiveState) -> None:
-        unknown = []
-        for name, (dtype, _) in live.weight_shapes().items():
-            if dtype not in DTYPE_NAMES:
-                unknown.append(f"{name} ({dtype})")
-        if unknown:
-            remedy = "use real numbers, or register_buffer(persistent=False)"
-            raise UserError(f"{listing(unknown, 4)}: of a dtype that checkpoints do not support: {remedy}")
-
     def _size_note(self, live: LiveState) -> str:
         """Compares the disk space that checkpoints need with what is free on rank 0's disk. Raises
         UserError if not one fits."""
@@ -249,7 +249,8 @@ class Checkpoints:
         free = self._free_bytes()
         needed = f"checkpoints: about {size_text(size)} each, at most {count} at a time"
         note = f"{needed}; {size_text(free)} free at {self.path}"
-        remedy = "free some space, pass another --output_dir, lower --keep_checkpoints or drop --checkpoint_every"
+        remedy = "free some space, pass another --output_dir, lower --keep_checkpoints"
+        remedy += " or drop --checkpoint_every"
         if free < size:
             raise UserError(f"{note}, too little for one: {remedy}")
         if free < count * size:
@@ -266,3 +267,14 @@ class Checkpoints:
 
 def _bytes_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+
+
+def _check_dtypes(live: LiveState) -> None:
+    unknown = []
+    for name, (dtype, _) in live.weight_shapes().items():
+        if dtype not in DTYPE_NAMES:
+            unknown.append(f"{name} ({dtype})")
+    if unknown:
+        fault = "of a dtype that checkpoints do not support"
+        remedy = "use real numbers, or register_buffer(persistent=False)"
+        raise UserError(f"{listing(unknown, 4)}: {fault}: {remedy}")
