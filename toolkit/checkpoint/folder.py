@@ -44,9 +44,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 def step_number(folder: Path) -> int | None:
     """The step in the name of a checkpoint's folder; None for any other name."""
     match = re.fullmatch(r"step-(\d{8,})", folder.name)
-    if match is None:
-        return None
-    return int(match[1])
+    return int(match[1]) if match else None
 
 
 def save(
@@ -179,7 +177,8 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks
     call it. `state`: its state.json. Raises UserError, before anything is changed, if they do not
     fit."""
-    weights, optimizer = _File(folder / WEIGHTS_FILE, live), _File(folder / OPTIMIZER_FILE, live)
+    weights = TensorFile(folder / WEIGHTS_FILE, live)
+    optimizer = TensorFile(folder / OPTIMIZER_FILE, live)
     numbers = _numbers(optimizer, live)
     _check_model(folder, live, state, weights.shapes)
     _check_optimizer(folder, live, state["optimizer"])
@@ -196,8 +195,8 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     live.after_loading()
 
 
-class _File:
-    """A safetensors file on rank 0's disk."""
+class TensorFile:
+    """A safetensors file on rank 0's disk, read one tensor at a time."""
 
     def __init__(self, path: Path, live: LiveState) -> None:
         """Collective."""
@@ -216,7 +215,7 @@ class _File:
         return self._file.get_tensor(name)
 
 
-def _numbers(optimizer: _File, live: LiveState) -> dict[str, Any]:
+def _numbers(optimizer: TensorFile, live: LiveState) -> dict[str, Any]:
     """What has no dimensions in the optimizer's state, such as `step`, by `KEY.NAME`.
     Collective."""
     numbers = {}

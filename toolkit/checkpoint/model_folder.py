@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
-from transformers.dynamic_module_utils import custom_object_save
 
+from toolkit.checkpoint.folder import TensorFile
 from toolkit.checkpoint.parameters import tied_names
 from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, file_order
 from toolkit.checkpoint.state import LiveState, live_state
@@ -33,6 +32,7 @@ from toolkit.utils.files import read_table, replace_folder, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
+_MODEL_FILE, _ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 _RECORD = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
 _PREFIX, _BASE, _HEAD = "base_model.model.", ".base_layer.", ".modules_to_save.default."
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -105,7 +105,7 @@ def _write_model(
     for other, name in declared.items():
         if first.get(other, other) == first.get(name, name):
             once.pop(other, None)
-    _write_tensors(once, folder / "model.safetensors", dtype)
+    _write_tensors(once, folder / _MODEL_FILE, dtype)
     if hasattr(plain, "save") and not hasattr(plain, "save_pretrained"):
         plain.save(folder, {name: _cast(name, tensor, dtype) for name, tensor in state.items()})
 
@@ -117,7 +117,7 @@ def _write_adapter(
     dtype: torch.dtype,
 ) -> None:
     adapter = {_saved_name(name): state[name] for name in _trained(module)}
-    _write_tensors(adapter, folder / "adapter_model.safetensors", dtype)
+    _write_tensors(adapter, folder / _ADAPTER_FILE, dtype)
     write_adapter_config(module, folder)
 
 
@@ -128,10 +128,8 @@ def _trained(module: torch.nn.Module) -> list[str]:
 def _write_tensors(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
     shapes = {}
     for name, tensor in state.items():
-        in_file = tensor.dtype
-        if tensor.is_floating_point():
-            in_file = dtype
-        shapes[name] = (in_file, tuple(tensor.shape))
+        file_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        shapes[name] = (file_dtype, tuple(tensor.shape))
     with SafetensorsWriter(path, shapes) as file:
         for name in file.names:
             file.write(name, _cast(name, state[name], dtype))
@@ -153,17 +151,12 @@ def write_config_files(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A model folder without weights: config, the code of a model that is not transformers' own,
-    tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
-    plain = module
-    if lora_config(module):
-        plain = module.get_base_model()
+    """A model folder without weights: config, tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
+    plain = module.get_base_model() if lora_config(module) else module
     config: Any = copy.deepcopy(getattr(plain, "config", None))
     if hasattr(plain, "save_pretrained"):  # a user's model class may have none
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
         config.dtype = dtype or config.dtype
-        if plain._auto_class is not None:
-            custom_object_save(plain, folder, config=config)
         config.save_pretrained(folder)
         if plain.can_generate():  # the lengths and the beam search of generated texts
             plain.generation_config.save_pretrained(folder)
@@ -254,9 +247,7 @@ def _delta(model: torch.nn.Module, layer: str, state: Mapping[str, torch.Tensor]
     down = state[layer + _LORA_A].float().cpu()  # (r, in)
     up = state[layer + _LORA_B].float().cpu()  # (out, r)
     delta = live.scaling["default"] * (up @ down)
-    if live.fan_in_fan_out:
-        return delta.T
-    return delta
+    return delta.T if live.fan_in_fan_out else delta
 
 
 def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
@@ -267,48 +258,33 @@ def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
 
 
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
-    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must
-    call it.
+    """Copies the weights that `save_model` wrote into a prepared model, for evaluation; all
+    processes must call it. With LoRA those of the sibling adapter/, since all others are unchanged.
 
-    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling
-    adapter/ is read."""
+    Only the main process reads: other nodes need not have the folder. Raises UserError if a trained
+    weight is missing."""
     live = live_state(accelerator, model)
-    files = {}
-    if live.rank == 0:
-        files = _files_for(live.module, folder)
-    files = live.broadcast(files)
-    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in files}
+    has_lora = lora_config(live.module) is not None
+    path = folder.with_name(ADAPTER_FOLDER) / _ADAPTER_FILE if has_lora else folder / _MODEL_FILE
+    file = TensorFile(path, live)
+    tied = tied_names(live.module)
+    stored_names = {}
+    for name in live.module.state_dict():
+        stored = _saved_name(name) if has_lora else name
+        if stored in file.shapes:
+            stored_names[tied.get(name, name)] = stored
+    missing = [name for name in _trained(live.module) if name not in stored_names]
+    if missing:
+        remedy = "remove it, and the run saves its best model again"
+        raise UserError(f"{path} lacks {listing(missing, 3)}: {remedy}")
+    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in stored_names}
 
     def read(name: str) -> torch.Tensor:
-        path, stored = files[name]
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(stored).to(shapes[name][0])
+        return file.read(stored_names[name]).to(shapes[name][0])
 
     live.before_loading()
     live.scatter(shapes, live.weights(), read)
     live.after_loading()
-
-
-def _files_for(module: torch.nn.Module, folder: Path) -> dict[str, tuple[Path, str]]:
-    """A model's name of a weight -> (its file, its name there); with LoRA of the adapter's: others
-    are unchanged."""
-    tied = tied_names(module)
-    names = {name: name for name in module.state_dict()}
-    source = folder
-    if lora_config(module):
-        source = folder.with_name(ADAPTER_FOLDER)
-        names = {_saved_name(name): name for name in names}
-    files = {}
-    for path in sorted(source.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for stored in list(file.keys()):
-                name = names.get(stored, stored)
-                files[tied.get(name, name)] = (path, stored)
-    missing = [name for name in _trained(module) if name not in files]
-    if missing:
-        remedy = "remove it, and the run saves its best model again"
-        raise UserError(f"{source} lacks {listing(missing, 3)}: {remedy}")
-    return files
 
 
 def _saved_name(name: str) -> str:

@@ -112,9 +112,7 @@ class LiveState:
     def algorithm(self) -> str:
         """The optimizer's class; AdamW for DeepSpeed's classes of it."""
         name = type(self.optimizer).__name__
-        if name in _DEEPSPEED_ADAM:
-            return "AdamW"
-        return name
+        return "AdamW" if name in _DEEPSPEED_ADAM else name
 
     def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         """The tensors that the optimizer updates, each with the names of the parameters in it; the
@@ -150,9 +148,7 @@ class LiveState:
 
     def _places(self) -> Iterator[tuple[str, Place]]:
         for name, parameter in self.module.named_parameters():
-            place = None
-            if parameter.requires_grad:
-                place = self.place(parameter)
+            place = self.place(parameter) if parameter.requires_grad else None
             if place is not None:
                 yield name, place
 
@@ -171,9 +167,7 @@ class LiveState:
                 self._check_savable(key, value, elementwise, names[0])
                 tensor = _as_tensor(value)
                 for name in names:
-                    shape = tuple(tensor.shape)
-                    if elementwise:
-                        shape = self._full_shapes[name]
+                    shape = self._full_shapes[name] if elementwise else tuple(tensor.shape)
                     shapes[f"{key}.{name}"] = (_file_dtype(tensor.dtype), shape)
         return shapes
 
@@ -283,7 +277,7 @@ class LiveState:
         of those without dimensions."""
         keys = keys_by_parameter(saved)
         for master, names in self.optimizer_tensors():
-            current = self.optimizer.state.pop(master, {})
+            self.optimizer.state.pop(master, None)
             with_state = [name for name in names if name in keys]
             if not with_state:
                 continue
@@ -295,7 +289,8 @@ class LiveState:
                 if entry in numbers:
                     state[key] = self._number(key, numbers[entry], dtype, master.device)
                 elif shape == self._full_shapes[name]:
-                    state[key] = _like_master(master, dtype, current.get(key))
+                    dtype = master.dtype if dtype.is_floating_point else dtype
+                    state[key] = torch.zeros_like(master.data, dtype=dtype)
                 else:
                     state[key] = torch.zeros(shape, dtype=dtype, device=master.device)
             self.optimizer.state[master] = state
@@ -410,9 +405,7 @@ class Stage3State(ZeroState):
         positions = require(self.zero, "grad_position", "deepspeed")
         group, offset, padded = positions[self.zero.get_param_id(parameter)]
         start, count = range_of_stage3(parameter, padded)
-        if not count:
-            return None
-        return Place(self.masters[group], offset, start, count)
+        return Place(self.masters[group], offset, start, count) if count else None
 
     def before_loading(self) -> None:
         # a forward pass outside the engine may have left a prefetched weight
@@ -462,13 +455,3 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 def _file_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _like_master(master: torch.Tensor, dtype: torch.dtype, existing: Any) -> torch.Tensor:
-    """A moment of the master's shape; in the master's dtype if it is floating. The existing one if
-    it fits, since DeepSpeed's views refer to it."""
-    if dtype.is_floating_point:
-        dtype = master.dtype
-    if _is_elementwise(existing, master) and existing.dtype == dtype:
-        return existing
-    return torch.zeros_like(master.data, dtype=dtype)
