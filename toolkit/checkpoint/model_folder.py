@@ -151,7 +151,8 @@ def write_config_files(
     folder: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """A model folder without weights: config, tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
+    """A model folder without weights: config, tokenizer. `dtype`: in which `from_pretrained` loads
+    the weights."""
     plain = module.get_base_model() if lora_config(module) else module
     config: Any = copy.deepcopy(getattr(plain, "config", None))
     if hasattr(plain, "save_pretrained"):  # a user's model class may have none

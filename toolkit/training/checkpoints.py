@@ -139,15 +139,15 @@ class Checkpoints:
             live.gather(tables[folders.WEIGHTS_FILE], live.weights()),
             live.gather(tables[folders.OPTIMIZER_FILE], live.moments()),
         )
+        write = partial(self._write, folder, tables, facts, objects)
         if not self.accelerator.is_main_process:
             for _ in tensors:  # sends what this rank has of each
                 pass
         elif self.settings.checkpoint_in_background:
             copies = [tensor.to("cpu", copy=True) for tensor in tensors]
-            write = self._background.submit
-            self._pending = write(self._write, folder, tables, facts, objects, copies)
+            self._pending = self._background.submit(write, copies)
         else:
-            self._write(folder, tables, facts, objects, tensors)
+            write(tensors)
         self._saved_step = metrics.step
         return sum(_bytes_of(shapes) for shapes in tables.values())
 
