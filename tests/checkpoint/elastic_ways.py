@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.checkpoint.parameters import persistent_buffers
-from toolkit.checkpoint.state import LiveState, live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -26,7 +26,8 @@ from accelerate import Accelerator
 from toolkit.checkpoint.folder import TensorFile
 from toolkit.checkpoint.parameters import tied_names
 from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, file_order
-from toolkit.checkpoint.state import LiveState, live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table, replace_folder, write_new
 

@@ -13,21 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 
 from toolkit.checkpoint.parameters import (
     full_shape,
     local,
     local_shard,
     persistent_buffers,
-    range_of_stage3,
-    reshard,
 )
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes, file_order
 from toolkit.errors import UserError
-from toolkit.utils.compat import require
-from toolkit.utils.modules import unwrapped
 
 # DeepSpeed's implementations of AdamW: the same state, but `step` is an int.
 _DEEPSPEED_ADAM = ("DeepSpeedCPUAdam", "FusedAdam")
@@ -62,21 +56,6 @@ class Place:
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """(count,) elements of the master, or of state of its shape."""
         return local(tensor).view(-1).narrow(0, self.offset, self.count)
-
-
-def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
-    """The state of a prepared model and optimizer; under DeepSpeed the engine's optimizer is
-    taken."""
-    module, device = unwrapped(model), accelerator.device
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None:
-        strategy = Stage3State if plugin.zero_stage == 3 else FlatState
-        return strategy(module, model.optimizer, model, device)
-    reshard(module)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        return ShardedState(module, inner, device)
-    return LiveState(module, inner, device)
 
 
 class LiveState:
@@ -205,25 +184,25 @@ class LiveState:
     def gather(self, shapes: Shapes, fragments: Iterable[Fragment]) -> Iterator[torch.Tensor]:
         """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on
         the others. Collective: every rank must exhaust it."""
-        own = {each.name: each for each in fragments}
-        ranges = self._ranges_by_rank(own)
+        by_name = {each.name: each for each in fragments}
+        ranges = self._ranges_by_rank(by_name)
         for name in file_order(shapes):
             dtype, shape = shapes[name]
             senders = {rank: table[name] for rank, table in enumerate(ranges) if name in table}
             if senders.pop(0, None) == (0, math.prod(shape)):
                 senders = {}  # rank 0 has all of it
             if self.rank == 0:
-                yield self._receive(dtype, shape, own.get(name), senders)
+                yield self._receive(dtype, shape, by_name.get(name), senders)
                 continue
             if self.rank in senders:
-                values = own[name].values.to(self.device, dtype)
+                values = by_name[name].values.to(self.device, dtype)
                 torch.distributed.send(_bytes(values), 0)
             yield torch.empty(0)
 
-    def _ranges_by_rank(self, own: Mapping[str, Fragment]) -> list[dict[str, tuple[int, int]]]:
+    def _ranges_by_rank(self, by_name: Mapping[str, Fragment]) -> list[dict[str, tuple[int, int]]]:
         """By rank: name -> (first element, number of elements) of its fragment, if it has any."""
         ranges = {}
-        for name, fragment in own.items():
+        for name, fragment in by_name.items():
             if fragment.values.numel():
                 ranges[name] = (fragment.start, fragment.values.numel())
         by_rank = [ranges] * self.world
@@ -235,16 +214,16 @@ class LiveState:
         self,
         dtype: torch.dtype,
         shape: tuple[int, ...],
-        own: Fragment | None,
+        fragment: Fragment | None,
         senders: Mapping[int, tuple[int, int]],
     ) -> torch.Tensor:
         """On rank 0: a whole tensor of its own fragment and those of other ranks."""
-        if own is not None and not senders:
-            return own.values.to(dtype).view(shape)
+        if fragment is not None and not senders:
+            return fragment.values.to(dtype).view(shape)
         whole = torch.empty(shape, dtype=dtype, device=self.device)
         flat = whole.view(-1)
-        if own is not None:
-            flat.narrow(0, own.start, own.values.numel()).copy_(own.values)
+        if fragment is not None:
+            flat.narrow(0, fragment.start, fragment.values.numel()).copy_(fragment.values)
         for rank, (start, count) in senders.items():
             torch.distributed.recv(_bytes(flat.narrow(0, start, count)), rank)
         return whole
@@ -258,7 +237,7 @@ class LiveState:
     ) -> None:
         """Fills this rank's fragments, one whole tensor at a time. `read`: returns a tensor by its
         name, on rank 0 alone. Collective."""
-        own = {each.name: each for each in fragments}
+        by_name = {each.name: each for each in fragments}
         for name in file_order(shapes):
             dtype, shape = shapes[name]
             if self.rank == 0:
@@ -267,8 +246,8 @@ class LiveState:
                 whole = torch.empty(shape, dtype=dtype, device=self.device)
             if self.world > 1 and whole.numel():
                 torch.distributed.broadcast(_bytes(whole), 0)
-            if name in own:
-                start, values = own[name].start, own[name].values
+            if name in by_name:
+                start, values = by_name[name].start, by_name[name].values
                 values.copy_(whole.view(-1).narrow(0, start, values.numel()))
 
     def create_moments(self, saved: Shapes, numbers: Mapping[str, Any]) -> None:
@@ -316,117 +295,6 @@ class LiveState:
 
     def after_loading(self) -> None:
         """Collective: copies the masters into the model's weights."""
-
-
-class ShardedState(LiveState):
-    """FSDP2: each rank has some rows of each parameter, as a DTensor."""
-
-    sharded = True
-    strategy = "fsdp2"
-
-
-class ZeroState(LiveState):
-    """ZeRO 1 to 3: the optimizer updates flat fp32 masters, each of many parameters."""
-
-    sharded = True
-
-    MASTERS = ""
-    """DeepSpeed's attribute with the flat masters."""
-    GROUPS = ""
-    """DeepSpeed's attribute with the parameters in each."""
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        zero: Any,
-        engine: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(module, zero.optimizer, device)
-        self.zero, self.engine = zero, engine
-        self.masters = require(zero, self.MASTERS, "deepspeed")
-        self.groups = require(zero, self.GROUPS, "deepspeed")
-
-    @property
-    def strategy(self) -> str:
-        return f"zero{self.engine.zero_optimization_stage()}"
-
-    def optimizer_tensors(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        for master, parameters in zip(self.masters, self.groups, strict=True):
-            yield master, [names[id(parameter)] for parameter in parameters]
-
-
-class FlatState(ZeroState):
-    """ZeRO-1 and 2: one flat fp32 master per parameter group. Each rank has a range of it, which
-    begins and ends anywhere inside parameters."""
-
-    MASTERS = "single_partition_of_fp32_groups"
-    GROUPS = "round_robin_bit16_groups"
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        zero: Any,
-        engine: Any,
-        device: torch.device,
-    ) -> None:
-        super().__init__(module, zero, engine, device)
-        self._offsets: dict[int, tuple[int, int]] = {}
-        """id of a parameter -> (group, its first element in the group's flat buffer)."""
-        offsets_by_group = require(zero, "round_robin_bit16_offsets", "deepspeed")
-        for number, offsets in enumerate(offsets_by_group):
-            for parameter, offset in zip(self.groups[number], offsets, strict=True):
-                self._offsets[id(parameter)] = (number, offset)
-
-    def place(self, parameter: Any) -> Place | None:
-        if not parameter.numel():
-            return None  # DeepSpeed leaves it out of its groups
-        number, offset = self._offsets[id(parameter)]
-        master = self.masters[number]
-        begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * master.numel()
-        first = max(offset, begin)
-        end = min(offset + parameter.numel(), begin + master.numel())
-        if first >= end:
-            return None
-        return Place(master, first - begin, first - offset, end - first)
-
-    def after_loading(self) -> None:
-        self.zero.update_lp_params()
-
-
-class Stage3State(ZeroState):
-    """ZeRO-3: each rank has a shard of each parameter; the last ranks' shards are padded."""
-
-    MASTERS = "fp32_partitioned_groups_flat"
-    GROUPS = "fp16_groups"
-
-    def place(self, parameter: Any) -> Place | None:
-        positions = require(self.zero, "grad_position", "deepspeed")
-        group, offset, padded = positions[self.zero.get_param_id(parameter)]
-        start, count = range_of_stage3(parameter, padded)
-        return Place(self.masters[group], offset, start, count) if count else None
-
-    def before_loading(self) -> None:
-        # a forward pass outside the engine may have left a prefetched weight
-        self.engine.empty_partition_cache()
-        # also reshards the small parameters that DeepSpeed keeps gathered between steps
-        self.zero.checkpoint_event_prologue()
-
-    def after_loading(self) -> None:
-        """Does what DeepSpeed's load_checkpoint does at its end."""
-        zero = self.zero
-        shards = require(zero, "fp16_partitioned_groups_flat", "deepspeed")
-        groups = zero.fp16_partitioned_groups
-        for master, compute, group in zip(self.masters, shards, groups, strict=True):
-            if master.numel():
-                compute.data.copy_(master.data)
-            for parameter, shard in zip(group, zero.unflatten(compute, group), strict=True):
-                parameter.data = shard.data
-            if compute.is_cuda:
-                # DeepSpeed gathers in another stream, which does not wait for these copies
-                torch.cuda.synchronize(compute.device)
-        zero.checkpoint_event_epilogue()
 
 
 def keys_by_parameter(entries: Iterable[str]) -> dict[str, list[str]]:

@@ -22,7 +22,8 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config, write_config_files
 from toolkit.checkpoint.parameters import full_shape, tied_names
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes
-from toolkit.checkpoint.state import LiveState, live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing, size_text
 from toolkit.evaluation.best import Best
 from toolkit.training.extra_state import random_states, registered_content
