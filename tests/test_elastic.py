@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy and world size resumes under any other."""
+"""A checkpoint of any strategy and world size resumes under any other. (Promise 4.)"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.checkpoint.parameters import persistent_buffers
-from toolkit.checkpoint.state import LiveState, live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 from toolkit.training.optimizer import Lion as PlainLion
 
 Masters = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -25,15 +26,9 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
-    "accumulates": {"data_types": {"grad_accum_dtype": "fp32"}},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
-    "scattered": {"zero_optimization": {"contiguous_gradients": False}},
-    "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
-    "aligned": {"zero_optimization": {"parameter_alignment": True}},
     "subgroups": {"zero_optimization": {"sub_group_size": 40}},
     "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
-    "released": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
-    "hpz": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     "offload": {"zero_optimization": OFFLOAD},
     "swapped": {"zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 60}},
 }

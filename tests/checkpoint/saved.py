@@ -13,7 +13,7 @@ def save_state(live: LiveState, folder: Path, step: int, **facts: Any) -> None:
     """All ranks must call it."""
     tables = {folders.WEIGHTS_FILE: live.weight_shapes(), folders.OPTIMIZER_FILE: live.optimizer_shapes()}
     frozen = [name for name, parameter in live.module.named_parameters() if not parameter.requires_grad]
-    optimizer = {"class": type(live.optimizer).__name__, "groups": live.changed_groups()}
+    optimizer = {"class": live.algorithm, "groups": live.changed_groups()}
     state = {"step": step, "strategy": live.strategy, "world": live.world, "tied": tied_names(live.module),
              "frozen": frozen, "excluded": {}, "optimizer": optimizer}  # fmt: skip
     fragments = (live.weights(), live.moments())

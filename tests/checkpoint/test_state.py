@@ -15,7 +15,8 @@ from tests.checkpoint.elastic_ways import OPTIMIZERS, Lion, accelerator_of
 from tests.checkpoint.saved import save_state
 from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.state import LiveState, live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 
 assert_same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 

@@ -320,7 +320,7 @@ def test_auto_becomes_the_values_of_the_settings(stage: int | None) -> None:
         ("scheduler", {"type": "WarmupLR"}, "remove it"),
         ("managed_gradient_accumulation", False, "write true"),
         ("gradient_allreduce_op", "sum", 'write "mean"'),
-        ("data_types.grad_accum_dtype", "bf16", 'write "fp32"'),
+        ("data_types.grad_accum_dtype", "bf16", "remove it"),
         ("checkpoint.writer", {"decoupled": True}, "remove it"),
         ("activation_checkpointing", {"cpu_checkpointing": True}, "--gradient_checkpointing true"),
         ("zero_optimization.compute_grad_norm", False, "write true"),

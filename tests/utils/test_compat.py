@@ -36,7 +36,6 @@ NAMES = {
     "deepspeed.runtime.zero.stage_1_and_2": (
         "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "real_dp_process_group", "update_lp_params"),
-    "deepspeed.runtime.bf16_optimizer": ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params"),
     "deepspeed.runtime.zero.linear": ("LinearFunctionForZeroStage3", "forward"),
     "deepspeed.runtime.zero.stage3": (
         "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "fp16_groups",

@@ -5,7 +5,6 @@ whole."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import re
@@ -20,10 +19,17 @@ import xxhash
 from safetensors import safe_open
 
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, SafetensorsWriter, Shapes
-from toolkit.checkpoint.state import DEEPSPEED_ADAM, LiveState
+from toolkit.checkpoint.state import LiveState, keys_by_parameter
 from toolkit.errors import Faults, UserError, listing
 from toolkit.utils.cache import digest_of_file
-from toolkit.utils.files import draft_path, flush_path, read_table, replace_file, replace_folder, write_new
+from toolkit.utils.files import (
+    draft_path,
+    flush_path,
+    read_table,
+    replace_file,
+    replace_folder,
+    write_new,
+)
 
 STATE_FILE = "state.json"
 WEIGHTS_FILE, OPTIMIZER_FILE = "weights.safetensors", "optimizer.safetensors"
@@ -48,9 +54,12 @@ def save(
     facts: Mapping[str, Any],
     write_others: Callable[[Path], None],
 ) -> None:
-    """Writes a checkpoint. `tables`: file -> what it holds; `tensors`: of all files in their order;
-    `facts`: for state.json; `write_others`: of the other files, into the folder that it gets.
-    Raises OSError, and leaves an earlier checkpoint of that name untouched."""
+    """Writes a checkpoint.
+
+    `tables`: file -> the tensors in it. `tensors`: those of all files, one after another in the
+    order of each file (`file_order`). `facts`: the entries of state.json. `write_others`: writes
+    all other files into the folder that it gets. Raises OSError, and leaves an earlier checkpoint
+    of that name untouched."""
     remaining = iter(tensors)
     digests: dict[str, str] = {}
     with replace_folder(folder, overwrite=True) as draft:
@@ -64,10 +73,11 @@ def save(
             name = path.relative_to(draft).as_posix()
             if path.is_file() and name not in digests:
                 digests[name] = digest_of_file(path)
+        # later than every other one, even if the clock has been set back
         saved_at = max(time.time(), newest_save_time(folder.parent) + 1e-3)
         state = {"format": FORMAT, "saved_at": saved_at, **facts, "files": digests}
-        text = json.dumps({**state, "digest": _digest(state)}, ensure_ascii=False)
-        write_new(draft / STATE_FILE, text)
+        state["digest"] = _digest(state)
+        write_new(draft / STATE_FILE, json.dumps(state, ensure_ascii=False))
 
 
 def _digest(state: Mapping[str, Any]) -> str:
@@ -167,51 +177,61 @@ def load(folder: Path, live: LiveState, state: Mapping[str, Any]) -> None:
     """Restores weights, buffers and optimizer state of a checkpoint on rank 0's disk; all ranks
     call it. `state`: its state.json. Raises UserError, before anything is changed, if they do not
     fit."""
-    with contextlib.ExitStack() as stack:
-        weights_file: Any = None
-        optimizer_file: Any = None
+    weights = TensorFile(folder / WEIGHTS_FILE, live)
+    optimizer = TensorFile(folder / OPTIMIZER_FILE, live)
+    numbers = _numbers(optimizer, live)
+    _check_model(folder, live, state, weights.shapes)
+    _check_optimizer(folder, live, state["optimizer"])
+    if live.sharded:
+        _check_shardable(folder, live, weights.shapes, optimizer.shapes, numbers)
+    live.before_loading()
+    live.scatter(weights.shapes, live.weights(), weights.read)
+    live.create_moments(optimizer.shapes, numbers)
+    moments = {entry: shape for entry, shape in optimizer.shapes.items() if entry not in numbers}
+    live.scatter(moments, live.moments(), optimizer.read)
+    groups = state["optimizer"]["groups"]
+    for group, changed in zip(live.optimizer.param_groups, groups, strict=False):
+        group.update(changed)
+    live.after_loading()
+
+
+class TensorFile:
+    """A safetensors file on rank 0's disk, read one tensor at a time."""
+
+    def __init__(self, path: Path, live: LiveState) -> None:
+        """Collective."""
+        self._file: Any = None
+        shapes: Shapes = {}
         if live.rank == 0:
-            weights_file = stack.enter_context(safe_open(folder / WEIGHTS_FILE, "pt"))
-            optimizer_file = stack.enter_context(safe_open(folder / OPTIMIZER_FILE, "pt"))
-        weights = live.broadcast(_shapes(weights_file))
-        entries = live.broadcast(_shapes(optimizer_file))
-        numbers = live.broadcast(_numbers(optimizer_file, entries, weights))
-        _check_model(folder, live, state, weights)
-        _check_optimizer(folder, live, state["optimizer"], weights, entries, numbers)
-        live.before_loading()
-        live.scatter(weights, live.weights(), lambda name: weights_file.get_tensor(name))
-        live.create_moments(entries, numbers)
-        moments = {entry: shape for entry, shape in entries.items() if entry not in numbers}
-        live.scatter(moments, live.moments(), lambda entry: optimizer_file.get_tensor(entry))
-        for group, saved in zip(live.optimizer.param_groups, state["optimizer"]["groups"], strict=False):
-            group.update(saved)
-        live.after_loading()
+            self._file = safe_open(path, "pt")
+            for name in list(self._file.keys()):
+                part = self._file.get_slice(name)
+                shapes[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+        self.shapes: Shapes = live.broadcast(shapes)
+        """Of its tensors, on all ranks."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """On rank 0."""
+        return self._file.get_tensor(name)
 
 
-def _shapes(file: Any) -> Shapes:
-    shapes: Shapes = {}
-    for name in file.keys() if file else ():
-        part = file.get_slice(name)
-        shapes[name] = (_DTYPES[part.get_dtype()], tuple(part.get_shape()))
-    return shapes
-
-
-def _numbers(file: Any, entries: Shapes, weights: Shapes) -> dict[str, Any]:
-    """The optimizer's numbers by `KEY.NAME`, such as `step`: what has no dimensions and is not of a
-    weight's shape."""
+def _numbers(optimizer: TensorFile, live: LiveState) -> dict[str, Any]:
+    """What has no dimensions in the optimizer's state, such as `step`, by `KEY.NAME`.
+    Collective."""
     numbers = {}
-    for entry, (_, shape) in entries.items() if file else ():
-        key, _, name = entry.partition(".")
-        if shape == () and (key == "step" or weights[name][1]):
-            numbers[entry] = file.get_tensor(entry).item()
-    return numbers
+    for entry, (_, shape) in optimizer.shapes.items():
+        if shape == () and live.rank == 0:
+            numbers[entry] = optimizer.read(entry).item()
+    return live.broadcast(numbers)
 
 
 def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weights: Shapes) -> None:
     expected, faults = live.weight_shapes(), Faults()
-    if missing := [name for name in expected if name not in {*weights, *state["excluded"]}]:
+    missing = [name for name in expected if name not in {*weights, *state["excluded"]}]
+    if missing:
         faults.add(f"{folder} lacks {listing(missing, 4)}, which the model has")
-    if surplus := [name for name in weights if name not in expected]:
+    surplus = [name for name in weights if name not in expected]
+    if surplus:
         faults.add(f"{folder} has {listing(surplus, 4)}, which the model lacks")
     for name in expected.keys() & weights.keys():
         saved, shape = weights[name][1], expected[name][1]
@@ -220,39 +240,40 @@ def _check_model(folder: Path, live: LiveState, state: Mapping[str, Any], weight
     faults.raise_if_any()
 
 
-def _check_optimizer(
+def _check_optimizer(folder: Path, live: LiveState, saved: Mapping[str, Any]) -> None:
+    """Of the same class; with as many groups, if it has changed something in one."""
+    current = live.algorithm
+    remedy = "use the same again, or another --output_dir"
+    if saved["class"] != current:
+        fault = f"was saved by {saved['class']}, and this run has {current}"
+        raise UserError(f"{folder} {fault}: {remedy}")
+    groups, count = saved["groups"], len(live.optimizer.param_groups)
+    if any(groups) and len(groups) != count:
+        fault = f"{current} had {len(groups)} parameter groups, and has {count} in this run"
+        raise UserError(f"{folder}: {fault}: {remedy}")
+
+
+def _check_shardable(
     folder: Path,
     live: LiveState,
-    saved: Mapping[str, Any],
     weights: Shapes,
     entries: Shapes,
     numbers: Mapping[str, Any],
 ) -> None:
-    current = type(live.optimizer).__name__
-    remedy = "use the same again, or another --output_dir"
-    if _kind(saved["class"]) != _kind(current):
-        raise UserError(f"{folder} was saved by {saved['class']}, and this run has {current}: {remedy}")
-    groups = len(saved["groups"])
-    if any(saved["groups"]) and groups != len(live.optimizer.param_groups):
-        count = len(live.optimizer.param_groups)
-        raise UserError(f"{folder}: {current} had {groups} parameter groups, and has {count} in this run: {remedy}")
-    if not live.sharded:
-        return
-    states: dict[str, dict[str, Any]] = {}
+    """Of each trained parameter's shape or a number; equal numbers in parameters that ZeRO flattens
+    together."""
+    remedy = "resume with one process or DDP"
     for entry, (_, shape) in entries.items():
         key, _, name = entry.partition(".")
-        states.setdefault(name, {})[key] = numbers.get(entry)
         if entry not in numbers and shape != weights[name][1]:
-            fault = f"{current} has {key} of the unsharded {name}, which {live.strategy} cannot restore"
-            raise UserError(f"{folder}: {fault}: resume with one process or DDP")
+            what = f"{live.algorithm} has {key} of the unsharded {name}"
+            raise UserError(f"{folder}: {what}, which {live.strategy} cannot restore: {remedy}")
+    states = {}
+    for name, keys in keys_by_parameter(entries).items():
+        states[name] = {key: numbers.get(f"{key}.{name}") for key in keys}
     for _, names in live.optimizer_tensors():
         filled = [name for name in names if name in weights and 0 not in weights[name][1]]
         for name in filled[1:]:
-            first = filled[0]
-            if states.get(name) != states.get(first):
-                fault = f"{first} and {name} differ in their optimizer state, and ZeRO has one for both"
-                raise UserError(f"{folder}: {fault}: resume with one process or DDP")
-
-
-def _kind(name: str) -> str:
-    return "AdamW" if name in DEEPSPEED_ADAM else name
+            if states.get(name) != states.get(filled[0]):
+                fault = f"{filled[0]} and {name} differ in their optimizer state"
+                raise UserError(f"{folder}: {fault}, and ZeRO has one for both: {remedy}")

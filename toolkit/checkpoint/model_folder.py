@@ -3,10 +3,12 @@
 With LoRA the folder has the merged model, and the sibling folder adapter/ the adapter. A live model
 of peft has, under `base_model.model.`,
 
-    X.base_layer.weight                                            frozen, of a layer with LoRA
-    X.lora_A.default.weight (r, in), X.lora_B.default.weight (out, r)    trained
-    H.original_module.*, H.modules_to_save.default.*               the head before training, and the trained one
-    all other parameters                                           frozen, under the base model's names
+    X.base_layer.weight                   frozen, of a layer X with LoRA
+    X.lora_A.default.weight (r, in)       trained
+    X.lora_B.default.weight (out, r)      trained
+    H.original_module.*                   the head H before training
+    H.modules_to_save.default.*           the trained head
+    all other parameters                  frozen, under the base model's names
 """
 
 from __future__ import annotations
@@ -20,25 +22,26 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
-from transformers.dynamic_module_utils import custom_object_save
 
+from toolkit.checkpoint.folder import TensorFile
 from toolkit.checkpoint.parameters import tied_names
 from toolkit.checkpoint.safetensors_writer import SafetensorsWriter, file_order
-from toolkit.checkpoint.state import live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table, replace_folder, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
+_MODEL_FILE, _ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 _RECORD = "trainer_state.json"  # with `global_step`: as transformers' Trainer writes it
 _PREFIX, _BASE, _HEAD = "base_model.model.", ".base_layer.", ".modules_to_save.default."
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 # Fields of peft's config for variants whose merged weight is not W + scaling * B A.
 _UNSUPPORTED = (
     "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
-    "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config", "kasa_config",
-    "velora_config", "monteclora_config",
+    "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config",
+    "kasa_config", "velora_config", "monteclora_config",
 )  # fmt: skip
 # Values of init_lora_weights that change the base weights too, which checkpoints leave out.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -57,48 +60,77 @@ def save_model(
     The weights are the fp32 masters, whatever the model computes in, cast to `dtype` (a key of
     `DTYPES`). Each folder is replaced atomically. A model that is not from `transformers` is saved
     as model.safetensors, and by its own `save(folder, state_dict)` if it has one. `step`: optimizer
-    steps taken, for `read_step`."""
+    steps taken, for `read_step`. Raises OSError, and UserError for a number that `dtype` cannot
+    hold."""
     live = live_state(accelerator, model)
-    module, shapes, state = live.module, live.weight_shapes(), {}
+    state = _gather_weights(live)
+    if live.rank == 0:
+        with replace_folder(folder, overwrite=True) as draft:
+            _write_model(live.module, state, draft, DTYPES[dtype])
+            write_config_files(live.module, tokenizer, draft, DTYPES[dtype])
+            if step is not None:
+                write_new(draft / _RECORD, json.dumps(_record(step, dtype)))
+        if lora_config(live.module):
+            # after the model: a run that is killed in between saves both again
+            with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
+                _write_adapter(live.module, state, draft, DTYPES[dtype])
+    accelerator.wait_for_everyone()
+
+
+def _gather_weights(live: LiveState) -> dict[str, torch.Tensor]:
+    """The whole state dict in rank 0's host memory; empty on other ranks. Collective."""
+    shapes, state = live.weight_shapes(), {}
     for name, tensor in zip(file_order(shapes), live.gather(shapes, live.weights()), strict=True):
         if live.rank == 0:
             state[name] = tensor.cpu()
     if live.rank == 0:
-        state |= {other: state[name] for other, name in tied_names(module).items()}
-        with replace_folder(folder, overwrite=True) as draft:
-            _write_model(module, state, draft, DTYPES[dtype])
-            write_config_files(module, tokenizer, draft, DTYPES[dtype])
-            if step is not None:
-                write_new(draft / _RECORD, json.dumps(_record(step, dtype)))
-        if lora_config(module):  # after the model: a run that is killed in between saves both again
-            trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-            with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
-                adapter = {_saved_name(name): state[name] for name in trained}
-                _write_tensors(adapter, draft / "adapter_model.safetensors", DTYPES[dtype])
-                write_adapter_config(module, draft)
-    accelerator.wait_for_everyone()
+        for other, name in tied_names(live.module).items():
+            state[other] = state[name]
+    return state
 
 
-def _write_model(module: Any, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
+def _write_model(
+    module: Any,
+    state: dict[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
     plain = module
     if lora_config(module):
         plain, state = module.get_base_model(), merge_lora(module, state)
     first = tied_names(plain)
-    # those of transformers, which ties them again: a weight that only the recipe has tied is saved twice
+    # transformers ties those that it declares when it loads: one that only the recipe has tied is
+    # saved under both names
     declared = getattr(plain, "all_tied_weights_keys", first)
-    saved = dict(state)
+    once = dict(state)
     for other, name in declared.items():
-        if other in saved and first.get(other, other) == first.get(name, name):
-            del saved[other]
-    _write_tensors(saved, folder / "model.safetensors", dtype)
+        if first.get(other, other) == first.get(name, name):
+            once.pop(other, None)
+    _write_tensors(once, folder / _MODEL_FILE, dtype)
     if hasattr(plain, "save") and not hasattr(plain, "save_pretrained"):
         plain.save(folder, {name: _cast(name, tensor, dtype) for name, tensor in state.items()})
+
+
+def _write_adapter(
+    module: Any,
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
+    adapter = {_saved_name(name): state[name] for name in _trained(module)}
+    _write_tensors(adapter, folder / _ADAPTER_FILE, dtype)
+    write_adapter_config(module, folder)
+
+
+def _trained(module: torch.nn.Module) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def _write_tensors(state: Mapping[str, torch.Tensor], path: Path, dtype: torch.dtype) -> None:
     shapes = {}
     for name, tensor in state.items():
-        shapes[name] = (dtype if tensor.is_floating_point() else tensor.dtype, tuple(tensor.shape))
+        file_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        shapes[name] = (file_dtype, tuple(tensor.shape))
     with SafetensorsWriter(path, shapes) as file:
         for name in file.names:
             file.write(name, _cast(name, state[name], dtype))
@@ -114,16 +146,19 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-def write_config_files(module: Any, tokenizer: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """A model folder without weights: config, the code of a model that is not transformers' own,
-    tokenizer. `dtype`: in which `from_pretrained` loads the weights."""
+def write_config_files(
+    module: Any,
+    tokenizer: Any,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """A model folder without weights: config, tokenizer. `dtype`: in which `from_pretrained` loads
+    the weights."""
     plain = module.get_base_model() if lora_config(module) else module
     config: Any = copy.deepcopy(getattr(plain, "config", None))
     if hasattr(plain, "save_pretrained"):  # a user's model class may have none
         config.architectures = [type(plain).__name__.removeprefix("FSDP")]
         config.dtype = dtype or config.dtype
-        if plain._auto_class is not None:
-            custom_object_save(plain, folder, config=config)
         config.save_pretrained(folder)
         if plain.can_generate():  # the lengths and the beam search of generated texts
             plain.generation_config.save_pretrained(folder)
@@ -154,7 +189,9 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def lora_config(model: torch.nn.Module) -> Any | None:
     """The LoraConfig of an unwrapped model, or None for one without LoRA."""
     configs = getattr(model, "peft_config", None)
-    return configs.get("default") if isinstance(configs, dict) and hasattr(model, "get_base_model") else None
+    if not isinstance(configs, dict) or not hasattr(model, "get_base_model"):
+        return None
+    return configs.get("default")
 
 
 def check_adapter(model: torch.nn.Module) -> None:
@@ -166,43 +203,52 @@ def check_adapter(model: torch.nn.Module) -> None:
     embeds = any(".lora_embedding_" in name for name, _ in model.named_parameters())
     if not config or len(configs) > 1 or config.peft_type != "LORA" or embeds:
         raise UserError(
-            "of peft's adapters only LoRA of linear layers can be saved, made by `peft.get_peft_model(model, config)` "
-            "under its default name: pass --lora_r, or merge the adapter before the training (merge_and_unload)"
+            "of peft's adapters only LoRA of linear layers can be saved, made by "
+            "`peft.get_peft_model(model, config)` under its default name: pass --lora_r, or merge "
+            "the adapter before the training (merge_and_unload)"
         )
     variants = [field for field in _UNSUPPORTED if getattr(config, field, None)]
     initial = str(config.init_lora_weights).lower()
     if initial.startswith(_BASE_CHANGING):
         variants.append(f"init_lora_weights={initial}")
     if variants:
-        raise UserError(f"the model's LoRA uses {listing(variants)}, which cannot be saved: use plain LoRA")
+        remedy = "which cannot be saved: use plain LoRA"
+        raise UserError(f"the model's LoRA uses {listing(variants)}, {remedy}")
 
 
-def merge_lora(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merge_lora(
+    model: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """A full state dict of a `model` with LoRA -> the merged model's: W + scaling * B A (Hu et al.,
     2021, section 4.1).
 
     Added in float32, returned in the base weight's dtype. Raises UserError for variants of LoRA
     with another formula."""
     merged: dict[str, torch.Tensor] = {}
-    factors = {name for name in state if ".lora_" in name}
+    unmerged = {name for name in state if ".lora_" in name}
     for name, tensor in state.items():
         if ".lora_" in name or ".original_module." in name:
             continue
         layer = name.removesuffix(f"{_BASE}weight")
-        if layer != name and layer + _LORA_A in factors:
-            tensor = (tensor.float() + _delta(model, layer, state).to(tensor.device)).to(tensor.dtype)
-            factors -= {layer + _LORA_A, layer + _LORA_B}
-        merged[name.removeprefix(_PREFIX).replace(_BASE, ".").replace(_HEAD, ".")] = tensor
-    if factors:
-        raise UserError(f"{listing(sorted(factors), 2)} cannot be merged for model/: use LoRA of linear layers")
+        if layer != name and layer + _LORA_A in unmerged:
+            delta = _delta(model, layer, state).to(tensor.device)
+            tensor = (tensor.float() + delta).to(tensor.dtype)
+            unmerged -= {layer + _LORA_A, layer + _LORA_B}
+        plain_name = name.removeprefix(_PREFIX).replace(_BASE, ".").replace(_HEAD, ".")
+        merged[plain_name] = tensor
+    if unmerged:
+        names = listing(sorted(unmerged), 2)
+        raise UserError(f"{names} cannot be merged for model/: use LoRA of linear layers")
     return merged
 
 
 def _delta(model: torch.nn.Module, layer: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """scaling * B A, (out, in), on the CPU: on a GPU this product would be in TF32."""
     live: Any = model.get_submodule(layer)
-    # on a GPU this product would be in TF32
-    left, right = state[layer + _LORA_B].float().cpu(), state[layer + _LORA_A].float().cpu()
-    delta = live.scaling["default"] * (left @ right)
+    down = state[layer + _LORA_A].float().cpu()  # (r, in)
+    up = state[layer + _LORA_B].float().cpu()  # (out, r)
+    delta = live.scaling["default"] * (up @ down)
     return delta.T if live.fan_in_fan_out else delta
 
 
@@ -214,46 +260,37 @@ def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
 
 
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
-    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must
-    call it.
+    """Copies the weights that `save_model` wrote into a prepared model, for evaluation; all
+    processes must call it. With LoRA those of the sibling adapter/, since all others are unchanged.
 
-    Only the main process reads the folder: other nodes need not have it. With LoRA the sibling
-    adapter/ is read."""
+    Only the main process reads: other nodes need not have the folder. Raises UserError if a trained
+    weight is missing."""
     live = live_state(accelerator, model)
-    files = live.broadcast(_files_for(live.module, folder) if live.rank == 0 else None)
-    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in files}
+    has_lora = lora_config(live.module) is not None
+    path = folder.with_name(ADAPTER_FOLDER) / _ADAPTER_FILE if has_lora else folder / _MODEL_FILE
+    file = TensorFile(path, live)
+    tied = tied_names(live.module)
+    stored_names = {}
+    for name in live.module.state_dict():
+        stored = _saved_name(name) if has_lora else name
+        if stored in file.shapes:
+            stored_names[tied.get(name, name)] = stored
+    missing = [name for name in _trained(live.module) if name not in stored_names]
+    if missing:
+        remedy = "remove it, and the run saves its best model again"
+        raise UserError(f"{path} lacks {listing(missing, 3)}: {remedy}")
+    shapes = {name: shape for name, shape in live.weight_shapes().items() if name in stored_names}
 
     def read(name: str) -> torch.Tensor:
-        path, stored = files[name]
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(stored).to(shapes[name][0])
+        return file.read(stored_names[name]).to(shapes[name][0])
 
     live.before_loading()
     live.scatter(shapes, live.weights(), read)
     live.after_loading()
 
 
-def _files_for(module: torch.nn.Module, folder: Path) -> dict[str, tuple[Path, str]]:
-    """A model's name of a weight -> (its file, its name there); with LoRA of the adapter's: others
-    are unchanged."""
-    tied = tied_names(module)
-    names = {name: name for name in module.state_dict()}
-    source = folder
-    if lora_config(module):
-        source = folder.with_name(ADAPTER_FOLDER)
-        names = {_saved_name(name): name for name in names}
-    files = {}
-    for path in sorted(source.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for stored in list(file.keys()):
-                name = names.get(stored, stored)
-                files[tied.get(name, name)] = (path, stored)
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if missing := [name for name in trained if name not in files]:
-        raise UserError(f"{source} lacks {listing(missing, 3)}: remove it, and the run saves its best model again")
-    return files
-
-
 def _saved_name(name: str) -> str:
     """peft's name of a live model's parameter in `adapter_model.safetensors`."""
-    return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.").replace(_HEAD, ".")
+    for factor in (".lora_A.", ".lora_B."):
+        name = name.replace(f"{factor}default.", factor)
+    return name.replace(_HEAD, ".")

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class SafetensorsWriter:
     `file.write(name, tensor)` for each of `file.names`, in that order. An error in the block leaves
     an unfinished file, which its caller removes."""
 
-    def __init__(self, path: Path, shapes: Shapes, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, shapes: Shapes) -> None:
         """Creates the file and writes its header. Raises FileExistsError, and UserError for a dtype
         that the format does not have."""
         self.names = file_order(shapes)
@@ -51,8 +51,10 @@ class SafetensorsWriter:
         tensor."""
         self.digest = ""
         """XXH3 (128 bits) of the whole file as hexadecimal digits, once the block has ended."""
-        self._shapes, self._written, self._hash = shapes, 0, xxhash.xxh3_128()
-        header = _header(self.names, shapes, dict(metadata or {"format": "pt"}))
+        self._shapes = shapes
+        self._written = 0  # tensors
+        self._hash = xxhash.xxh3_128()
+        header = _header(self.names, shapes)
         self._file = path.open("xb")
         self._append(header)
 
@@ -113,15 +115,17 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(content)
 
 
-def _header(names: list[str], shapes: Shapes, metadata: dict[str, str]) -> bytes:
-    table: dict[str, object] = {"__metadata__": metadata}
+def _header(names: list[str], shapes: Shapes) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
         dtype, shape = shapes[name]
         if dtype not in DTYPE_NAMES:
             raise UserError(f"{name} has the dtype {dtype}, which safetensors files cannot hold")
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+        end += math.prod(shape) * dtype.itemsize
+        offsets = [start, end]
+        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
     return struct.pack("<Q", len(text)) + text

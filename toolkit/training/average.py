@@ -32,15 +32,17 @@ class Average:
             live = self._live()
             self._trained = [tensor for tensor, _ in live.optimizer_tensors()], live.optimizer
         tensors, optimizer = self._trained
-        # AdamW initializes an empty state: the average of a weight without any gradient so far is the weight
+        # AdamW initializes an empty state: the average of a weight without any gradient so far is
+        # the weight
         if any(optimizer.state.get(tensor) for tensor in tensors):
             tensors = [tensor for tensor in tensors if optimizer.state.get(tensor)]
         for tensor in tensors:
-            if _KEY not in (state := optimizer.state[tensor]):
-                state[_KEY] = tensor.detach().clone()
+            if _KEY not in optimizer.state[tensor]:
+                optimizer.state[tensor][_KEY] = tensor.detach().clone()
         if tensors:
             averages = [optimizer.state[tensor][_KEY] for tensor in tensors]
-            torch._foreach_lerp_(averages, tensors, 1 - min(self._decay, (1 + updates) / (10 + updates)))
+            decay = min(self._decay, (1 + updates) / (10 + updates))
+            torch._foreach_lerp_(averages, tensors, 1 - decay)
 
 
 def remove_average(live: LiveState) -> None:
@@ -64,7 +66,8 @@ def _swap(live: LiveState) -> None:
     """Swaps the weights and their average, bit for bit."""
     live.before_loading()
     for tensor, _ in live.optimizer_tensors():
-        if _KEY in (state := live.optimizer.state.get(tensor, {})):
+        state = live.optimizer.state.get(tensor, {})
+        if _KEY in state:
             weights = tensor.detach().clone()
             tensor.detach().copy_(state[_KEY])
             state[_KEY].copy_(weights)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 import shutil
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -22,7 +22,8 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config, write_config_files
 from toolkit.checkpoint.parameters import full_shape, tied_names
 from toolkit.checkpoint.safetensors_writer import DTYPE_NAMES, Shapes
-from toolkit.checkpoint.state import LiveState, live_state
+from toolkit.checkpoint.state import LiveState
+from toolkit.checkpoint.strategies import live_state
 from toolkit.errors import UserError, listing, size_text
 from toolkit.evaluation.best import Best
 from toolkit.training.extra_state import random_states, registered_content
@@ -31,7 +32,11 @@ from toolkit.training.steps import StepMetrics, Steps
 from toolkit.utils.files import explain_write_errors, flush_path, nan_to_none
 from toolkit.utils.modules import unwrapped
 
-_DISK_REMEDY = "Free some space (is the disk full?) or lower --keep_checkpoints, and run the same command again"
+_AFTER_A_FAILURE = (
+    "earlier checkpoints are untouched. "
+    "Free some space (is the disk full?) or lower --keep_checkpoints, "
+    "and run the same command again"
+)
 
 
 class Checkpoints:
@@ -56,8 +61,9 @@ class Checkpoints:
         self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
         self.settings = steps.settings
         self.path = run_folder / "checkpoints"
-        self._saved = 0  # the last step that this process saved
-        self.continues = False  # whether this run resumed from one of them
+        self.continues = False
+        """Whether this run resumed from one of them."""
+        self._saved_step = 0
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -65,22 +71,54 @@ class Checkpoints:
         """The weights and the optimizer state in memory."""
         return live_state(self.accelerator, self.model, self.optimizer)
 
-    def save_if_due(self, metrics: StepMetrics, evaluation_due: bool = False, last: bool = False) -> dict[str, Any]:
+    def save_if_due(
+        self,
+        metrics: StepMetrics,
+        evaluation_due: bool = False,
+        last: bool = False,
+    ) -> dict[str, Any]:
         """Saves every `checkpoint_every` steps, at the best and the last step, and after a stop
         signal; the last step of a resumed run always. Returns the entries for the step's line in
         metrics.jsonl. `evaluation_due`: this step's evaluation was skipped; a resumed run begins
-        with it. `last`: the recipe has left the loop after this step."""
+        with it. `last`: the recipe has left the loop after this step. Raises UserError if a file
+        cannot be written, in the background at one of the next steps."""
         if self._pending is not None and self._pending.done():
             self.wait()
-        if last and metrics.step == self._saved:  # but its best model may be another one now
-            self.set_links()
+        if last and metrics.step == self._saved_step:
+            self.set_links()  # the evaluation after it may have been the best
             return {}
         if not self._is_due(metrics.step, last):
             return {}
         started = time.perf_counter()
         self.wait()
         size = self._save(metrics, evaluation_due)
-        return {"checkpoint_seconds": round(time.perf_counter() - started, 3), "checkpoint_bytes": size}
+        seconds = round(time.perf_counter() - started, 3)
+        return {"checkpoint_seconds": seconds, "checkpoint_bytes": size}
+
+    def wait(self) -> None:
+        """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def set_links(self) -> None:
+        """Points the links `best` and `last` to the checkpoints of the best and the last step."""
+        if self.accelerator.is_main_process:
+            with explain_write_errors(self.path):
+                folders.set_links(self.path, self.best.step)
+
+    def notes(self) -> list[str]:
+        """Lines for the log: the size of checkpoints. Raises UserError if this run's state cannot
+        be saved: at the start, not at the first save."""
+        registered_content(self.accelerator)
+        if not self.settings.checkpoint_every:
+            return []
+        live = self.live()
+        _check_dtypes(live)
+        live.changed_groups()
+        if not self.accelerator.is_main_process:
+            return []
+        return [self._size_note(live)]
 
     def _is_due(self, step: int, last: bool) -> bool:
         if self.steps.stop_signal:
@@ -96,18 +134,23 @@ class Checkpoints:
         live = self.live()
         tables = self._tables(live)
         facts = {**self._facts(live, metrics), "evaluation_left": evaluation_due}
-        weights = live.gather(tables[folders.WEIGHTS_FILE], live.weights())
-        tensors = itertools.chain(weights, live.gather(tables[folders.OPTIMIZER_FILE], live.moments()))
         objects = registered_content(self.accelerator)
-        write = partial(self._write, folders.step_folder(self.path, metrics.step), tables, facts, objects)
+        folder = folders.step_folder(self.path, metrics.step)
+        tensors = itertools.chain(
+            live.gather(tables[folders.WEIGHTS_FILE], live.weights()),
+            live.gather(tables[folders.OPTIMIZER_FILE], live.moments()),
+        )
+        write = partial(self._write, folder, tables, facts, objects)
         if not self.accelerator.is_main_process:
-            collections.deque(tensors, maxlen=0)  # takes part in gathering each
+            for _ in tensors:  # sends what this rank has of each
+                pass
         elif self.settings.checkpoint_in_background:
-            self._pending = self._background.submit(write, [each.to("cpu", copy=True) for each in tensors])
+            copies = [tensor.to("cpu", copy=True) for tensor in tensors]
+            self._pending = self._background.submit(write, copies)
         else:
             write(tensors)
-        self._saved = metrics.step
-        return sum(math.prod(shape) * dtype.itemsize for shapes in tables.values() for dtype, shape in shapes.values())
+        self._saved_step = metrics.step
+        return sum(_bytes_of(shapes) for shapes in tables.values())
 
     def _tables(self, live: LiveState) -> dict[str, Shapes]:
         """What the files of a checkpoint hold. LoRA's base weights, large and unchanged, are left
@@ -124,30 +167,38 @@ class Checkpoints:
         return {name: list(full_shape(each)) for name, each in parameters if not each.requires_grad}
 
     def _write(
-        self, folder: Path, tables: dict[str, Shapes], facts: dict[str, Any], objects: bytes, tensors: Any
+        self,
+        folder: Path,
+        tables: dict[str, Shapes],
+        facts: dict[str, Any],
+        objects: bytes,
+        tensors: Iterable[torch.Tensor],
     ) -> None:
-        """On rank 0; in the background in a thread."""
+        """On rank 0; in the background in a thread, while `best` may already be of a later step
+        than `facts`."""
         best_step = facts["best"]["step"]
-
-        def write_others(draft: Path) -> None:
-            (draft / "model").mkdir()
-            module = unwrapped(self.model)
-            write_config_files(module, self.tokenizer, draft / "model")
-            if lora_config(module):
-                write_adapter_config(module, draft / "model")
-            if objects:
-                (draft / "objects.pt").write_bytes(objects)
-
-        with explain_write_errors(folder, f"earlier checkpoints are untouched. {_DISK_REMEDY}"):
-            folders.save(folder, tables, tensors, facts, write_others)
+        with explain_write_errors(folder, _AFTER_A_FAILURE):
+            folders.save(folder, tables, tensors, facts, partial(self._write_others, objects))
             folders.set_links(self.path, best_step)
             folders.prune(self.path, self.settings.keep_checkpoints, best_step)
+
+    def _write_others(self, objects: bytes, draft: Path) -> None:
+        module = unwrapped(self.model)
+        (draft / "model").mkdir()
+        write_config_files(module, self.tokenizer, draft / "model")
+        if lora_config(module):
+            write_adapter_config(module, draft / "model")
+        if objects:
+            (draft / "objects.pt").write_bytes(objects)
 
     def _facts(self, live: LiveState, metrics: StepMetrics) -> dict[str, Any]:
         steps, accelerator = self.steps, self.accelerator
         excluded = self._excluded(live)
         frozen = [name for name, each in live.module.named_parameters() if not each.requires_grad]
         epoch, position = divmod(metrics.step, steps.schedule.steps_per_epoch)
+        lines = {}
+        if accelerator.is_main_process:
+            lines = self._flush_log()
         return {
             "step": metrics.step,
             "epoch": epoch,
@@ -160,74 +211,71 @@ class Checkpoints:
             "frozen": [name for name in frozen if name not in excluded],
             "excluded": excluded,
             "base_model": self.facts["settings"].get("model_name_or_path"),
-            "optimizer": {
-                "class": type(live.optimizer).__name__,
-                "groups": live.changed_groups(),
-            },
+            "optimizer": {"class": live.algorithm, "groups": live.changed_groups()},
             "scheduler_steps": self.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
             "metrics": nan_to_none(vars(metrics)),
-            "lines": self._flush_log() if accelerator.is_main_process else {},
+            "lines": lines,
             "random": gather_object([random_states(accelerator.device)]),
             **self.facts,
         }
 
     def _flush_log(self) -> dict[str, int]:
-        """Flushes the run's log files to the disk before the checkpoint is complete. Returns their
-        numbers of lines."""
+        """Flushes the run's other files to the disk before the checkpoint is complete. Returns the
+        numbers of lines of the logs."""
         lines = {}
-        for name in ("config.json", "metrics.jsonl", "eval.jsonl"):
+        for name in ("metrics.jsonl", "eval.jsonl"):
+            lines[name] = 0
             path = self.path.with_name(name)
-            lines[name] = path.read_bytes().count(b"\n") if path.is_file() else 0
             if path.is_file():
+                lines[name] = path.read_bytes().count(b"\n")
                 flush_path(path)
+        config = self.path.with_name("config.json")
+        if config.is_file():
+            flush_path(config)
         flush_path(self.path.parent)
-        del lines["config.json"]
         return lines
-
-    def set_links(self) -> None:
-        """Points the links `best` and `last` to the checkpoints of the best and the last step."""
-        if self.accelerator.is_main_process:
-            with explain_write_errors(self.path):
-                folders.set_links(self.path, self.best.step)
-
-    def notes(self) -> list[str]:
-        """Lines for the log: the size of checkpoints. Raises UserError if this run's state cannot
-        be saved: at the start, not at the first save."""
-        registered_content(self.accelerator)
-        if not self.settings.checkpoint_every:
-            return []
-        live = self.live()
-        shapes = live.weight_shapes()
-        if unknown := [f"{name} ({dtype})" for name, (dtype, _) in shapes.items() if dtype not in DTYPE_NAMES]:
-            why = "of a dtype that checkpoints do not support: use real numbers, or register_buffer(persistent=False)"
-            raise UserError(f"{listing(unknown, 4)}: {why}")
-        live.changed_groups()
-        return [self._size_note(live)] if self.accelerator.is_main_process else []
 
     def _size_note(self, live: LiveState) -> str:
         """Compares the disk space that checkpoints need with what is free on rank 0's disk. Raises
         UserError if not one fits."""
-        trained = sum(math.prod(full_shape(each)) for each in live.module.parameters() if each.requires_grad)
-        weights = self._tables(live)[folders.WEIGHTS_FILE].values()
-        # and AdamW's two moments
-        size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in weights) + 8 * trained
+        weights = _bytes_of(self._tables(live)[folders.WEIGHTS_FILE])
+        trained = [full_shape(each) for each in live.module.parameters() if each.requires_grad]
+        moments = 8 * sum(math.prod(shape) for shape in trained)  # AdamW's two
+        size = weights + moments
         # the newest ones, the best one, and the next before the oldest is removed
         most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
         count = min(self.settings.keep_checkpoints + 2, most)
-        disk = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.is_dir())
-        present = sum(path.stat().st_size for path in self.path.glob("step-*/*.safetensors"))
-        free = shutil.disk_usage(disk).free + present
+        free = self._free_bytes()
         needed = f"checkpoints: about {size_text(size)} each, at most {count} at a time"
         note = f"{needed}; {size_text(free)} free at {self.path}"
-        remedy = "free some space, pass another --output_dir, lower --keep_checkpoints or drop --checkpoint_every"
+        remedy = "free some space, pass another --output_dir, lower --keep_checkpoints"
+        remedy += " or drop --checkpoint_every"
         if free < size:
             raise UserError(f"{note}, too little for one: {remedy}")
-        return note if free >= count * size else f"{note}, too little: {remedy}"
+        if free < count * size:
+            return f"{note}, too little: {remedy}"
+        return note
 
-    def wait(self) -> None:
-        """Waits for a checkpoint in the background. Raises UserError if it cannot be written."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+    def _free_bytes(self) -> int:
+        """What checkpoints can take, those that are there included."""
+        candidates = (self.path, *self.path.absolute().parents)
+        disk = next(folder for folder in candidates if folder.is_dir())
+        present = sum(path.stat().st_size for path in self.path.glob("step-*/*.safetensors"))
+        return shutil.disk_usage(disk).free + present
+
+
+def _bytes_of(shapes: Shapes) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values())
+
+
+def _check_dtypes(live: LiveState) -> None:
+    unknown = []
+    for name, (dtype, _) in live.weight_shapes().items():
+        if dtype not in DTYPE_NAMES:
+            unknown.append(f"{name} ({dtype})")
+    if unknown:
+        fault = "of a dtype that checkpoints do not support"
+        remedy = "use real numbers, or register_buffer(persistent=False)"
+        raise UserError(f"{listing(unknown, 4)}: {fault}: {remedy}")

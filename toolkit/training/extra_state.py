@@ -42,7 +42,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         if "cuda" in states:
             torch.cuda.set_rng_state(_from_text(states["cuda"]))
-        else:  # saved on a CPU: from that rank's seed, since all GPUs still have the one of the weights
+        else:
+            # saved on a CPU: from that rank's seed, since all GPUs still have that of the weights
             torch.cuda.manual_seed(torch.initial_seed())
 
 
@@ -63,7 +64,8 @@ def registered_content(accelerator: Accelerator) -> bytes:
     file = io.BytesIO()
     try:
         states = [each.state_dict() for each in objects]
-        groups = [getattr(each, "param_groups", []) for each in objects]  # an optimizer without any state yet
+        # an optimizer without any state yet has its tensors here
+        groups = [getattr(each, "param_groups", []) for each in objects]
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves([states, groups])):
             raise TypeError("it has shards")
         torch.save(states, file)
@@ -72,8 +74,8 @@ def registered_content(accelerator: Accelerator) -> bytes:
     except Exception as error:
         names = listing([type(each).__name__ for each in objects], 4)
         raise UserError(
-            f"accelerator.register_for_checkpointing({names}): a state_dict() cannot be saved ({first_line(error)}): "
-            "make it of whole tensors, numbers, strings, lists and dicts"
+            f"accelerator.register_for_checkpointing({names}): a state_dict() cannot be saved "
+            f"({first_line(error)}): make it of whole tensors, numbers, strings, lists and dicts"
         ) from error
     return file.getvalue()
 
@@ -82,12 +84,14 @@ def load_registered(accelerator: Accelerator, content: bytes) -> None:
     """Loads these states. Raises UserError unless the recipe registers the objects that it did when
     it saved."""
     objects = require(accelerator, "_custom_objects", "accelerate")
-    states = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True) if content else []
+    states = []
+    if content:
+        states = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     remedy = "use the same recipe, or another --output_dir"
     if len(states) != len(objects):
         raise UserError(
-            f"the checkpoint has {len(states)} states of accelerator.register_for_checkpointing, which got "
-            f"{len(objects)} objects before `run.resume`: {remedy}"
+            f"the checkpoint has {len(states)} states of accelerator.register_for_checkpointing, "
+            f"which got {len(objects)} objects before `run.resume`: {remedy}"
         )
     for each, state in zip(objects, states, strict=True):
         try:

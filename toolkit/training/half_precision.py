@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from toolkit.checkpoint.model_folder import DTYPES
-from toolkit.checkpoint.state import live_state
+from toolkit.checkpoint.strategies import live_state
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import log_on_main

@@ -54,7 +54,7 @@ _LIMITED: dict[str, tuple[list[Any], str]] = {
                     (["cpu", "none"], "what is on NVMe is not in a checkpoint, nor as fp32 weights in model/")),
     "zero_optimization.compute_grad_norm": ([True], "each step's gradient norm is checked"),
     "managed_gradient_accumulation": ([True], "the settings decide when gradients are reduced"),
-    "data_types.grad_accum_dtype": (["fp32", None], "gradients are accumulated in fp32"),
+    "data_types.grad_accum_dtype": ([None], "the precision decides it"),
     "gradient_allreduce_op": (["mean"], "a sum grows with the number of processes"),
 }  # fmt: skip
 

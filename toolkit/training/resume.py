@@ -28,13 +28,13 @@ from toolkit.training.half_precision import set_scaler
 from toolkit.training.optimizer import set_schedule
 from toolkit.utils.cache import digest_of_file, digest_of_files
 
-# Settings that do not change what is trained. Of files and models the content is compared instead, of the precision
-# the one that the run used.
+# Settings that do not change what is trained. Of files and models the content is compared instead,
+# of the precision the one that the run used.
 NOT_OF_TRAINING = {
-    "output_dir", "overwrite_output_dir", "resume", "report_to", "run_name", "project", "checkpoint_every",
-    "checkpoint_in_background", "keep_checkpoints", "model_name_or_path", "train_file", "validation_file", "test_file",
-    "label_names_file", "log_level", "logging_steps", "mixed_precision", "compare_max_length",
-    "per_device_eval_batch_size",
+    "output_dir", "overwrite_output_dir", "resume", "report_to", "run_name", "project",
+    "checkpoint_every", "checkpoint_in_background", "keep_checkpoints", "model_name_or_path",
+    "train_file", "validation_file", "test_file", "label_names_file", "log_level", "logging_steps",
+    "mixed_precision", "compare_max_length", "per_device_eval_batch_size",
 }  # fmt: skip
 _MODEL_FILES = (".safetensors", ".bin", ".onnx", ".onnx_data", ".data", ".xml")
 
@@ -113,7 +113,12 @@ def _named_checkpoints(resume: str, checkpoints: Path) -> list[Path]:
     return folders.newest_first(path / "checkpoints") or folders.newest_first(path)
 
 
-def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
+def identity_of(
+    accelerator: Accelerator,
+    settings: Any,
+    data: Prepared,
+    recipe: str,
+) -> dict[str, Any]:
     """The facts that must be equal in a checkpoint and in the run that resumes from it, as JSON. A
     model's folder is identified by its content, and may be moved or copied."""
     model, training = settings.model, settings.training
@@ -146,14 +151,17 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
 
 def digest_of_model(folder: Path) -> str:
     """Of the folder's config and weights, or of its exported graph."""
-    files = [path for path in folder.iterdir() if path.name == "config.json" or path.suffix in _MODEL_FILES]
+    files = [path for path in folder.iterdir() if path.suffix in _MODEL_FILES]
+    files += folder.glob("config.json")
     return digest_of_files(folder, files)
 
 
 def script_digest() -> str | None:
     """Of the recipe that runs, whose loss may be edited between a checkpoint and its resume."""
     script = getattr(sys.modules["__main__"], "__file__", None)
-    return digest_of_file(Path(script)) if script and Path(script).is_file() else None
+    if not script or not Path(script).is_file():
+        return None
+    return digest_of_file(Path(script))
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -161,7 +169,8 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     state = folders.read_state(folder)
     saved, current = state["identity"], facts["identity"]
     of_data = [field.name for field in dataclasses.fields(DataSettings) if field.name not in saved]
-    reasons = differences(saved, current, [name for name in current if name not in ("data", "model")])
+    by_value = [name for name in current if name not in ("data", "model")]
+    reasons = differences(saved, current, by_value)
     if saved["data"] != current["data"]:
         changes = differences(state["settings"], facts["settings"], of_data)
         if not changes and not reasons:
@@ -171,13 +180,16 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
         changes = differences(state["settings"], facts["settings"], ["model_name_or_path"])
         reasons += changes or ["the content of the model's files has changed"]
     if reasons:
-        raise UserError(
-            f"{folder} belongs to another job: {'; '.join(reasons)}. Pass the settings it was saved with or another "
-            "--output_dir, or --overwrite_output_dir to move that run aside and start again"
-        )
+        remedy = "Pass the settings it was saved with or another --output_dir, or "
+        remedy += "--overwrite_output_dir to move that run aside and start again"
+        raise UserError(f"{folder} belongs to another job: {'; '.join(reasons)}. {remedy}")
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def differences(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    names: Iterable[str],
+) -> list[str]:
     """`NAME was X and is Y` for each of the names that both have with different values."""
     lines = []
     for name in names:
@@ -204,56 +216,85 @@ class Resumed:
     """Lines for the log."""
 
 
-def resume_from(checkpoints: Checkpoints, origin: Origin, ignored: Collection[str] = ()) -> Resumed | None:
+def resume_from(
+    checkpoints: Checkpoints,
+    origin: Origin,
+    ignored: Collection[str] = (),
+) -> Resumed | None:
     """Restores a checkpoint into model, optimizer, schedule and random generators; all ranks must
     call it. `ignored`: settings that do not affect training and may change. Returns None if the run
     starts at step 0."""
     folder = origin.folder
     if folder is None:
         return None
-    accelerator, steps, best = checkpoints.accelerator, checkpoints.steps, checkpoints.best
-    content = (folders.read_state(folder), _objects(folder)) if accelerator.is_main_process else None
+    accelerator, steps = checkpoints.accelerator, checkpoints.steps
+    content = None
+    if accelerator.is_main_process:
+        content = (folders.read_state(folder), _objects(folder))
     state, objects = broadcast_object_list([content])[0]
-    step, total = state["step"], steps.schedule.total_steps
     changes = _changed_settings(checkpoints, state, ignored)
-    _check_finished_run(folder, step, total, changes)
+    _check_finished_run(folder, state["step"], steps.schedule.total_steps, changes)
     load_registered(accelerator, objects)
-    best.restore(state["best"])
-    lines = [*origin.skipped, *_restore_best_model(checkpoints, folder)]
+    checkpoints.best.restore(state["best"])
+    # first: it loads the best checkpoint's weights, which the resumed one's replace
+    lines_on_best = _restore_best_model(checkpoints, folder)
     folders.load(folder, checkpoints.live(), state)
     if None in (checkpoints.settings.ema_decay, state["settings"].get("ema_decay")):
         remove_average(checkpoints.live())  # of the steps before --ema_decay was left out
-    checkpoints.continues = same_run = folder.parent.resolve() == checkpoints.path.resolve()
+    same_run = folder.parent.resolve() == checkpoints.path.resolve()
+    checkpoints.continues = same_run
     if same_run:
         checkpoints.set_links()
     set_schedule(checkpoints.scheduler, int(state["scheduler_steps"]))
     set_scaler(accelerator, checkpoints.optimizer, state["loss_scale"])
-    steps.done = step
+    steps.done = state["step"]
     if state["world"] == accelerator.num_processes:
-        steps.set_randomness = partial(set_random_states, state["random"][accelerator.process_index])
-    return Resumed(folder, state, same_run, [*lines, *_resumed_lines(folder, state, total, changes, checkpoints)])
+        own_states = state["random"][accelerator.process_index]
+        steps.set_randomness = partial(set_random_states, own_states)
+    lines = [
+        *origin.skipped,
+        *lines_on_best,
+        *_resumed_lines(folder, state, changes, checkpoints),
+    ]
+    return Resumed(folder, state, same_run, lines)
 
 
 def _objects(folder: Path) -> bytes:
     path = folder / "objects.pt"
-    return path.read_bytes() if path.is_file() else b""
+    if not path.is_file():
+        return b""
+    return path.read_bytes()
 
 
-def _changed_settings(checkpoints: Checkpoints, state: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
+def _changed_settings(
+    checkpoints: Checkpoints,
+    state: Mapping[str, Any],
+    ignored: Collection[str],
+) -> list[str]:
+    """`NAME was X and is Y` for each setting that affects training."""
     unimportant = NOT_OF_TRAINING.union(ignored)
-    if state["step"] == checkpoints.steps.schedule.total_steps:  # only an evaluation is left, which may have run out
-        unimportant |= {"per_device_batch_size", "max_tokens_per_batch"}  # of memory
+    if state["step"] == checkpoints.steps.schedule.total_steps:
+        # only an evaluation is left, which may have run out of memory
+        unimportant |= {"per_device_batch_size", "max_tokens_per_batch"}
     settings = checkpoints.facts["settings"]
-    changes = differences(state["settings"], settings, [name for name in settings if name not in unimportant])
+    important = [name for name in settings if name not in unimportant]
+    changes = differences(state["settings"], settings, important)
     precision = {"mixed_precision": checkpoints.accelerator.mixed_precision}
     return changes + differences(state, precision, precision)
 
 
 def _resumed_lines(
-    folder: Path, state: Mapping[str, Any], total: int, changes: list[str], checkpoints: Checkpoints
+    folder: Path,
+    state: Mapping[str, Any],
+    changes: list[str],
+    checkpoints: Checkpoints,
 ) -> list[str]:
-    processes = f"{state['world']} process{'es' * (state['world'] > 1)}"
-    lines = [f"resuming from {folder}: step {state['step']} of {total} (saved by {state['strategy']}, {processes})"]
+    step, total = state["step"], checkpoints.steps.schedule.total_steps
+    processes = "1 process"
+    if state["world"] > 1:
+        processes = f"{state['world']} processes"
+    saved_by = f"saved by {state['strategy']}, {processes}"
+    lines = [f"resuming from {folder}: step {step} of {total} ({saved_by})"]
     if changes:
         lines.append(f"settings that changed since: {'; '.join(changes)}")
     scripts = {state["script"], checkpoints.facts["script"]}
@@ -265,36 +306,51 @@ def _resumed_lines(
 
 def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
     """Writes the run's model/ (of `--ema_decay` the average) from the best checkpoint if it is
-    missing, newer than the resumed one or of another `--save_dtype`. Where the best checkpoint is
-    gone, the next evaluation counts as the best."""
-    best, dtype = checkpoints.best, checkpoints.settings.save_dtype
+    missing, newer than the resumed one or of another `--save_dtype`. If the best checkpoint is
+    gone, the next evaluation counts as the best. Returns lines for the log; all ranks must call
+    it."""
+    accelerator, best = checkpoints.accelerator, checkpoints.best
+    dtype = checkpoints.settings.save_dtype
     model_folder = checkpoints.path.with_name("model")
-    if not best.step or broadcast_object_list([has_model(model_folder, best.step, dtype)])[0]:
+    # by its step: the link `best` may point to a later checkpoint
+    source = folders.step_folder(folder.parent, best.step)
+    is_current, state = True, None
+    if accelerator.is_main_process and best.step:
+        is_current = has_model(model_folder, best.step, dtype)
+        if not is_current:
+            state = _whole_state(source)
+    is_current, state = broadcast_object_list([(is_current, state)])[0]
+    if is_current:
         return []
-    source = folders.step_folder(folder.parent, best.step)  # the link `best` may point to a later checkpoint
-    state = broadcast_object_list([_whole_state(source) if checkpoints.accelerator.is_main_process else None])[0]
     if state is None:
         step = best.step
         best.reset()
-        return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
+        fault = f"the best model so far, of step {step}, is gone"
+        return [f"{fault}: the next evaluation counts as the best"]
     folders.load(source, checkpoints.live(), state)
     if state["settings"].get("ema_decay") is None:
         remove_average(checkpoints.live())
+    model, tokenizer = checkpoints.model, checkpoints.tokenizer
     with average_as_weights(checkpoints.live):
-        save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
+        save_model(accelerator, model, tokenizer, model_folder, best.step, dtype)
     return []
 
 
 def _whole_state(folder: Path) -> dict[str, Any] | None:
-    return None if folders.find_fault(folder) else folders.read_state(folder)
+    """A checkpoint's state.json; None if it is missing or damaged."""
+    if folders.find_fault(folder):
+        return None
+    return folders.read_state(folder)
 
 
 def _check_finished_run(folder: Path, step: int, total: int, changes: list[str]) -> None:
     """Raises UserError if a checkpoint has more steps than the run, or all of them and settings
     have changed."""
-    remedy = "raise --max_steps (or --num_train_epochs), or pass another --output_dir or --overwrite_output_dir"
+    remedy = "raise --max_steps (or --num_train_epochs)"
+    remedy += ", or pass another --output_dir or --overwrite_output_dir"
     if step > total:
-        raise UserError(f"{folder} has taken {step} steps, but the settings ask for {total} in total: {remedy}")
-    if step == total and changes:
-        fault = f"is of a finished run, and the changed settings would have no effect ({'; '.join(changes)})"
+        fault = f"has taken {step} steps, but the settings ask for {total} in total"
         raise UserError(f"{folder} {fault}: {remedy}")
+    if step == total and changes:
+        fault = "is of a finished run, and the changed settings would have no effect"
+        raise UserError(f"{folder} {fault} ({'; '.join(changes)}): {remedy}")
