@@ -187,9 +187,6 @@ def count_processes(
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU
     processes = environment.parse_int("num_processes", number, path, minimum=1)
-    if processes > 1 and kind in _ONE_PROCESS:
-        remedy = "use accelerate_configs/ddp.yaml"
-        raise UserError(f"{path} runs one process, not {processes}: {remedy}")
     if processes % machines:
         remedy = f"pass --num_processes {machines * max(1, processes // machines)}"
         why = f"{processes} processes cannot be divided equally among {machines} machines"

@@ -50,11 +50,11 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
     if enabled:
         return enabled, "the DeepSpeed config says so"
     setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if setting and launch_config is None:  # its command line cannot be read
-        return setting, "ACCELERATE_MIXED_PRECISION says so"
-    is_launchers_default = setting == "no" and (launch_config or {}).get("mixed_precision") is None
-    if setting and not is_launchers_default:
-        return setting, "the accelerate config says so"
+    is_default = False
+    if setting == "no" and launch_config is not None:  # a launcher sets it by default
+        is_default = launch_config.get("mixed_precision") is None
+    if setting and not is_default:
+        return setting, "the accelerate config, or ACCELERATE_MIXED_PRECISION, says so"
     return _of_cpu() if device is None else _of_gpu(device)
 
 
