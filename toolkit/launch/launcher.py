@@ -1,8 +1,8 @@
 """Starts this machine's processes and watches them; the launchers of several machines watch each
 other.
 
-The launcher of machine 0 serves a store, in which the launchers meet and count their heartbeats, and
-the processes of each attempt form their group.
+The launcher of machine 0 serves a store, in which the launchers meet and count their heartbeats,
+and the processes of each attempt form their group.
 """
 
 from __future__ import annotations

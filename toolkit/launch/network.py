@@ -38,7 +38,7 @@ def _remedy(kind: str, address: str, port: int) -> str:
     here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
     return {
         "name": f"give its IP address (`hostname -I` there), or add `{name}` to /etc/hosts",
-        "refused": "start the other machine too, or use another address of it (`hostname -I` there)",
+        "refused": "start the other machine too, or use its right address (`hostname -I` there)",
         "silent": "is that machine on, and is this its address (`hostname -I` there)? If so, a "
         f"firewall drops the packets: on {name}, `sudo ufw allow from {here}` (or the security "
         f"group of your cloud: all TCP ports between the machines, {port} among them)",
@@ -81,8 +81,9 @@ def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=
     try:
         server = socket.create_server((address, port), backlog=256)
     except OSError as error:
+        host = f"{socket.gethostname()} ({address})"
         raise UserError(
-            f"port {port} of {socket.gethostname()} ({address}) cannot be opened ({error.strerror}): "
+            f"port {port} of {host} cannot be opened ({error.strerror}): "
             f"`ss -ltnp 'sport = :{port}'` shows what holds it; another one: --main_process_port "
             "(on every machine), --master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
         ) from error
@@ -132,9 +133,10 @@ def local_addresses() -> dict[str, str]:
 def resolve_addresses(name: str) -> list[str]:
     """The addresses of a host name; empty if it is unknown."""
     try:
-        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
+        entries = socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError:
         return []
+    return sorted({str(entry[4][0]) for entry in entries})
 
 
 def address_to_serve(name: str, is_local: bool) -> str:

@@ -161,7 +161,12 @@ def plan_launch(
     )  # fmt: skip
 
 
-def _deepspeed_config(options: argparse.Namespace, config: Mapping[str, Any], path: Path, script: str) -> str | None:
+def _deepspeed_config(
+    options: argparse.Namespace,
+    config: Mapping[str, Any],
+    path: Path,
+    script: str,
+) -> str | None:
     """The path of DeepSpeed's JSON, or None."""
     if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
         why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
