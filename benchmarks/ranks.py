@@ -95,7 +95,7 @@ def make_job(folder: Path) -> tuple[int, list[str]]:
 
 def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, Any]:
     """`requested`: collective -> bytes to send in a step; `sent`: bytes sent; `seconds` to the first step."""
-    command = [sys.executable, "tests/ranks_worker.py", *job, "--machines", ",".join(ADDRESSES.values()),
+    command = [sys.executable, "tests/ranks_worker.py", *job, "--main_process_ip", ADDRESSES["a"],
                "--rendezvous_timeout", "600", "--num_processes", str(ranks), "--output_dir", str(output)]  # fmt: skip
     for host, done in hosts.run_both(dict.fromkeys(ADDRESSES, command), 1500).items():
         if done.code:

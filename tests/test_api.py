@@ -18,10 +18,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import toolkit
 from tests.faults import refusal
 from tests.report.made import classifier
-from tests.runs import ROOT, edit_json, fork, lines_of, losses_of, recipe, start
+from tests.runs import ROOT, edit_json, fork, free_port, lines_of, losses_of, recipe, start
 from toolkit.data.labels import Labels
 from toolkit.features.explain.feature import FEATURE as EXPLAIN
-from toolkit.launch.network import free_port
 
 MORE = (
     'dropout=0.0, mixed_precision="no", report_to="none", global_batch_size=12, per_device_batch_size=6, '

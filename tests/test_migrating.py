@@ -10,9 +10,8 @@ import pandas as pd
 import pytest
 from transformers import Trainer, TrainingArguments
 
-from tests.runs import ROOT, Finished, fork, lines_of, start, train
+from tests.runs import ROOT, Finished, fork, free_port, lines_of, start, train
 from toolkit.config import TaskSettings, sections_of
-from toolkit.launch.network import free_port
 
 PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
 VALIDATION = 101

@@ -160,14 +160,3 @@ def test_ctrl_c_while_ranks_are_started(tmp_path: Path) -> None:
     words = [sys.executable, script, "--config_file", "accelerate_configs/ddp.yaml"]
     done = start(words, seconds=60, env={"PYTHONPATH": str(ROOT)}, fresh=True)
     assert (done.code, done.err) == (130, "interrupted\n")
-
-
-def test_accelerate_launch_ends_by_the_stop_signal(tmp_path: Path) -> None:
-    """By itself it would exit with a traceback and code 1."""
-    script = tmp_path / "stopped.py"
-    main = "lambda: launch.set_exit_signal(15)"
-    script.write_text(f"from toolkit import launch\nlaunch.start(__name__)\nlaunch.run({main})\n")
-    way = ["--config_file", "accelerate_configs/single.yaml"]
-    done = start(["accelerate", "launch", script, *way], env={"PYTHONPATH": str(ROOT)}, fresh=True)
-    assert done.code == -signal.SIGTERM
-    assert "Traceback" not in done.err

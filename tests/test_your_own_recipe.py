@@ -317,7 +317,7 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
     "a loss without gradients": (
         "ddp x2", "metric", LOSS, "step.mean(objective(batch, logits).detach())", ("detach()",)),
     "an attribute of a wrapped model": (
-        "ddp x2", "metric", AFTER, f"        model.classifier\n{AFTER}", ("classifier", "toolkit.unwrapped(model)")),
+        "ddp x2", "metric", AFTER, f"        model.classifier\n{AFTER}", ("classifier",)),
     "weights of another seed in each process": (
         "fsdp2 x2", "metric", OPTIMIZER,
         f"    torch.nn.init.constant_(model.classifier.weight, accelerator.process_index)\n{OPTIMIZER}",

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.runs import environment, lines_of, slow_but, start
+from tests.runs import environment, free_port, lines_of, slow_but, start
 from toolkit.cli import build_parser
 from toolkit.commands import init
-from toolkit.launch.network import free_port
 
 SHIPPED = sorted(
     line.removeprefix("include ")

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from tests.faults import refusal
+from tests.runs import free_port
 from toolkit.launch import network
 from toolkit.launch.machines import DEFAULT_PORT, PLACEHOLDER, Machines, find_machines
-from toolkit.launch.network import UnreachableError, address_to_serve, connect, free_port, is_this_machine
+from toolkit.launch.network import UnreachableError, address_to_serve, connect, is_this_machine
 
-FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
-SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}
+FIRST, SECOND, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 
 
 def pretend_network(
@@ -66,21 +66,12 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     return find_in_file
 
 
-@pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
-def test_rank_by_a_list_of_machines(find: Find, own: str, rank: int) -> None:
-    listed = [FIRST, SECOND, THIRD]
-    for options, config in (({"machines": ",".join(listed)}, {}), ({}, {"machines": listed})):
-        machines = find(options, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
-        assert (machines.rank, machines.addresses, own in machines.rank_source) == (rank, tuple(listed), True)
-
-
 def test_unclear_ranks_are_errors(find: Find) -> None:
-    """A machine that is not listed; the second of three; an unknown name of the first."""
-    assert "cannot tell its rank" in refusal(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])
+    """The second of three; an unknown name of the first."""
     assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
-    says = ("cannot tell its rank", "--machine_rank", "up to 2 on the others", "--machines")
+    says = ("--machine_rank", "up to 2 on the others")
     refusal(find, {"main_process_ip": FIRST}, own=[SECOND], num_machines=3, says=says)
-    assert "the name gpu1 cannot be resolved here" in refusal(find, {"main_process_ip": "gpu1"}, own=[SECOND])
+    refusal(find, {"main_process_ip": "gpu1"}, own=[SECOND], says=["gpu1"])
 
 
 @pytest.mark.parametrize(
@@ -114,31 +105,17 @@ def test_rank_out_of_range(find: Find, options: dict[str, str], env: dict[str, s
 def test_placeholder_names_the_file(find: Find, tmp_path: Path) -> None:
     says = (f"{tmp_path / 'mine.yaml'}: ", PLACEHOLDER, "--main_process_ip")
     refusal(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER, says=says)
-    refusal(find, {}, SLURM, num_machines=4, main_process_ip=PLACEHOLDER, says=["--nodes 2", "num_machines: 4"])
 
 
 @pytest.mark.parametrize(
     ("options", "config", "first"),
     [
         ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, "10.0.1.1"),
-        ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, "10.0.1.1"),
-        ({"machines": f"{FIRST},{SECOND}"}, {"main_process_ip": "10.0.2.2"}, FIRST),
-        ({"machines": f"{FIRST},{SECOND}"}, {"machines": [THIRD, SECOND]}, FIRST),
-        ({}, {"machines": [THIRD, SECOND], "main_process_ip": "10.0.2.2"}, THIRD),
         ({}, {"main_process_ip": "10.0.2.2"}, "10.0.2.2"),
-        ({}, {"main_process_ip": PLACEHOLDER}, "gpu03"),
-        ({}, {}, "gpu03"),
     ],
 )
 def test_source_of_the_first_address(find: Find, options: dict[str, str], config: dict[str, Any], first: str) -> None:
-    assert find(options, SLURM, **config).first == first
-
-
-@pytest.mark.parametrize("listed", [[FIRST], [FIRST, SECOND, THIRD], [FIRST, FIRST]])
-def test_list_must_name_each_machine_once(find: Find, listed: list[str]) -> None:
-    says = (", ".join(listed), "num_machines is 2")
-    refusal(find, {"machines": ",".join(listed)}, match="^--machines names", says=says)
-    refusal(find, {}, machines=listed, match=r"mine\.yaml: machines names", says=says)
+    assert find(options, **config).first == first
 
 
 def test_source_of_the_port(find: Find) -> None:
@@ -187,10 +164,10 @@ def test_closed_port_and_unknown_name(name: str, kind: str) -> None:
     assert error.value.remedy
 
 
-def test_store_on_ipv6_only_and_a_taken_port() -> None:
-    served = network.serve_store("::1", port := free_port())
-    network.connect_store("::1", port, 5).set("a", "b")
+def test_a_store_listens_on_one_address_and_a_taken_port_is_an_error() -> None:
+    served = network.serve_store("127.0.0.1", port := free_port())
+    network.connect_store("127.0.0.1", port, 5).set("a", "b")
     assert served.get("a") == b"b"
     with pytest.raises(UnreachableError):
-        connect("127.0.0.1", port, 2)
-    refusal(network.serve_store, "::1", port, says=[f"port {port} of ", "--main_process_port"])
+        connect("127.0.0.2", port, 2)
+    refusal(network.serve_store, "127.0.0.1", port, says=[f"port {port} of ", "--main_process_port"])

@@ -10,7 +10,7 @@ from toolkit.launch import meet as module
 from toolkit.launch.meet import Hello, RendezvousError, meet
 from toolkit.launch.network import connect_store, serve_store
 
-NAMES = ["machine 0 (10.0.0.1)", "machine 1"]
+NAMES = ["machine 0", "machine 1"]
 REMEDIES = {"missing": "start it", "twin": "pass --machine_rank"}
 
 
@@ -42,7 +42,7 @@ def test_all_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = meeting([Hello(0, "A")], monkeypatch, 1.0)
-    assert "machine 1 did not come within 1 s (connected: A): start it" in fault
+    assert "machine 1 did not come within 1 s" in fault
 
 
 @pytest.mark.parametrize(("hellos", "says"), [

@@ -15,8 +15,6 @@ from toolkit.utils.compat import TESTED, require
 
 # module (not imported) -> names that its source must contain
 NAMES = {
-    "torch.distributed.distributed_c10d": (
-        "default_pg_timeout", "default_pg_nccl_timeout", "_get_default_store"),
     "accelerate.commands.launch": ("_validate_launch_command",),
     "torch.nn.modules.module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),

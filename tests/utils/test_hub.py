@@ -8,10 +8,10 @@ import pytest
 from huggingface_hub import constants
 
 from tests.faults import refusal
+from tests.runs import free_port
 from toolkit.config import ModelSettings
 from toolkit.data.read import read_hub
 from toolkit.data.tokens import load_tokenizer
-from toolkit.launch.network import free_port
 from toolkit.pretrained import check_reachable
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import re
 import shlex
 import sys
+import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,9 @@ from toolkit.errors import UserError
 
 # launcher -> its variables for rank, world size, local rank and local world size
 _VARIABLES = {
+    "": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torch's
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # SLURM_STEP_NUM_TASKS is set inside `srun` only, SLURM_NTASKS in any batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }  # fmt: skip
@@ -37,7 +37,11 @@ MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # set by `toolkit verify`: added to every seed except those of the sample order and initial weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
-_ACCELERATE_LAUNCH = re.compile(r"accelerate(-| |\.commands\.|/commands/)launch(\.py)?$")
+_ACCELERATE_LAUNCH = re.compile(r"accelerate( |-|\.commands\.)launch$")
+_ADDRESS_REMEDY = (
+    "pass the address of rank 0's machine, and a free port of it: `mpirun -x MASTER_ADDR=ADDRESS`, "
+    "or in a Slurm script `export MASTER_ADDR=$(scontrol show hostnames | head -n 1)`"
+)
 FIRST_PORT, PORTS = 20000, 12000  # below the ephemeral ports
 # timeout setting -> the variable that passes it to the processes, and its default in seconds
 TIMEOUTS = {
@@ -73,37 +77,18 @@ def place_of(env: Mapping[str, str]) -> Place:
 
     Raises UserError if they are incomplete or not numbers.
     """
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if name in env and other not in env:
-            remedy = f"set both, or `unset {name}` to run one process"
-            raise UserError(f"{name} is set and {other} is not: {remedy}")
-    if "RANK" in env:
-        return _place_by_torch(env)
     for launcher, (rank, world, local_rank, local_world) in _VARIABLES.items():
         if rank in env and world in env and local_rank in env:
-            local = env.get(local_world, env[world]).partition("(")[0]  # Slurm's: 2(x3)
+            local = env.get(local_world) or env.get("LOCAL_SIZE") or env[world]
+            local = re.split(r"[(,]", local)[0]  # Slurm's: 2(x3)
+            launcher = launcher or _launcher_with_torch_variables(env)
             ranks = _number(env, rank), _number(env, world), _number(env, local_rank)
-            return Place(launcher, *ranks, parse_int(local_world, local.partition(",")[0]))
-    tasks = env.get("PMI_SIZE") or "1"
-    if tasks != "1":  # each process would train a separate model
-        remedy = "set RANK, WORLD_SIZE and LOCAL_RANK"
-        raise UserError(f"PMI_SIZE is {tasks}, but there is no MPI_LOCALRANKID: {remedy}")
-    if "LOCAL_RANK" in env:  # accelerate would wait for a group
-        remedy = "set RANK and WORLD_SIZE too, or `unset LOCAL_RANK`"
-        raise UserError(f"LOCAL_RANK is set and RANK is not: {remedy}")
-    launcher = _launcher_with_torch_variables(env)
-    return Place("python" if launcher in ("environment", "torchrun") else launcher, 0, 1, 0, 1)
-
-
-def _place_by_torch(env: Mapping[str, str]) -> Place:
-    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    launcher = _launcher_with_torch_variables(env)
-    # RANK without LOCAL_RANK: one process per host, as in a Kubernetes job
-    local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        if env.get(name):
-            return Place(launcher, rank, world, local_rank, _number(env, name))
-    return Place(launcher, rank, world, local_rank, world if "LOCAL_RANK" in env else 1)
+            return Place(launcher, *ranks, parse_int(local_world, local))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_RANK"):
+        if name in env:  # each process would train a separate model
+            remedy = f"set RANK, WORLD_SIZE and LOCAL_RANK, or `unset {name}` to run one process"
+            raise UserError(f"{name} is set, and not all of the others: {remedy}")
+    return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
 
 
 def _launcher_with_torch_variables(env: Mapping[str, str]) -> str:
@@ -120,18 +105,13 @@ def _by_accelerate(env: Mapping[str, str]) -> bool:
     return any(name.startswith("ACCELERATE_") for name in env)
 
 
-def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
-    """The arguments of `accelerate launch` in a process's command line; None for others."""
-    for end in range(1, 5):
-        if _ACCELERATE_LAUNCH.search(" ".join(line[:end])):
-            return line[end:]
-    return None
-
-
 def accelerate_launch_words() -> Sequence[str] | None:
     """The arguments of the `accelerate launch` that is this process's parent; None: it is not."""
     with contextlib.suppress(psutil.Error):
-        return accelerate_arguments(psutil.Process(os.getppid()).cmdline())
+        line = psutil.Process(os.getppid()).cmdline()
+        for end in range(1, 5):
+            if _ACCELERATE_LAUNCH.search(" ".join(line[:end])):
+                return line[end:]
     return None
 
 
@@ -158,10 +138,11 @@ def launcher_serves_store() -> bool:
 def user_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS as the user set it; None if it is unset, or the 1 that `torchrun` and
     `accelerate launch` set however many cores there are."""
-    first = re.match(r"\s*(\d+)", env.get(THREADS, ""))  # 4,2: nested levels
-    number = int(first[1]) if first else 0
+    text = env.get(THREADS, "")
     by_launcher = MARKER not in env and ("TORCHELASTIC_RUN_ID" in env or _by_accelerate(env))
-    return None if number == 0 or (number == 1 and by_launcher) else number
+    if not text.isdigit() or (text == "1" and by_launcher):
+        return None
+    return int(text)
 
 
 def set_torch_variables(env: MutableMapping[str, str]) -> Place:
@@ -170,67 +151,30 @@ def set_torch_variables(env: MutableMapping[str, str]) -> Place:
     Raises UserError if there are several nodes and the address of the first is unknown.
     """
     place = place_of(env)
-    if place.world_size == 1 and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
-        env.pop("LOCAL_RANK", None)  # with it accelerate opens a store at that address
-    if place.launcher == "toolkit" or place.world_size == 1:
+    if place.world_size == 1:
+        if not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # or accelerate makes a group
+                env.pop(name, None)
         return place
-    if place.launcher in ("environment", "torchrun", "accelerate"):
-        _check_master(place, env)
-    _set_ranks(place, env)
-    if place.launcher in ("environment", "torchrun", "accelerate"):
-        return place
-    if place.is_local and place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500":
-        del env["MASTER_PORT"]  # its default, which it passes even if the port is taken
-    if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = "127.0.0.1" if place.is_local else _first_machine(place, env)
-    if "MASTER_PORT" not in env:  # the same for the whole job, most likely another for the next one
-        digest = hashlib.sha256(_job_id(place, env).encode()).digest()
-        env["MASTER_PORT"] = str(FIRST_PORT + int.from_bytes(digest[:4], "big") % PORTS)
-    return place
-
-
-def _set_ranks(place: Place, env: MutableMapping[str, str]) -> None:
+    if place.launcher in ("mpirun", "srun"):
+        _set_address(place, env)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            why = f"{place.launcher} started {place.world_size} processes, and {name} is not set"
+            raise UserError(f"{why}: {_ADDRESS_REMEDY}")
     env["RANK"], env["WORLD_SIZE"] = str(place.rank), str(place.world_size)
     env["LOCAL_RANK"] = str(place.local_rank)
     env["LOCAL_WORLD_SIZE"] = str(place.local_world_size)
+    return place
 
 
-def _job_id(place: Place, env: Mapping[str, str]) -> str:
-    """The parent is the launcher only where no shell or container lies between, so the scheduler's
-    id comes first."""
-    namespace = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
-    if place.launcher == "mpirun" and namespace:  # two in one Slurm job differ
-        return namespace
-    if place.is_local and not (place.launcher == "srun" and "SLURM_STEP_ID" in env):
-        parent = psutil.Process(os.getppid())
-        return f"{parent.pid} {parent.create_time():.2f}"
-    return f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
-
-
-def _check_master(place: Place, env: Mapping[str, str]) -> None:
-    """RANK and WORLD_SIZE set by hand need MASTER_ADDR and MASTER_PORT, too."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not env.get(name):
-            remedy = "the address of rank 0's machine, and a free port of it"
-            raise UserError(f"WORLD_SIZE is {place.world_size}, but {name} is not set: {remedy}")
-
-
-def _first_machine(place: Place, env: Mapping[str, str]) -> str:
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if nodes:
-        return first_host(nodes)
-    raise UserError(
-        f"{place.launcher} started {place.world_size} processes on several machines and did not "
-        "pass the first machine's address: `mpirun -x MASTER_ADDR=<address of the first machine>`"
-    )
-
-
-def first_host(nodes: str) -> str:
-    """The first name of Slurm's compact list: `gpu[03-05,9],login` -> `gpu03`."""
-    first = re.match(r"[^,\[]+(?:\[[^\]]*\]|[^,\[])*", nodes)
-    if not first:
-        raise UserError(f"cannot read the list of machines {nodes!r}: set MASTER_ADDR")
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+def _set_address(place: Place, env: MutableMapping[str, str]) -> None:
+    """Slurm and Open MPI give no port: one of the job, most likely another for the next one."""
+    if place.is_local:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+    step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+    job = env.get("PMIX_NAMESPACE", step)  # two `mpirun` in one Slurm job differ
+    env.setdefault("MASTER_PORT", str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS))
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
@@ -261,31 +205,23 @@ def timeout_seconds(name: str) -> int:
     return int(os.environ.get(variable) or default)
 
 
-# programs that start a script
-_STARTERS = ("python", "mpi", "orterun", "prterun", "srun", "uv", "pixi")
-
-
+@functools.cache
 def launch_info() -> dict[str, Any]:
     """For config.json: the launcher's config file, and the command line to start the same run again
-    on this machine, in this folder."""
+    on this machine, in this folder. Cached: launchers may end before this process."""
     ours = launch_request()
-    words = ["python", *ours["argv"]] if ours else _command_words(tuple(sys.argv))
+    words = ["python", *ours["argv"]] if ours else _command_words()
     file, folder = ours.get("config_file"), str(Path.cwd())
     return {"config_file": file, "command": shlex.join(words), "folder": folder}
 
 
-@functools.cache
-def _command_words(argv: tuple[str, ...]) -> list[str]:
-    """The command line of the outermost launcher of this script. Cached: Ctrl-C ends DeepSpeed's
-    launcher before the run's last step is done."""
-    words = ["python", *argv]
-    with contextlib.suppress(psutil.Error):
-        for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
-            line = process.cmdline()
-            starts = Path(line[0]).name.lower().startswith(_STARTERS)  # not `timeout 60 python ...`
-            if argv[0] in line[1:] and starts:
-                words = line
-    interpreter, script = Path(words[0]), Path(words[1])
-    if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
-        return [script.name, *words[2:]]
-    return [interpreter.name, *words[1:]]
+def _command_words() -> Sequence[str]:
+    """The command line of the outermost Python program, or MPI's or Slurm's, with this script."""
+    words = ["python", *sys.argv]
+    with contextlib.suppress(psutil.Error, ValueError):
+        for process in psutil.Process().parents()[:4]:
+            name, *line = process.cmdline()
+            program = Path(name).name
+            if sys.argv[0] in line and program.startswith(("python", "mpirun", "srun")):
+                words = [program, *line]
+    return words

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
-from toolkit.errors import UserError, system_error_line
+from toolkit.errors import UserError, first_line, system_error_line
 from toolkit.launch.environment import Place, place_of, timeout_seconds
 from toolkit.launch.exit_state import ERROR_FILE, close_resources, exit_state
 from toolkit.launch.heartbeat import Failure
@@ -34,15 +34,6 @@ _CONNECTION_ERRORS = re.compile(
     "(?i)connection (closed|reset|refused)|broken pipe|remote process exited|likely closed"
     "|timed out|no route to host|network is unreachable|clients joined|failed to recv"
 )
-_MISUSES = {  # of what `toolkit.prepare` returns -> the remedy
-    "'DistributedDataParallel' object has no attribute|Missing key.s. in state_dict: \"module\\.": (
-        "use `toolkit.unwrapped(model)`"
-    ),
-    "mixed torch.Tensor and DTensor": (
-        "FSDP2 has shards: call the model that `prepare` returned, and change weights or gradients "
-        "in your optimizer's `step`, or launch with ddp"
-    ),
-}
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
@@ -159,34 +150,14 @@ def _failure(message: str, trace: str = "") -> Failure:
 def _describe(error: Exception) -> Failure:
     """One line if a message explains the error; otherwise a traceback, too."""
     explained = exit_state.explain and exit_state.explain(error)
-    if explained:
-        return _failure(explained)
-    line = system_error_line(error)
+    line = explained or system_error_line(error)
     if line:
         return _failure(line)
-    first = " ".join(str(error).split())[:200]
-    for pattern, remedy in _MISUSES.items():
-        if re.search(pattern, str(error)):
-            return _failure(f"{first} (at {_position(error)}): {remedy}")
-    if isinstance(error, ImportError | AttributeError):
-        try:
-            check_requirements()
-        except UserError as unsupported:
-            return _failure(str(unsupported))
     if _is_connection_error(error):
-        where = f"at {_position(error)}: {first}"
         lost = "lost the connection to another process, which exited, was killed or does not come"
-        return replace(_failure(f"{lost} ({where}); docs/stuck.md"), is_effect=True)
+        return replace(_failure(f"{lost} ({first_line(error)}); docs/stuck.md"), is_effect=True)
     trace = "".join(traceback.format_exception(error))
-    return _failure(f"{type(error).__name__}: {first}", trace)
-
-
-def _position(error: Exception) -> str:
-    """`cls.py:31`: the innermost line of this package or the script."""
-    calls = traceback.extract_tb(error.__traceback__)
-    ours = [call for call in calls if "-packages" not in call.filename]
-    call = (ours or calls)[-1]
-    return f"{Path(call.filename).name}:{call.lineno}"
+    return _failure(f"{type(error).__name__}: {first_line(error)}", trace)
 
 
 def _is_connection_error(error: Exception) -> bool:

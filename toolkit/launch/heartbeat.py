@@ -19,7 +19,9 @@ from toolkit.launch.exit_state import RESUME_HINT
 
 _BEAT_SECONDS = 1.0
 _READ_SECONDS = 5.0
-"""How long the member that serves the store waits for others that still have to read from it."""
+"""How long a member waits for the store when the run is over."""
+_SERVE_SECONDS = 3.0
+"""How long member 0 serves the store for others that have not read the last news."""
 _FINISH_SECONDS = 600.0
 """How long it waits for the work of others."""
 
@@ -122,17 +124,16 @@ class Board:
         self._store.set(f"beat {self._me}", state)
         for other in self._others:
             beat = self._get(f"beat {other}")
-            if beat != self._beats[other] or beat in ("finished", "read"):
+            if beat != self._beats[other] or beat == "finished":
                 self._beats[other], self._seen[other] = beat, time.monotonic()
         failure = self._first_failure()
         self._seen[self._me] = time.monotonic()
-        self.all_finished = self._finished and not set(self._beats.values()) - {"finished", "read"}
+        self.all_finished = self._finished and set(self._beats.values()) <= {"finished"}
         if not failure and not self.all_finished:
             return False
-        self._store.set(f"beat {self._me}", "read")
-        if self._me == 0:
-            self._wait_for_readers()
         self._failure = failure
+        if self._me == 0:
+            time.sleep(_SERVE_SECONDS)
         return True
 
     def _get(self, key: str) -> str:
@@ -143,10 +144,3 @@ class Board:
             self._store.compare_set("failure", "", json.dumps(asdict(self._mine)))
         text = self._get("failure")
         return Failure(**json.loads(text)) if text else None
-
-    def _wait_for_readers(self) -> None:
-        deadline = time.monotonic() + _READ_SECONDS
-        while time.monotonic() < deadline:
-            if all(self._get(f"beat {other}") == "read" for other in self._others):
-                return
-            time.sleep(0.1)

@@ -1,8 +1,8 @@
 """Starts this machine's processes and watches them; the launchers of several machines watch each
 other.
 
-The launcher of machine 0 serves two stores: one in which the launchers meet and count their
-heartbeats, and for each attempt one in which the processes form their group.
+The launcher of machine 0 serves a store, in which the launchers meet and count their heartbeats,
+and the processes of each attempt form their group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import Any
 
-from toolkit.launch import environment, network, signals
+from toolkit.launch import environment, signals
 from toolkit.launch.environment import timeout_seconds
 from toolkit.launch.exit_state import ERROR_FILE, RESUME_HINT, stop_with_parent
 from toolkit.launch.heartbeat import Board, Failure
@@ -40,10 +40,7 @@ _CAUSE_SECONDS = 3.0
 def launch(request: Request) -> int:
     """Runs what was requested; returns the exit code. Raises UserError if it cannot start."""
     with tempfile.TemporaryDirectory(prefix="toolkit-") as folder:
-        launcher = Launcher(request, Path(folder))
-        code = launcher.run()
-    _end_accelerate_launch(code)
-    return code
+        return Launcher(request, Path(folder)).run()
 
 
 class Launcher:
@@ -58,7 +55,7 @@ class Launcher:
         self.deadline = float("inf")
         """When processes are killed."""
         self.oom_kills = _count_oom_kills()
-        if "TORCHELASTIC_RUN_ID" in os.environ or environment.accelerate_launch_words() is not None:
+        if environment.accelerate_launch_words() is not None:
             stop_with_parent()  # `accelerate launch` forwards no stop signal
         signals.install_handler(self._forward)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for addresses without a host name
@@ -70,7 +67,7 @@ class Launcher:
         restarts = self.request.max_restarts
         for attempt in range(restarts + 1):
             board = self._make_board(attempt)
-            self._start(variables, attempt, self._serve_ranks(attempt))
+            self._start(variables, attempt)
             failure = self._watch(board)
             self._stop()
             final = failure is None or failure.permanent or self.signal or attempt == restarts
@@ -94,7 +91,7 @@ class Launcher:
         return {
             **versions.comparable_versions(self.request.script[0]),
             "device": device.type,
-            "use_cpu": self.request.config.get("use_cpu"),
+            "use_cpu": self.request.use_cpu,
             "num_processes": self.request.processes,
             "max_restarts": self.request.max_restarts,
         }
@@ -106,25 +103,12 @@ class Launcher:
         for machine, host in enumerate(self.met.hosts):
             first = machine * self.here
             names.append(name_machine(host, range(first, first + self.here)))
-        store = self.met.store and PrefixStore(f"attempt {attempt}", self.met.store)
+        store = PrefixStore(f"attempt {attempt}", self.met.store)
         return Board(store, names, self.request.machines.rank, timeout_seconds("peer_timeout"))
-
-    def _serve_ranks(self, attempt: int) -> tuple[str, int]:
-        """(address, port) of a new store for the processes: the last attempt's holds addresses of
-        processes that are gone."""
-        store, key = self.met.store, f"ranks of attempt {attempt}"
-        if store is not None and self.request.machines.rank:
-            address, port = json.loads(store.get(key))
-            return str(address), int(port)
-        self.store_of_ranks = network.serve_store(self.met.address, 0)  # it ends with this object
-        place = self.met.address, self.store_of_ranks.port
-        if store is not None:
-            store.set(key, json.dumps(place))
-        return place
 
     # --- the processes of this machine
 
-    def _start(self, variables: dict[str, str], attempt: int, place: tuple[str, int]) -> None:
+    def _start(self, variables: dict[str, str], attempt: int) -> None:
         request, self.ranks = self.request, []
         marker = {**request.marker(), "hosts": self.met.hosts}
         common = {
@@ -138,27 +122,18 @@ class Launcher:
         for local in range(self.here):
             file = self._error_file(local)
             file.unlink(missing_ok=True)
-            env = {**common, ERROR_FILE: str(file), **self._torch_variables(local, place, common)}
+            env = {**common, ERROR_FILE: str(file), **self._torch_variables(local, common)}
             # its handler unblocks SIGINT: until then Python would print a traceback
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 # a terminal's Ctrl-C reaches the launcher alone
-                process = Popen(
-                    request.command(),
-                    env=env,
-                    stdin=DEVNULL,
-                    start_new_session=True,
-                )
+                command = request.command()
+                process = Popen(command, env=env, stdin=DEVNULL, start_new_session=True)
                 self.ranks.append(process)
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    def _torch_variables(
-        self,
-        local: int,
-        place: tuple[str, int],
-        env: dict[str, str],
-    ) -> dict[str, str]:
+    def _torch_variables(self, local: int, env: dict[str, str]) -> dict[str, str]:
         """None for a single process of no strategy, which needs no group."""
         sharded = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys()
         if self.request.processes == 1 and not sharded:
@@ -168,9 +143,8 @@ class Launcher:
             "WORLD_SIZE": str(self.request.processes),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(self.here),
-            "MASTER_ADDR": place[0],
-            "MASTER_PORT": str(place[1]),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks are clients of this launcher's store
+            "MASTER_ADDR": self.met.address,
+            "MASTER_PORT": str(self.met.port),
         }
 
     def _error_file(self, local: int) -> Path:
@@ -209,9 +183,17 @@ class Launcher:
             if code and not stopped:
                 failures.append(self._describe(local, code))
         failures.sort(key=lambda failure: failure.is_effect)
-        if failures and failures[0].is_effect:
-            return replace(failures[0], line=failures[0].line + self._without_error())
-        return failures[0] if failures else None
+        if not failures:
+            return None
+        return self._name_silent_end(failures[0])
+
+    def _name_silent_end(self, failure: Failure) -> Failure:
+        """Others lose the connection to a rank that has left without an error."""
+        for local, rank in enumerate(self.ranks):
+            if failure.is_effect and rank.poll() == 0:
+                who = f"rank {self.first_rank + local} has ended without an error"
+                return replace(failure, line=f"{failure.line} ({who}: `sys.exit()`?)")
+        return failure
 
     def _describe(self, local: int, code: int) -> Failure:
         who = f"rank {self.first_rank + local} on {self.host}"
@@ -230,17 +212,6 @@ class Launcher:
                 hint = ", probably by the kernel: out of memory (`dmesg | tail`)"
         line = f"error: {who} was killed by {name}{hint}{RESUME_HINT}"
         return Failure(line, is_effect=-code == signal.SIGABRT)  # NCCL's watchdog
-
-    def _without_error(self) -> str:
-        """Which processes have left without an error, or stand still, while others lost them."""
-        left = []
-        for local, rank in enumerate(self.ranks):
-            who = f"rank {self.first_rank + local}"
-            if rank.poll() is None:
-                left.append(f"{who} (process {rank.pid}) still runs")
-            elif rank.poll() == 0:
-                left.append(f"{who} has ended, by `sys.exit()` or `os._exit(0)`")
-        return f" ({'; '.join(left)})" if left else ""
 
     def _stop(self) -> None:
         self._send(signal.SIGTERM)
@@ -281,13 +252,3 @@ def _count_oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
-
-
-def _end_accelerate_launch(code: int) -> None:
-    """After a stop signal, sends it to the parent `accelerate launch` too, so that a scheduler sees
-    which. On any exit code of its script that launcher prints a traceback and exits with 1."""
-    stopped = code - 128 in (signal.SIGTERM, signal.SIGUSR1)
-    if stopped and environment.accelerate_launch_words() is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `stop_with_parent`
-        with contextlib.suppress(OSError):
-            os.kill(os.getppid(), code - 128)

@@ -48,29 +48,24 @@ class Hello:
     """Versions and settings that must be the same everywhere."""
 
 
-def open_store(address: str, port: int, serves: bool, seconds: float, who: str) -> Store:
-    """Serves the store at an address of this machine, or connects to it. `who` am I, for the error.
-
-    Raises RendezvousError.
-    """
-    if serves:
-        return network.serve_store(address, port)
+def connect(address: str, port: int, seconds: float) -> Store:
+    """Connects to the store of the first machine. Raises RendezvousError."""
     try:
         return network.connect_store(address, port, seconds)
     except network.UnreachableError as error:
-        doctor = doctor_command(address, network.source_address_for(address))
-        fault = f"{who} could not reach the first machine in {seconds:.0f} s: {error}"
-        raise RendezvousError(f"{fault}. To do: {error.remedy}. {doctor}") from error
+        who = f"{socket.gethostname()} could not reach the first machine in {seconds:.0f} s"
+        remedy = f"{error.remedy}. {doctor_command(address)}"
+        raise RendezvousError(f"{who}: {error}. To do: {remedy}") from error
 
 
 @dataclass(frozen=True)
 class Met:
     """What a launcher knows of the others after they have met."""
 
-    store: Store | None
-    """None for one machine."""
+    store: Store
     address: str
-    """Of machine 0, which serves the store."""
+    port: int
+    """Where machine 0 serves the store."""
     hosts: list[str]
     """Host names of the machines, in order."""
 
@@ -83,23 +78,25 @@ def meet_launchers(machines: Machines, facts: Mapping[str, Any], seconds: float)
     me, first, host = machines.rank, machines.first, socket.gethostname()
     if machines.count == 1:
         network.choose_interface(os.environ, network.LOOPBACK)
-        return Met(None, network.LOOPBACK, [host])
+        server = network.serve_store(network.LOOPBACK, 0)
+        return Met(server, network.LOOPBACK, server.port, [host])
     logger.info(f"this is machine {me} ({host}) of {machines.count}: {machines.rank_source}")
-    serves, address = me == 0 and network.is_this_machine(first), first
-    if serves:
-        address = network.address_to_serve(first, False, machines.others())
-    store = open_store(address, machines.port, serves, seconds, f"machine {me} ({host})")
+    if me == 0 and network.is_this_machine(first):
+        address = network.address_to_serve(first, is_local=False)
+        store: Store = network.serve_store(address, machines.port)
+    else:
+        address, store = first, connect(first, machines.port, seconds)
     source = network.source_address_for(address) or ""  # of an own address: itself
     network.choose_interface(os.environ, source)
-    doctor = doctor_command(first, *machines.others())
     remedies = {
         "missing": f"start the same command there, with --main_process_ip {first} there too; if it "
-        f"was started, see its output, and open all ports between the machines. {doctor}",
+        "was started, see its output, and open all ports between the machines. "
+        f"{doctor_command(first)}",
         "twin": "pass another --machine_rank on each machine (or set NODE_RANK there)",
     }
-    names = [machines.name_of(rank) for rank in range(machines.count)]
+    names = [f"machine {rank}" for rank in range(machines.count)]
     hellos = meet(store, Hello(me, address=source, facts=facts), names, seconds, remedies)
-    return Met(store, address, [hello.host for hello in hellos])
+    return Met(store, address, machines.port, [hello.host for hello in hellos])
 
 
 def meet(
@@ -141,10 +138,8 @@ def _wait_for_all(
         waited = time.monotonic() - started
         absent = listing((names[number] for number in missing), 8)
         if waited > seconds:
-            here = listing({hello.host: 0 for hello in _present(store, missing, len(names))})
-            fault = f"{absent} did not come within {seconds:.0f} s (connected: {here})"
-            more = "--rendezvous_timeout SECONDS waits longer"
-            raise RendezvousError(f"{fault}: {remedies['missing']}. {more}")
+            fault = f"{absent} did not come within {seconds:.0f} s (--rendezvous_timeout)"
+            raise RendezvousError(f"{fault}: {remedies['missing']}")
         if waited > _LOG_SECONDS and me.number == 0 and not logged:
             logged = True
             logger.info(f"waiting for {absent}: {remedies['missing']}")
@@ -160,9 +155,8 @@ def _write_hello(store: Store, me: Hello, names: Sequence[str], remedy: str) -> 
     text = json.dumps(asdict(me))
     if store.compare_set(_key(me.number), "", text).decode() != text:
         twin = _read_hello(store, me.number)
-        name = names[me.number].partition(" (")[0]
         hosts = f"on {printable(twin.host, 100)} and {me.host}"
-        raise RendezvousError(f"two are {name}, {hosts}: {remedy}")
+        raise RendezvousError(f"two are {names[me.number]}, {hosts}: {remedy}")
 
 
 def _read_hello(store: Store, number: int) -> Hello:
@@ -171,10 +165,6 @@ def _read_hello(store: Store, number: int) -> Hello:
     except (TypeError, ValueError) as error:
         fault = "another machine's hello cannot be read: does it run another version of this code?"
         raise RendezvousError(fault) from error
-
-
-def _present(store: Store, missing: Sequence[int], count: int) -> list[Hello]:
-    return [_read_hello(store, number) for number in range(count) if number not in missing]
 
 
 def _refuse_differences(hellos: Sequence[Hello]) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import ipaddress
 import shlex
 import socket
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +38,7 @@ def _remedy(kind: str, address: str, port: int) -> str:
     here, name = source_address_for(address) or "THIS_MACHINE", shlex.quote(address)
     return {
         "name": f"give its IP address (`hostname -I` there), or add `{name}` to /etc/hosts",
-        "refused": "start the other machine too, or use another address of it (`hostname -I` there)",
+        "refused": "start the other machine too, or use its right address (`hostname -I` there)",
         "silent": "is that machine on, and is this its address (`hostname -I` there)? If so, a "
         f"firewall drops the packets: on {name}, `sudo ufw allow from {here}` (or the security "
         f"group of your cloud: all TCP ports between the machines, {port} among them)",
@@ -81,17 +79,17 @@ def serve_store(address: str, port: int, timeout: timedelta = timedelta(minutes=
     from torch.distributed import TCPStore
 
     try:
-        server = socket.create_server((address, port), family=_family(address), backlog=256)
+        server = socket.create_server((address, port), backlog=256)
     except OSError as error:
+        host = f"{socket.gethostname()} ({address})"
         raise UserError(
-            f"port {port} of {socket.gethostname()} cannot be opened ({error.strerror}): "
+            f"port {port} of {host} cannot be opened ({error.strerror}): "
             f"`ss -ltnp 'sport = :{port}'` shows what holds it; another one: --main_process_port "
             "(on every machine), --master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
         ) from error
     port = server.getsockname()[1]
-    # the store closes the descriptor; env:// in this process finds the server again (multi_tenant)
     return TCPStore(
-        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True,
+        address, port, None, True, timeout, wait_for_workers=False,
         master_listen_fd=server.detach(),
     )  # fmt: skip
 
@@ -113,69 +111,49 @@ def connect_store(address: str, port: int, seconds: float) -> TCPStore:
     return TCPStore(address, port, None, False, timedelta(minutes=5))
 
 
-def free_port() -> int:
-    """A free port on the loopback address."""
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def source_address_for(address: str) -> str | None:
     """This machine's source address for packets to `address`, from the routing table."""
-    for target in resolve_addresses(address)[:1]:
-        probe = socket.socket(_family(target), socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError), probe:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with contextlib.suppress(OSError), probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
     return None
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def local_addresses() -> dict[str, str]:
-    """Address -> interface of this machine, without link-local IPv6 addresses."""
+    """Address -> interface of this machine."""
     return {
         entry.address: interface
         for interface, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
+        if entry.family == socket.AF_INET
     }
 
 
-def external_addresses() -> list[str]:
-    """This machine's addresses without loopback ones; IPv6 only if there is no IPv4."""
-    return _prefer_ipv4(address for address in local_addresses() if not is_loopback(address))
-
-
-def _prefer_ipv4(addresses: Iterable[str]) -> list[str]:
-    both = list(addresses)
-    return [address for address in both if ":" not in address] or both
-
-
 def resolve_addresses(name: str) -> list[str]:
-    """The addresses of a host name, IPv6 only if there is no IPv4; empty if it is unknown."""
+    """The addresses of a host name; empty if it is unknown."""
     try:
-        return sorted(_prefer_ipv4({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
+        entries = socket.getaddrinfo(name, None, socket.AF_INET)
     except OSError:
         return []
+    return sorted({str(entry[4][0]) for entry in entries})
 
 
-def address_to_serve(name: str, is_local: bool, others: Iterable[str] = ()) -> str:
+def address_to_serve(name: str, is_local: bool) -> str:
     """The address of this machine that peers reach as `name`; `is_local`: peers on this machine.
 
     In Debian's /etc/hosts a machine's own name is a loopback address, which other machines cannot
-    reach: then the address on the way to `others`, or to the default route. Raises UserError.
+    reach: then the address of the default route, or the only other one. Raises UserError.
     """
-    candidates = resolve_addresses(name) or [name]
-    if is_local or not is_loopback(candidates[0]):
-        return candidates[0]
-    here = external_addresses()
-    routes = [source_address_for(other) for other in (*others, _TEST_NET)]
-    usable = [route for route in routes if route and not is_loopback(route)]
-    if usable or len(here) == 1:
-        return (usable or here)[0]
-    raise UserError(f"{name} is {candidates[0]} here: give one of {', '.join(here)} in its place")
+    address = (resolve_addresses(name) or [name])[0]
+    if is_local or not is_loopback(address):
+        return address
+    default = source_address_for(_TEST_NET)
+    others = [other for other in local_addresses() if not is_loopback(other)]
+    if default is None and len(others) != 1:
+        choice = ", ".join(others)
+        raise UserError(f"{name} is {address} here: give one of {choice} in its place")
+    return default or others[0]
 
 
 def is_this_machine(name: str) -> bool:
@@ -185,9 +163,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
+    return address.startswith("127.")
 
 
 def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
@@ -203,9 +179,6 @@ def choose_interface(env: MutableMapping[str, str], local_address: str) -> None:
 
 
 def node_id() -> str:
-    """Identifies a node: a machine, a container or a network namespace."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(str(Path("/proc/self/ns/net").readlink()))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    """Identifies a machine or a container; cloned machines have the same host name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"

@@ -11,16 +11,13 @@ import argparse
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from toolkit.errors import Parser, UserError, did_you_mean
+from toolkit.errors import Parser, UserError, first_line
 from toolkit.launch import environment
 from toolkit.launch.machines import TWO_NODE_FILES, Machines, find_machines
 from toolkit.utils.compat import require
@@ -28,26 +25,22 @@ from toolkit.utils.extras import require_extra
 from toolkit.utils.files import read_yaml, templates
 
 _LAUNCH = (
-    "config_file", "num_processes", "machine_rank", "machines", "main_process_ip",
-    "main_process_port", "max_restarts",
+    "config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port",
+    "max_restarts",
 )  # fmt: skip
 OPTIONS = (*_LAUNCH, *environment.TIMEOUTS, "deepspeed_config", "local_rank")
 """Options that are taken from a script's arguments before its settings are parsed; each takes a
 value."""
 DEEPSPEED_CONFIG = "TOOLKIT_DEEPSPEED_CONFIG"
 _ONE_PROCESS = ("NO", False)  # YAML reads NO as false
-_TYPES = (*_ONE_PROCESS, "MULTI_CPU", "DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU",
-          "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU")  # fmt: skip
+_TYPES = (*_ONE_PROCESS, "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
 _SET_BY_LAUNCHERS = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR"
     r"|MASTER_PORT|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*"
     r"|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|STEPID)|TORCH_NCCL_ASYNC_ERROR_HANDLING)$"
 )
 # options of `accelerate launch` that a config file after the script replaces
-_REPLACED = re.compile(
-    r"(--(?:num.processes|mixed.precision|main.process.ip|cpu"
-    r"|use[-_][\w-]+))(?:=.*)?"
-)
+_REPLACED = re.compile(r"--(num.processes|mixed.precision|cpu|use[-_]\w+)")
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,8 @@ class Request:
     """Over all machines."""
     machines: Machines
     max_restarts: int
-    config: Mapping[str, Any]
-    """The config file's values, with those that replace them."""
+    deepspeed_config: str | None
+    use_cpu: bool
 
     def command(self) -> list[str]:
         """The command line of each process."""
@@ -129,22 +122,20 @@ def _refuse_other_launch(place: environment.Place, script: str, request: Request
     """Raises UserError if the words before the script ask for another launch than the config file
     after it, which would replace it."""
     path, count = request.config_file, request.machines.count
-    local, here = place.local_world_size, request.processes // count
-    if count == 1 and place.world_size > local:
-        why = f"{place.launcher} started {place.world_size} processes on several machines"
-        remedy = f"each would train a separate model: use {TWO_NODE_FILES}"
-        raise UserError(f"{why}, and {path} is for one: {remedy}")
-    if place.launcher not in ("accelerate", "environment") and 1 < local != here:
-        why = f"{place.launcher} started {local} processes on this machine"
-        remedy = f"pass --num_processes {local * count} after the script"
-        raise UserError(f"{why}, and {path} asks for {here}: {remedy}")
-    words = list(environment.accelerate_launch_words() or ())
-    before = words[: words.index(script)] if script in words else []
-    for word in before:
-        option = _REPLACED.fullmatch(word)
-        if option:
-            why = f"{option[1]} before the script has no effect with --config_file {path} after it"
-            raise UserError(f"{why}: put it after")
+    local = place.local_world_size
+    is_for_one = count == 1 and place.world_size > local  # each machine would train its own model
+    by_accelerate = place.launcher in ("accelerate", "environment")
+    if is_for_one or (not by_accelerate and 1 < local != request.processes // count):
+        why = (
+            f"{place.launcher} started {place.world_size} processes, {local} of them here, and "
+            f"{path} asks for {request.processes} on {count} machine(s)"
+        )
+        raise UserError(f"{why}: pass --num_processes after the script, or use {TWO_NODE_FILES}")
+    words = environment.accelerate_launch_words() or ()
+    option = _REPLACED.search(" ".join(words).partition(script)[0])
+    if option:
+        why = f"{option[0]} before the script has no effect with --config_file {path} after it"
+        raise UserError(f"{why}: put it after")
 
 
 def plan_launch(
@@ -162,49 +153,27 @@ def plan_launch(
         require_extra(str(options.config_file), "deepspeed")
     machines = find_machines(vars(options), config, path, env)
     processes = count_processes(options, config, path, machines.count)
-    restarts = environment.parse_int("--max_restarts", options.max_restarts or 0, minimum=0)
-    config["deepspeed_config"] = _deepspeed_section(options, config, path, script[0])
-    config["num_processes"] = processes
     return Request(
-        path,
-        tuple(script),
-        module,
-        tuple(argv),
-        processes,
-        machines,
-        restarts,
-        _corrected(config),
-    )
+        path, tuple(script), module, tuple(argv), processes, machines,
+        environment.parse_int("--max_restarts", options.max_restarts or 0, minimum=0),
+        _deepspeed_config(options, config, path, script[0]),
+        use_cpu=bool(config.get("use_cpu")),
+    )  # fmt: skip
 
 
-def _corrected(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what accelerate misreads."""
-    config.pop("machines", None)  # it rejects our list
-    ids = config.get("gpu_ids")
-    if ids is not None:  # YAML may read a number or a list, accelerate wants a text
-        config["gpu_ids"] = ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)
-    if config.get("mixed_precision") is False:  # `no` without quotes
-        config["mixed_precision"] = "no"
-    if config["distributed_type"] == "MULTI_CPU" and config["num_processes"] > 1:
-        config["distributed_type"] = "MULTI_GPU"  # otherwise it silently starts one process
-    return config
-
-
-def _deepspeed_section(
-    options: argparse.Namespace, config: Mapping[str, Any], path: Path, script: str
-) -> dict[str, Any]:
-    section = config.get("deepspeed_config") or {}
-    if not isinstance(section, dict):
-        remedy = f"write `deepspeed_config_file: {section}` indented below it"
-        raise UserError(f"{path}: deepspeed_config is a section: {remedy}")
+def _deepspeed_config(
+    options: argparse.Namespace,
+    config: Mapping[str, Any],
+    path: Path,
+    script: str,
+) -> str | None:
+    """The path of DeepSpeed's JSON, or None."""
     if options.deepspeed_config and config["distributed_type"] != "DEEPSPEED":
         why = f"{path} does not use DeepSpeed, so --deepspeed_config would have no effect"
         raise UserError(f"{why}: use accelerate_configs/zero2.yaml, or leave it out")
+    section = config.get("deepspeed_config") or {}
     file = options.deepspeed_config or section.get("deepspeed_config_file")
-    if file:
-        file = str(find_file(str(file), script, "ds_configs"))
-        section = {**section, "deepspeed_config_file": file}
-    return section
+    return str(find_file(str(file), script, "ds_configs")) if file else None
 
 
 def count_processes(
@@ -223,9 +192,6 @@ def count_processes(
 
             number *= torch.accelerator.device_count() or 1  # none: the CPU
     processes = environment.parse_int("num_processes", number, path, minimum=1)
-    if processes > 1 and kind in _ONE_PROCESS:
-        remedy = "use accelerate_configs/ddp.yaml"
-        raise UserError(f"{path} runs one process, not {processes}: {remedy}")
     if processes % machines:
         remedy = f"pass --num_processes {machines * max(1, processes // machines)}"
         why = f"{processes} processes cannot be divided equally among {machines} machines"
@@ -252,18 +218,11 @@ def find_file(name: str, script: str, folder: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    roots = [Path(script).resolve().parent.parent, templates()]
-    for root in roots:
+    for root in (Path(script).resolve().parent.parent, templates()):
         if (root / name).is_file():
             return (root / name).resolve()
-    known = set()
-    for root in (Path.cwd(), *roots):
-        known |= {file.name for file in (root / folder).glob("*")}
-    hint = f" (looked in {Path.cwd()} and {roots[0]})"
-    if known:
-        hint = f"; {folder}/ holds {', '.join(sorted(known))}"
-    near_name = did_you_mean(Path(name).name, known).replace("mean ", f"mean {folder}/")
-    raise UserError(f"there is no config file {name}{near_name}{hint}")
+    known = sorted(file.name for file in (templates() / folder).glob("*"))
+    raise UserError(f"there is no config file {name}: {folder}/ holds {', '.join(known)}")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -287,27 +246,26 @@ def accelerate_environment(request: Request) -> dict[str, str]:
     )
 
     validate = require(launch, "_validate_launch_command", "accelerate")
+    words = [
+        "--config_file", str(request.config_file), "--num_processes", str(request.processes),
+        "--num_cpu_threads_per_process", "1", "script",
+    ]  # fmt: skip
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / request.config_file.name
-            file.write_text(yaml.safe_dump(request.config), encoding="utf-8")
-            words = ["--config_file", str(file), "--num_cpu_threads_per_process", "1", "script"]
-            options = launch.launch_command_parser().parse_args(words)
-            options, config, has_precision = validate(options)
+        options, config, has_precision = validate(launch.launch_command_parser().parse_args(words))
         options.num_machines, options.main_process_port = 1, 0  # the launcher's work, not its
         if options.use_deepspeed:
             fields = [*config.deepspeed_config, *["mixed_precision"] * has_precision]
             options.deepspeed_fields_from_accelerate_config = ",".join(fields)
+            options.deepspeed_config_file = request.deepspeed_config
             env = prepare_deepspeed_cmd_env(options)[1]
-        elif options.multi_gpu or options.use_fsdp:
+        elif options.use_fsdp or request.processes > 1:  # for MULTI_CPU it starts one process
             env = prepare_multi_gpu_env(options)
         else:
             env = prepare_simple_launcher_cmd_env(options)[1]
     except (ValueError, AssertionError, FileNotFoundError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"accelerate cannot start this: {reason}") from error
+        raise UserError(f"accelerate cannot start this: {first_line(error)}") from error
     for name in (environment.THREADS, "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
-    if request.config.get("use_cpu"):
+    if request.use_cpu:
         env["ACCELERATE_USE_CPU"] = "true"  # it does so for a single process only
     return {name: value for name, value in env.items() if os.environ.get(name) != value}

@@ -50,28 +50,23 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
     if enabled:
         return enabled, "the DeepSpeed config says so"
     setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    if setting and launch_config is None:  # its command line cannot be read
-        return setting, "ACCELERATE_MIXED_PRECISION says so"
-    is_launchers_default = setting == "no" and (launch_config or {}).get("mixed_precision") is None
-    if setting and not is_launchers_default:
-        return setting, "the accelerate config says so"
+    is_default = False
+    if setting == "no" and launch_config is not None:  # a launcher sets it by default
+        is_default = launch_config.get("mixed_precision") is None
+    if setting and not is_default:
+        return setting, "the accelerate config, or ACCELERATE_MIXED_PRECISION, says so"
     return _of_cpu() if device is None else _of_gpu(device)
 
 
 def enabled_in_deepspeed_config() -> str | None:
-    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None.
-
-    Raises UserError if `bf16` or `fp16` is not a section.
-    """
+    """The precision that this launch's DeepSpeed config enables by `true` (not "auto"), or None."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
     config: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError, TypeError):  # accelerate reports such a file
         config = dict(json.loads(Path(file).read_text(encoding="utf-8")))
     for name in ("bf16", "fp16"):
-        section = config.get(name) or {}
-        if not isinstance(section, dict):
-            raise UserError(f'{file}: {name} is {section!r} and should be a section with "enabled"')
-        if section.get("enabled") is True:
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
             return name
     return None
 
@@ -94,7 +89,7 @@ def _of_cpu() -> tuple[str, str]:
     import torch
 
     able = torch.cpu.get_capabilities()
-    name = cpu_name()
+    name = str(able.get("cpu_name") or "this CPU")
     if able.get("amx_bf16"):
         return "bf16", f"{name} has AMX"
     if able.get("avx512_bf16") and "AMD" in name:
@@ -114,60 +109,6 @@ def _of_gpu(device: int) -> tuple[str, str]:
     if capability >= _HAS_FAST_FP16:
         return "fp16", f"{name} has no bf16"
     return "no", f"{name} is fast in neither bf16 nor fp16"
-
-
-def cpu_name() -> str:
-    """`AMD EPYC`, say."""
-    import torch
-
-    return str(torch.cpu.get_capabilities().get("cpu_name") or "this CPU")
-
-
-def missing_kernels(device: int) -> str:
-    """That this build of torch has no kernels for a GPU (V100 with CUDA 13); empty if it has."""
-    import torch
-
-    major, minor = torch.cuda.get_device_capability(device)
-    built = torch.cuda.get_arch_list()
-    for architecture in built:
-        if _runs(architecture, (major, minor)):
-            return ""
-    name = torch.cuda.get_device_name(device)
-    return (
-        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}; it has "
-        f"{', '.join(built)}): install a build of the same version for an older CUDA "
-        "(12.6 has V100; pytorch.org)"
-    )
-
-
-def _runs(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether a GPU runs code for `sm_80`, `sm_90a`, `compute_120` or AMD's `gfx90a`."""
-    kind, _, number = architecture.partition("_")
-    if not number[:1].isdigit():
-        return True  # AMD's
-    code = divmod(int(number.rstrip("af")), 10)
-    same_generation = kind != "sm" or code[0] == capability[0]
-    return code <= capability and same_generation
-
-
-def emulated(accelerator: Accelerator) -> str:
-    """A line for bf16 on an NVIDIA GPU or a CPU that only emulates it."""
-    import torch
-
-    device = accelerator.device
-    if accelerator.mixed_precision != "bf16" or device.type not in ("cpu", "cuda"):
-        return ""
-    if device.type == "cpu":
-        flags = torch.cpu.get_capabilities()
-        able = any(value is True and "bf16" in flag for flag, value in flags.items())
-        name, remedy = cpu_name(), "no"
-    else:
-        capability = torch.cuda.get_device_capability(device)
-        able = bool(torch.version.hip) or capability >= _HAS_BF16
-        name, remedy = torch.cuda.get_device_name(device), "fp16"
-    if able:
-        return ""
-    return f"--mixed_precision bf16: {name} has no bf16, and emulates it slowly: pass --mixed_precision {remedy}"
 
 
 def choose_matmul_precision(accelerator: Accelerator) -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from toolkit.errors import UserError, printable
+from toolkit.errors import printable
 from toolkit.launch import environment, network
 from toolkit.launch.environment import Place, timeout_seconds
 from toolkit.launch.exit_state import exit_state
 from toolkit.launch.failure import exit_with
 from toolkit.launch.heartbeat import Board, Failure
-from toolkit.launch.machines import name_machine, wrong_first_machine
-from toolkit.launch.meet import Hello, meet, open_store
+from toolkit.launch.machines import name_machine
+from toolkit.launch.meet import Hello, connect, meet
 from toolkit.utils.versions import comparable_versions
 
 if TYPE_CHECKING:
@@ -31,10 +29,12 @@ if TYPE_CHECKING:
 class World:
     """The processes of this run."""
 
-    machines: list[tuple[str, list[int]]]
+    store: Store
+    """In which they form their group."""
+    machines: list[tuple[str, list[int]]] = field(default_factory=list)
     """(host, its ranks), in order."""
-    stores: Sequence[Any] = ()
-    """Kept alive: this process may serve one."""
+    server: Store | None = None
+    """Kept alive: this process may serve it."""
     barriers: int = 0
     """How often `wait_for_all` was called."""
 
@@ -43,29 +43,33 @@ class World:
 current: World | None = None
 
 
-def join(place: Place, device: str) -> None:
+def join(place: Place, device: str) -> World:
     """Under our launcher the machines have met already; under others the ranks meet here."""
+    from torch.distributed import HashStore
+
     global current
     if current is not None:
-        return
-    if place.world_size == 1:
-        if {"RANK", "LOCAL_RANK"} <= os.environ.keys() and not environment.launcher_serves_store():
-            current = _serve_alone()
-        return
+        return current
     hosts = environment.launch_request().get("hosts")
-    if hosts:
+    if place.world_size == 1:
+        current = World(HashStore())
+    elif hosts:
         each = place.local_world_size
         ranks = [list(range(first, first + each)) for first in range(0, place.world_size, each)]
-        current = World(list(zip(hosts, ranks, strict=True)))
+        current = World(_connect("ranks"), list(zip(hosts, ranks, strict=True)))
     else:
         current = _meet(place, device)
+    return current
 
 
-def _serve_alone() -> World:
-    """A process group of one process, in which torch would serve its store on all addresses."""
-    server = network.serve_store(network.LOOPBACK, 0)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = network.LOOPBACK, str(server.port)
-    return World([], [server])
+def _connect(prefix: str) -> Store:
+    """An own connection to the store of this run, in which each attempt has its own keys: those of
+    the last one hold addresses of processes that are gone."""
+    from torch.distributed import PrefixStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = connect(address, port, timeout_seconds("rendezvous_timeout"))
+    return PrefixStore(f"toolkit/{prefix} of attempt {environment.attempt()}", store)
 
 
 def list_machines() -> list[str]:
@@ -76,16 +80,13 @@ def list_machines() -> list[str]:
 
 
 def _meet(place: Place, device: str) -> World:
-    by_launcher, address = environment.launcher_serves_store(), os.environ["MASTER_ADDR"]
-    serves = place.rank == 0 and not by_launcher
-    if serves and not network.is_this_machine(address):
-        raise UserError(wrong_first_machine(address))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_launcher = environment.launcher_serves_store()
     if not by_launcher and network.is_this_machine(address):
         address = os.environ["MASTER_ADDR"] = network.address_to_serve(address, place.is_local)
-    seconds, port = timeout_seconds("rendezvous_timeout"), int(os.environ["MASTER_PORT"])
-    who = f"rank {place.rank} on {socket.gethostname()}"
-    server = open_store(address, port, serves, seconds, who)
-    store = _prefixed(server, f"toolkit/attempt {environment.attempt()}")
+    seconds, server = timeout_seconds("rendezvous_timeout"), None
+    if place.rank == 0 and not by_launcher:
+        server = network.serve_store(address, port)
     source = network.source_address_for(address) or ""
     facts = {**comparable_versions(sys.argv[0]), "device": device, "processes": place.world_size}
     remedies = {
@@ -93,44 +94,23 @@ def _meet(place: Place, device: str) -> World:
         "twin": "give each its own RANK (and NODE_RANK to each machine)",
     }
     names = [f"rank {rank}" for rank in range(place.world_size)]
-    hellos = meet(store, Hello(place.rank, address=source, facts=facts), names, seconds, remedies)
+    hello = Hello(place.rank, address=source, facts=facts)
+    hellos = meet(_connect("meeting"), hello, names, seconds, remedies)
     nodes: dict[str, list[Hello]] = {}
     for hello in hellos:
         nodes.setdefault(hello.node, []).append(hello)
     if len(nodes) == 1:
         source = network.LOOPBACK
     elif network.is_loopback(source):  # the first machine's name, on Debian
-        last = hellos[-1].address
-        source = network.source_address_for(last) or ""
+        source = network.source_address_for(hellos[-1].address) or ""
     network.choose_interface(os.environ, source)
     machines = []
     for members in nodes.values():
         ranks = [hello.number for hello in members]
         machines.append((printable(members[0].host, 100), ranks))
     if len(machines) > 1:
-        _watch(_prefixed(store, "heartbeats"), machines, place.rank)
-    servers: list[Any] = [server]
-    if by_launcher and environment.attempt():
-        servers.append(_serve_again(store, place, address))
-    return World(machines, servers)
-
-
-def _prefixed(store: Store, prefix: str) -> Store:
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(prefix, store)
-
-
-def _serve_again(store: Store, place: Place, address: str) -> Store | None:
-    """After a restart torch would read addresses of dead processes from the launcher's store
-    (pytorch#167288): rank 0 serves another one."""
-    server = None
-    if place.rank == 0:
-        server = network.serve_store(network.address_to_serve(address, place.is_local), 0)
-        store.set("port", str(server.port))
-    os.environ["MASTER_PORT"] = store.get("port").decode()
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    return server
+        _watch(_connect("heartbeats"), machines, place.rank)
+    return World(_connect("ranks"), machines, server)
 
 
 def _watch(store: Store, machines: list[tuple[str, list[int]]], rank: int) -> None:

@@ -14,7 +14,6 @@ from toolkit.launch import environment
 from toolkit.launch.environment import Place
 from toolkit.launch.options import DEEPSPEED_CONFIG, find_file, read_config
 from toolkit.utils.extras import require_extra
-from toolkit.utils.log import logger
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -38,7 +37,7 @@ def use_deepspeed(place: Place, device: str) -> bool:
     require_extra("this launch", "deepspeed")
     if is_set("ACCELERATE_USE_FSDP"):
         raise UserError(f"--deepspeed_config {file}: the accelerate config asks for FSDP: use one")
-    if file or not by_accelerate:
+    if file or not by_accelerate:  # accelerate launch has set them
         path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
@@ -55,19 +54,16 @@ def use_deepspeed(place: Place, device: str) -> bool:
     return True
 
 
-def check_config(place: Place) -> None:
+def check_config() -> None:
     """Raises UserError for keys of the accelerate config that this toolkit does not support."""
-    for kind in ("tp", "cp", "sp"):
-        size = os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1")
-        if size != "1" and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            key = f"parallelism_config_{kind}_size {size}"
-            why = "each process takes texts of its own: use ZeRO-3 or FSDP2"
-            raise UserError(f"{key} in the accelerate config: {why}")
+    if is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        why = "each process takes texts of its own: use ZeRO-3 or FSDP2"
+        raise UserError(f"parallelism_config in the accelerate config: {why}")
     if is_set("ACCELERATE_USE_FSDP"):
-        _check_fsdp(place)
+        _check_fsdp()
 
 
-def _check_fsdp(place: Place) -> None:
+def _check_fsdp() -> None:
     """Raises UserError for FSDP version 1, and for keys with which it would train otherwise or save
     no memory. Turns off loading of weights in one process only, which leaves a new head without
     data in the others."""
@@ -81,15 +77,9 @@ def _check_fsdp(place: Place) -> None:
     if os.environ.get("FSDP_IGNORED_MODULES"):
         why = "fsdp_ignored_modules in the config file: their gradients would not be averaged"
         raise UserError(f"{why}: remove it")
-    by_layer = "TRANSFORMER_BASED_WRAP"  # accelerate's default is one unit, gathered as a whole
-    policy = os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", by_layer)
-    if policy != by_layer:
-        why = f"fsdp_auto_wrap_policy {policy} in the config file"
-        raise UserError(f"{why}: layers are sharded one by one: {by_layer}")
-    if is_set("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-        if place.rank == 0:
-            logger.info("fsdp_cpu_ram_efficient_loading is off: each process loads the weights")
+    # accelerate's default is one unit, gathered as a whole
+    os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def launch_config() -> dict[str, Any] | None:

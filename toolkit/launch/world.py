@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, first_line
@@ -22,17 +21,16 @@ from toolkit.launch.exit_state import stop_with_parent
 from toolkit.launch.precision import AUTO
 from toolkit.launch.strategy import is_set
 from toolkit.utils import collector, versions
-from toolkit.utils.compat import require
 from toolkit.utils.log import logger
 from toolkit.utils.memory import read_cgroup
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from torch.distributed import Store
 
-_NVIDIA = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU, whether or not CUDA works
 _LOG_SECONDS = 60.0
-_STARTERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
+_STARTERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "srun")
 
 
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
@@ -46,10 +44,9 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     _set_threads(place)
     device = _choose_device(place)
     uses_deepspeed = strategy.use_deepspeed(place, device)
-    strategy.check_config(place)
-    ranks.join(place, device)
-    _check_kernels(place, device)
-    _start_process_group(device, uses_deepspeed)
+    strategy.check_config()
+    world = ranks.join(place, device)
+    _start_process_group(world.store, place, device, uses_deepspeed)
     verify_world(place)
     setting, why = _choose_precision(mixed_precision, place, device)
     accelerator = _create(setting, device, uses_deepspeed, options)
@@ -103,7 +100,6 @@ def _choose_device(place: Place) -> str:
 
     accelerator = torch.accelerator.current_accelerator()
     if is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available() or accelerator is None:
-        _report_unseen_gpus(place)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as DeepSpeed would find with a warning
         return "cpu"
     # for a further model the variables are torch's, no longer the scheduler's
@@ -113,7 +109,7 @@ def _choose_device(place: Place) -> str:
 
 
 def _check_number_of_gpus(place: Place, devices: int) -> None:
-    if devices == 1 and place.launcher in ("srun", "mpirun", "mpiexec"):
+    if devices == 1 and place.launcher in ("srun", "mpirun"):
         os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
     elif place.local_world_size > devices:
         total = devices * place.world_size // place.local_world_size
@@ -122,49 +118,30 @@ def _check_number_of_gpus(place: Place, devices: int) -> None:
         raise UserError(f"{here}, which has {devices} GPUs: {remedy}")
 
 
-def _report_unseen_gpus(place: Place) -> None:
-    """Logs that this machine has GPUs which torch does not see, and nothing requests CPUs."""
-    gpus = len([*_NVIDIA.glob("*")])
-    requested = is_set("ACCELERATE_USE_CPU") or "CUDA_VISIBLE_DEVICES" in os.environ
-    if gpus and not requested and place.local_rank == 0:
-        host = socket.gethostname()
-        logger.warning(
-            f"{host} has NVIDIA GPUs ({gpus}), and torch sees none: this run computes on CPUs "
-            "(`toolkit doctor` says why; CUDA_VISIBLE_DEVICES= before the command, if you want so)"
-        )
-
-
-def _check_kernels(place: Place, device: str) -> None:
-    import torch
-
-    if device == "cuda":
-        fault = precision.missing_kernels(place.local_rank % torch.cuda.device_count())
-        if fault:
-            raise UserError(fault)
-
-
 # --- the process group
 
 
-def _start_process_group(device: str, uses_deepspeed: bool) -> None:
+def _start_process_group(store: Store, place: Place, device: str, uses_deepspeed: bool) -> None:
     """Without `cpu=True` each process would form a world of one; DeepSpeed chooses its own device,
     but not gloo."""
     import torch
     from accelerate import PartialState
-    from accelerate.utils import check_cuda_p2p_ib_support
 
-    timeout = timedelta(seconds=timeout_seconds("ddp_timeout"))
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of the groups DeepSpeed makes
-        setattr(torch.distributed.distributed_c10d, name, timeout)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # or every rank logs its start
     warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     deprecated = r".*(torch\.distributed\.\w+|broadcast_buffers). is deprecated.*"
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+    options: dict[str, Any] = {
+        "store": store, "rank": place.rank, "world_size": place.world_size,
+        "timeout": timedelta(seconds=timeout_seconds("ddp_timeout")),
+    }  # fmt: skip
     on_cpu = device == "cpu"
-    backend = {"backend": "gloo"} if on_cpu and uses_deepspeed else {}
-    if not on_cpu and not check_cuda_p2p_ib_support():  # RTX 4000 under an old driver
-        os.environ["NCCL_P2P_DISABLE"] = os.environ["NCCL_IB_DISABLE"] = "1"
-    state = PartialState(on_cpu and not uses_deepspeed, timeout=timeout, **backend)
+    if uses_deepspeed:  # it accepts no store, and uses the group that exists
+        if not torch.distributed.is_initialized():
+            backend = torch.distributed.get_default_backend_for_device(device)
+            torch.distributed.init_process_group(backend, **options)
+        options = {"backend": "gloo"} if on_cpu else {}
+    state = PartialState(on_cpu and not uses_deepspeed, **options)
     if is_set("ACCELERATE_USE_FSDP"):
         _set_sharded_type(state, on_cpu)
 
@@ -260,10 +237,8 @@ def _create(
 
 
 def _check_agreement(accelerator: Accelerator, setting: str | None) -> None:
-    remedy = ""
-    if setting == AUTO:
-        remedy = f"Pass --mixed_precision {'no' if accelerator.device.type == 'cpu' else 'fp16'}"
     precisions = {"mixed precision": accelerator.mixed_precision}
+    remedy = "Pass --mixed_precision no (or fp16)" if setting == AUTO else ""
     require_equal(accelerator, "--mixed_precision and the devices", precisions, remedy)
     newer = versions.check_requirements()
     if newer:
@@ -273,11 +248,6 @@ def _check_agreement(accelerator: Accelerator, setting: str | None) -> None:
 
 
 def _log_precision(accelerator: Accelerator, setting: str | None, why: str) -> None:
-    from accelerate.utils import gather_object
-
-    emulated = set(gather_object([precision.emulated(accelerator)]))  # machines may differ
-    for line in sorted(emulated - {""}):
-        log_on_main(accelerator, line)
     if setting == AUTO:
         current = accelerator.mixed_precision
         others = "--mixed_precision no, bf16 or fp16 for another"
@@ -296,15 +266,13 @@ def log_on_main(accelerator: Accelerator, line: str, level: int = logging.INFO) 
 def wait_for_all(what: str) -> None:
     """A barrier without a timeout: a collective would time out while one machine works on `what`,
     which rank 0 logs."""
-    if ranks.current is None:
+    world, size = ranks.current, int(os.environ.get("WORLD_SIZE", 1))
+    if world is None or size == 1:
         return
-    from torch.distributed import distributed_c10d, get_world_size
-
-    store = require(distributed_c10d, "_get_default_store", "torch")()
-    ranks.current.barriers += 1
-    key, deadline = f"toolkit/barrier {ranks.current.barriers}", time.monotonic() + _LOG_SECONDS
-    store.add(key, 1)
-    while store.add(key, 0) < get_world_size():
+    world.barriers += 1
+    key, deadline = f"barrier {world.barriers}", time.monotonic() + _LOG_SECONDS
+    world.store.add(key, 1)
+    while world.store.add(key, 0) < size:
         if os.environ["RANK"] == "0" and time.monotonic() > deadline:
             deadline = math.inf
             logger.info(f"waiting for the other processes: {what}")

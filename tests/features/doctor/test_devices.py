@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from toolkit.features.doctor import devices
 from toolkit.features.doctor.devices import Devices
@@ -65,3 +66,23 @@ def test_good_gpus_and_none() -> None:
 def test_failures_of_torch_and_the_driver(hardware: Devices, env: dict[str, str], text: str, remedy: str) -> None:
     fault = findings(hardware, env)["driver" if hardware.driver_fault else "torch"]
     assert (fault.level, text in fault.text, remedy in fault.remedy) == ("fail", True, True)
+
+
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "works"),
+    [((7, 0), CUDA_13, False), ((7, 5), CUDA_13, True), ((8, 9), CUDA_13, True), ((9, 0), CUDA_13, True),
+     ((11, 0), CUDA_13, False), ((12, 1), CUDA_13, True), ((7, 0), ["sm_50", "sm_60", "sm_70"], True),
+     ((6, 1), ["sm_50", "sm_60", "sm_70"], True), ((9, 0), ["gfx90a"], True)],
+)  # fmt: skip
+def test_gpus_for_which_torch_was_not_built(
+    capability: tuple[int, int], built: list[str], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    fault = devices.missing_kernels(0)
+    assert (fault == "") is works
+    assert works or "Tesla V100" in fault

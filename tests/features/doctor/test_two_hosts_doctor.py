@@ -101,8 +101,7 @@ def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts
     dropped = b.finding("machine 0")
     assert "10.77.0.1:29600: no answer" in dropped["text"]
     assert "on 10.77.0.1, `sudo ufw allow from 10.77.0.2`" in dropped["remedy"]
-    assert "answers" in a.finding("machine 1")["text"]
-    assert "sudo ufw allow from" in a.finding("machine 1")["remedy"]
+    assert "machine 1 did not come" in a.finding("machines")["text"]
     hosts.heal()
     (alone,) = finish([hosts.start("b", [*DOCTOR, *PEERS, "--timeout", "3"])], 3)
     refused = alone.finding("machine 0")

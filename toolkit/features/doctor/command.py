@@ -51,11 +51,11 @@ def _parser() -> Parser:
         prog="toolkit doctor",
         description="Finds problems that keep a run from starting or working, on this machine and, with --peers or a "
         "config file of several machines, between them: type the same command on each. It takes seconds.",
-        epilog="Launch options as after a recipe: --config_file, --machine_rank, --machines, --main_process_ip, "
+        epilog="Launch options as after a recipe: --config_file, --machine_rank, --main_process_ip, "
         "--main_process_port. Exit codes: 0 nothing failed, 1 something did, 130 interrupted.",
         allow_abbrev=False,
     )
-    parser.add_argument("--peers", metavar="A,B", help="all machines' addresses, the first one first; as --machines")
+    parser.add_argument("--peers", metavar="A,B", help="all machines' addresses, the first one first")
     parser.add_argument("--output_dir", default="runs", help="where a run would write [runs]")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the others [30]")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
@@ -73,8 +73,8 @@ def _machines(peers_option: str | None, words: Sequence[str]) -> tuple[Machines,
         path = launch_options.find_file(options.config_file, "recipe.py", "accelerate_configs")
         config = launch_options.read_config(path)
     if peers_option:
-        options.machines = peers_option
-        config["num_machines"] = peers_option.count(",") + 1
+        options.main_process_ip, *others = peers_option.split(",")
+        config["num_machines"] = 1 + len(others)
     return find_machines(vars(options), config, path, os.environ), bool(config.get("use_cpu"))
 
 

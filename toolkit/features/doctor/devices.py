@@ -10,7 +10,6 @@ from typing import Any
 from toolkit.errors import first_line, printable, size_text
 from toolkit.features.doctor.finding import Finding
 from toolkit.features.doctor.host import install_command
-from toolkit.launch.precision import missing_kernels
 
 _MAX_BYTES_IN_USE = 1 << 30
 _QUERY = ("--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
@@ -122,3 +121,30 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
         if "too old" in why:
             remedy = "a newer driver (`sudo ubuntu-drivers install`), or a build of torch for its CUDA (pytorch.org)"
     return Finding("torch", "fail", text, remedy)
+
+
+def missing_kernels(device: int) -> str:
+    """That this build of torch has no kernels for a GPU (V100 with CUDA 13); empty if it has."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    built = torch.cuda.get_arch_list()
+    for architecture in built:
+        if _runs(architecture, (major, minor)):
+            return ""
+    name = torch.cuda.get_device_name(device)
+    return (
+        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}; it has "
+        f"{', '.join(built)}): install a build of the same version for an older CUDA "
+        "(12.6 has V100; pytorch.org)"
+    )
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether a GPU runs code for `sm_80`, `sm_90a`, `compute_120` or AMD's `gfx90a`."""
+    kind, _, number = architecture.partition("_")
+    if not number[:1].isdigit():
+        return True  # AMD's
+    code = divmod(int(number.rstrip("af")), 10)
+    same_generation = kind != "sm" or code[0] == capability[0]
+    return code <= capability and same_generation

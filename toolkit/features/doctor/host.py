@@ -106,7 +106,7 @@ def check_interfaces(machines: Machines) -> Iterator[Finding]:
     yield Finding("interfaces", "ok", ", ".join(texts) or "this machine has only its loopback interface")
     if machines.count == 1:
         return
-    target = next(iter(machines.others()), machines.first)
+    target = machines.first
     address = network.source_address_for(target) or ""
     if address in interfaces:
         yield Finding("chosen", "ok", f"{interfaces[address]} ({address}), by the route to {target}")
