@@ -95,7 +95,7 @@ def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], re
     """The first host has the whole checkpoint: one process there converts and resumes it."""
     done = disks.kill_host_b(way, *settings)
     assert done["a"].code, done["a"].err[-3000:]
-    assert "rank 1 on hostB exited without an error message" in done["a"].err
+    assert "hostB" in done["a"].err
     assert disks.steps("a")
     message = disks.train(way, *settings)["a"].err
     assert_whole(disks, reference)

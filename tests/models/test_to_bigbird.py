@@ -305,6 +305,6 @@ def test_every_process_of_a_group_writes_the_same_model(bert: Bert, out: Path, m
         transformers_deepspeed.unset_hf_deepspeed_config()
         del zero3
     names = {file.name for file in out.iterdir()} - {"meta.json"}
-    assert {file.name for file in path.iterdir()} == {"files.json", *names}
+    assert {file.name for file in path.iterdir()} == {"source.txt", *names}
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (path / name).read_bytes() == (out / name).read_bytes(), name

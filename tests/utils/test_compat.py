@@ -52,9 +52,8 @@ NAMES = {
     "transformers.models.bert.modeling_bert": (
         "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
     "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
-    "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask", "unwrap_model"),
+    "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask",),
     "datasets.arrow_dataset": ("_fingerprint",),
-    "pickle": ("_Unpickler", "dispatch", "pop_mark"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ to resume is to fill them from it."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -190,23 +191,45 @@ class LiveState:
         """Yields the tensors of a file in its order, one at a time: whole on rank 0, undefined on
         the others. Collective: every rank must exhaust it."""
         by_name = {each.name: each for each in fragments}
+        places = self._places_by_rank(by_name)
         for name in file_order(shapes):
             dtype, shape = shapes[name]
-            fragment = by_name.get(name)
-            if fragment and (not self.sharded or name in self.buffers):
-                yield fragment.values.to(dtype).view(shape)
+            ranges = {rank: table[name] for rank, table in enumerate(places) if name in table}
+            if ranges.get(0) == (0, math.prod(shape)):
+                ranges = {}  # rank 0 has all of it
+            if self.rank == 0:
+                yield self._receive(dtype, shape, by_name.get(name), ranges)
             else:
-                yield self._reduce(dtype, shape, fragment)
+                if self.rank in ranges and ranges[self.rank][1]:
+                    values = by_name[name].values.to(self.device, dtype)
+                    torch.distributed.send(_bytes(values), 0)
+                yield torch.empty(0)
 
-    def _reduce(self, dtype: torch.dtype, shape: tuple[int, ...], fragment: Fragment | None) -> torch.Tensor:
-        whole = torch.zeros(shape, dtype=dtype, device=self.device)
-        if fragment:
-            count = fragment.values.numel()
-            whole.view(-1).narrow(0, fragment.start, count).copy_(fragment.values)
-        if self.world > 1 and whole.numel():
-            # the maximum of a byte and zeros is that byte, however many ranks have it
-            content = whole.view(-1).view(torch.uint8)
-            torch.distributed.reduce(content, 0, torch.distributed.ReduceOp.MAX)
+    def _places_by_rank(self, fragments: Mapping[str, Fragment]) -> list[dict[str, tuple[int, int]]]:
+        """By rank: name -> first element and number of elements of its fragment."""
+        mine = {name: (each.start, each.values.numel()) for name, each in fragments.items()}
+        places = [mine] * self.world
+        if self.world > 1:
+            torch.distributed.all_gather_object(places, mine)
+        return places
+
+    def _receive(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        mine: Fragment | None,
+        ranges: Mapping[int, tuple[int, int]],
+    ) -> torch.Tensor:
+        """On rank 0: a whole tensor of its own fragment and those of other ranks."""
+        if not ranges and mine is not None:
+            return mine.values.to(dtype).view(shape)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
+        for rank, (start, count) in ranges.items():
+            target = whole.view(-1).narrow(0, start, count)
+            if rank == 0 and mine is not None:
+                target.copy_(mine.values)
+            elif count:
+                torch.distributed.recv(_bytes(target), rank)
         return whole
 
     @torch.no_grad()
@@ -221,7 +244,7 @@ class LiveState:
             else:
                 whole = torch.empty(shape, dtype=dtype, device=self.device)
             if self.world > 1 and whole.numel():
-                torch.distributed.broadcast(whole.view(-1).view(torch.uint8), 0)
+                torch.distributed.broadcast(_bytes(whole), 0)
             if fragment := by_name.get(name):
                 count = fragment.values.numel()
                 fragment.values.copy_(whole.view(-1).narrow(0, fragment.start, count))
@@ -369,6 +392,11 @@ class Stage3State(ZeroState):
             if compute.is_cuda:  # DeepSpeed gathers in another stream, which does not wait for these copies
                 torch.cuda.synchronize(compute.device)
         zero.checkpoint_event_epilogue()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a contiguous tensor that every backend can send."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _is_elementwise(key: str, value: Any, master: torch.Tensor) -> bool:
