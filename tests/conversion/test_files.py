@@ -39,6 +39,17 @@ def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bert_config(tiny_model, tmp_path_factory.mktemp("config") / "bert")
 
 
+def old_names(state: State) -> State:
+    """As in the published bert-base-chinese."""
+    pairs = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {}
+    for name, tensor in state.items():
+        for new, old in pairs.items():
+            name = name.replace(new, old)
+        renamed[name] = tensor
+    return renamed
+
+
 def begin_with(prefix: str, state: State) -> State:
     return {f"{prefix}{name}": tensor for name, tensor in state.items()}
 
@@ -63,6 +74,7 @@ FILES: dict[str, Callable[[State, Any], Any]] = {
     "plain.pt": lambda state, _: state,
     "compiled.pth": lambda state, _: {"state_dict": begin_with("module._orig_mod.model.", state)},
     "encoder.bin": lambda state, _: {name.removeprefix("bert."): tensor for name, tensor in state.items()},
+    "gamma.bin": lambda state, _: old_names(state),
     "loop.pt": lambda state, optimizer: {
         "model": state, "optimizer": optimizer.state_dict(), "opt2": optimizer.state_dict(), "epoch": 1,
         "best": torch.tensor(0.3), "rng": torch.get_rng_state(), "torch": torch.__version__,

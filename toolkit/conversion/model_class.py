@@ -14,6 +14,8 @@ from toolkit.conversion.stored import Checkpoint, Stored
 from toolkit.errors import Faults, UserError, first_line, listing
 
 CONFIG = "config.json"
+# of BERT's first checkpoints, such as bert-base-chinese; `from_pretrained` renames them, too
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 def model_class(config: Mapping[str, Any], path: Path) -> ModelClass | None:
@@ -57,8 +59,8 @@ class ModelClass:
     def fit(self, checkpoint: Checkpoint) -> dict[str, Stored]:
         """A checkpoint's tensors by this class's names, as far as it has them, tied ones once.
 
-        A missing or superfluous prefix of the base model (`bert.`) is corrected, as by
-        `from_pretrained`. A `model.` or `net.` of a module around the model is removed if all names
+        A missing or superfluous prefix of the base model (`bert.`) and old names are corrected, as
+        by `from_pretrained`. A `model.` or `net.` of a module around the model is removed if all names
         begin with it.
         """
         old = new = list(checkpoint.tensors)
@@ -71,6 +73,9 @@ class ModelClass:
 
     def _known_name(self, name: str) -> str:
         """The class's name, which may have the prefix of the base model, or lack it."""
+        for old, new in _OLD_NAMES.items():
+            if name.endswith(old):
+                name = name.removesuffix(old) + new
         prefix = f"{self.model.base_model_prefix}."
         for candidate in (f"{prefix}{name}", name.removeprefix(prefix)):
             if name not in self.shapes and candidate in self.shapes:
