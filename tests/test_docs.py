@@ -15,8 +15,8 @@ PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 # options of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
-          "write", "ntasks-per-node", "no-deps", "signal", "machines", "max_restarts", "rendezvous_timeout",
-          "peer_timeout", "stop_timeout", "ddp_timeout", "failure_detector",
+          "write", "ntasks-per-node", "no-deps", "signal", "max_restarts", "cpu", "rendezvous_timeout",
+          "peer_timeout", "ddp_timeout",
           "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
           "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export", "bind-to", "cpus-per-task",
           "peers", "timeout", "gamma", "workers", "model", "model-id", "runner",

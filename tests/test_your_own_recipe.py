@@ -316,8 +316,6 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "single", "metric", OPTIMIZER, f"    tokenizer.add_tokens(['zzzz'])\n{OPTIMIZER}", ("1 tokens", "FOLDER")),
     "a loss without gradients": (
         "ddp x2", "metric", LOSS, "step.mean(objective(batch, logits).detach())", ("detach()",)),
-    "an attribute of a wrapped model": (
-        "ddp x2", "metric", AFTER, f"        model.classifier\n{AFTER}", ("classifier",)),
     "weights of another seed in each process": (
         "fsdp2 x2", "metric", OPTIMIZER,
         f"    torch.nn.init.constant_(model.classifier.weight, accelerator.process_index)\n{OPTIMIZER}",

@@ -35,7 +35,7 @@ def fault_of(folder: Path, *says: str, **options: Any) -> str:
     """The error of a conversion, which leaves nothing."""
     out = folder.parent / "a" / "out"
     message = refusal(toolkit.convert, folder, out, says=says, **options)
-    assert not out.parent.exists()
+    assert not out.exists()
     return message
 
 

@@ -54,6 +54,7 @@ def test_a_resumed_runs_precision(options: Any, expected: str, run: Path, monkey
     assert precision_of(TrainingSettings(**options)) == expected
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     other = precision_of(TrainingSettings(**options))  # whose disk may hold an older run
     assert other == options.get("mixed_precision", "auto")
 

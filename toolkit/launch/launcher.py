@@ -145,6 +145,7 @@ class Launcher:
             "LOCAL_WORLD_SIZE": str(self.here),
             "MASTER_ADDR": self.met.address,
             "MASTER_PORT": str(self.met.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # a group made by hand finds this store, too
         }
 
     def _error_file(self, local: int) -> Path:
